@@ -1,0 +1,75 @@
+"""jdist distributes a JAX train step: written once, it runs on one device, on all of a machine, and beyond."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdist import data as data
+    from jdist import errors as errors
+    from jdist import nnx as nnx
+    from jdist import reduction as reduction
+    from jdist.context import has_strategy as has_strategy
+    from jdist.context import set_strategy as set_strategy
+    from jdist.replica import all_gather as all_gather
+    from jdist.replica import all_reduce as all_reduce
+    from jdist.replica import grad as grad
+    from jdist.replica import mean as mean
+    from jdist.replica import num_replicas as num_replicas
+    from jdist.replica import replica_axes as replica_axes
+    from jdist.replica import replica_id as replica_id
+    from jdist.replica import replica_rng as replica_rng
+    from jdist.replica import value_and_grad as value_and_grad
+    from jdist.state import TrainState as TrainState
+    from jdist.state import optimizer as optimizer
+    from jdist.strategies.by_name import make_strategy as make_strategy
+    from jdist.strategies.default import default as default
+    from jdist.strategies.default import get_strategy as get_strategy
+    from jdist.strategies.mirrored import mirrored as mirrored
+    from jdist.strategies.one_device import one_device as one_device
+    from jdist.strategy import Strategy as Strategy
+    from jdist.transforms.distribute import distribute as distribute
+    from jdist.values import PerReplica as PerReplica
+
+_MODULES = ("data", "errors", "nnx", "reduction")
+_NAMES = {
+    "PerReplica": "jdist.values",
+    "Strategy": "jdist.strategy",
+    "TrainState": "jdist.state",
+    "all_gather": "jdist.replica",
+    "all_reduce": "jdist.replica",
+    "default": "jdist.strategies.default",
+    "distribute": "jdist.transforms.distribute",
+    "get_strategy": "jdist.strategies.default",
+    "grad": "jdist.replica",
+    "has_strategy": "jdist.context",
+    "make_strategy": "jdist.strategies.by_name",
+    "mean": "jdist.replica",
+    "mirrored": "jdist.strategies.mirrored",
+    "num_replicas": "jdist.replica",
+    "one_device": "jdist.strategies.one_device",
+    "optimizer": "jdist.state",
+    "replica_axes": "jdist.replica",
+    "replica_id": "jdist.replica",
+    "replica_rng": "jdist.replica",
+    "set_strategy": "jdist.context",
+    "value_and_grad": "jdist.replica",
+}
+__all__ = [*_MODULES, *_NAMES]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that the command line answers `--help` without importing JAX.
+    if name in _MODULES:
+        return importlib.import_module(f"jdist.{name}")
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'jdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

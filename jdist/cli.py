@@ -1,0 +1,88 @@
+"""The command `jdist`. Each subcommand is a function here; what it needs is imported when it is called."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from jdist.errors import JDistError, NonFiniteError, ReplicaDivergenceError
+
+
+def run(
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="KEY=VALUE")] = (),
+    *,
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Train and evaluate what a config file describes.
+
+    It writes runs/NAME/ with config.yaml (every value with its origin), metrics.jsonl, checkpoints/ and
+    curves.png. The same command goes on where an earlier one stopped or was killed, and comes to the same
+    parameters.
+
+    For example:
+      jdist run configs/digits.yaml
+      jdist run configs/digits.yaml train.steps=500 strategy.name=one_device
+      jdist run configs/digits.yaml name=faster train.optimizer.learning_rate=3e-3 platform.cpu_devices=8
+
+    Ctrl-C finishes the running step, saves, and leaves with exit code 130; SIGTERM the same with 143; a
+    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ);
+    2 what was asked for is not right. JDIST_TRACEBACK=1 shows where in the code an error arose.
+
+    Args:
+        config: the YAML file. Keys: name, task, strategy, train, eval, checkpoint, log, platform.
+        overrides: values that replace those of the file, the key written with dots, the value as in YAML.
+        fresh: start again; the old run folder is kept under another name.
+    """
+    from jdist.experiment.load import load
+    from jdist.experiment.platform import apply_platform
+    from jdist.experiment.validate import validate
+
+    document = load(config, overrides)
+    checked = validate(document)
+    apply_platform(checked.platform)  # before JAX looks for devices
+
+    from jdist.experiment.run import run as run_experiment
+
+    command = shlex.join(["jdist", "run", config, *overrides])
+    return run_experiment(checked, document, command=command, fresh=fresh)
+
+
+COMMANDS = {"run": run}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: what follows `jdist`; those of the process if None.
+
+    Returns:
+        The exit code.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _dispatch(arguments)
+    except JDistError as exc:
+        if os.environ.get("JDIST_TRACEBACK"):
+            raise
+        print(f"jdist: {exc}", file=sys.stderr)
+        return 1 if isinstance(exc, NonFiniteError | ReplicaDivergenceError) else 2
+    except KeyboardInterrupt:
+        print("jdist: interrupted before training began; nothing was changed", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    """Hand a known subcommand its arguments; list the subcommands otherwise."""
+    if arguments and arguments[0] in COMMANDS:
+        return tyro.cli(COMMANDS[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
+    app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand
+    for name, command in COMMANDS.items():
+        app.command(name=name, help=(command.__doc__ or "").partition("\n")[0])(command)
+    return app.cli(prog="jdist", description="Distribute a JAX train step.", args=arguments)

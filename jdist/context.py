@@ -1,0 +1,121 @@
+"""Which strategy is current, and what is known while a step is traced under one.
+
+Two kinds of context, and nothing else in jdist keeps any:
+
+- the *current strategy*, which `strategy.scope()` and `set_strategy` choose and which library code may ask for;
+- the *replica trace*: while a transform traces a step, `replica.py` finds here the strategy, and the
+  recorder that splits the step. It is JAX user context, so a function that the user jitted
+  inside a step is never taken from a cache that another strategy filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+if TYPE_CHECKING:
+    from jdist.strategy import Strategy
+
+PyTree = Any
+
+
+class Recorder(Protocol):
+    """Cuts a step while it is traced; see `boundary.py`.
+
+    Attributes:
+        at: "gradient" cuts where gradients are combined over replicas, "update" where optimisers are called.
+        num_microbatches: how many parts a replica's batch comes in.
+        microbatch: which of them this is; int32 scalar.
+    """
+
+    at: str
+    num_microbatches: int
+    microbatch: jax.Array
+
+    def gradient(self, tree: PyTree, op: str) -> PyTree:
+        """Keeps what one replica computed, hands out placeholders for what all computed together."""
+        ...
+
+    def count(self, count: jax.Array) -> jax.Array:
+        """Keeps one microbatch's weight, hands out a placeholder for the whole global batch's."""
+        ...
+
+    def update(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
+        """Keeps the gradients given to an optimiser, hands out placeholders for the updates."""
+        ...
+
+
+def _trace_level() -> Any:
+    return get_opaque_trace_state(convention="nnx")  # the convention that compares by trace, not by identity
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaTrace:
+    """One tracing of one step under one strategy.
+
+    Attributes:
+        strategy: the strategy whose replicas run the step.
+        recorder: set while the step is being split into gradient part and update part.
+        reduced: arrays that already hold the same value on every replica, so that averaging them again can be left out.
+        finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
+        level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
+    """
+
+    strategy: Strategy
+    recorder: Recorder | None = None
+    reduced: list[jax.Array] = field(default_factory=list)
+    finite: list[tuple[str, jax.Array]] = field(default_factory=list)
+    level: Any = field(default_factory=_trace_level)
+
+    def at_step_level(self) -> bool:
+        """Whether the caller runs in the step itself, not inside a `lax.scan` or `jax.jit` of it."""
+        return self.level == _trace_level()
+
+
+_trace = jax.make_user_context(None)
+_scoped: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("jdist_strategy", default=None)
+_process_wide: list[Strategy] = []
+
+
+@contextlib.contextmanager
+def tracing(trace: ReplicaTrace) -> Iterator[ReplicaTrace]:
+    """Makes `trace` the current replica trace, and its strategy the current strategy."""
+    with _trace(trace), scope(trace.strategy):
+        yield trace
+
+
+def current_trace() -> ReplicaTrace | None:
+    """The replica trace under way, or None outside a step."""
+    return _trace.value
+
+
+@contextlib.contextmanager
+def scope(strategy: Strategy) -> Iterator[Strategy]:
+    """Makes `strategy` the current one within a `with` block."""
+    token = _scoped.set(strategy)
+    try:
+        yield strategy
+    finally:
+        _scoped.reset(token)
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Makes `strategy` the current one for the whole process, outside every `scope()`; None undoes it."""
+    _process_wide[:] = [] if strategy is None else [strategy]
+
+
+def current_strategy() -> Strategy | None:
+    """The strategy of the innermost scope, else the process-wide one, else None."""
+    return _scoped.get() or (_process_wide[0] if _process_wide else None)
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current."""
+    strategy = current_strategy()
+    return strategy is not None and strategy.name != "default"

@@ -1,0 +1,92 @@
+"""Every error that jdist raises on purpose.
+
+    JDistError
+    ├── DeviceError            a device was asked for that is not there, or one cannot serve
+    ├── StrategyError          a strategy's name or options
+    ├── StepError              a step, its roles, or what it returned
+    │   ├── BoundaryError      a step that cannot be split into gradient part and update part
+    │   └── GlobalViewError    a replica call without meaning in a step that sees the whole batch
+    ├── BatchError             a batch that does not fit the replicas, or whose leaves disagree
+    ├── DatasetError           an input source: empty, not resumable, changing its structure
+    ├── DonatedStateError      a state was used again after a step had consumed it
+    ├── ReplicaDivergenceError replicas hold different values where the same were declared
+    ├── NonFiniteError         a step made the state NaN or infinite
+    ├── CheckpointError        a checkpoint that cannot be written, found or read
+    └── ConfigError            a config file, an override or a run folder
+
+Each also derives from the built-in error that a reader would expect (ValueError, RuntimeError), so that
+code which knows nothing of jdist can catch it. Every message says what is wrong, which value it was, what is
+allowed and how to mend it.
+"""
+
+
+class JDistError(Exception):
+    """The root of every error that jdist raises on purpose."""
+
+
+class DeviceError(JDistError, ValueError):
+    """A device was asked for that is not there, or one cannot serve."""
+
+
+class StrategyError(JDistError, ValueError):
+    """A strategy's name or options are not valid."""
+
+
+class StepError(JDistError, ValueError):
+    """A step, its declared roles, or what it returned is not valid."""
+
+
+class BoundaryError(StepError):
+    """A step cannot be split into a gradient part and an update part."""
+
+
+class GlobalViewError(StepError):
+    """A replica call has no meaning in a step that sees the whole batch (`transform="jit"`)."""
+
+
+class BatchError(JDistError, ValueError):
+    """A batch does not fit the replicas, or its leaves disagree."""
+
+
+class DatasetError(JDistError, ValueError):
+    """An input source is empty, cannot be resumed, or changes its structure."""
+
+
+class DonatedStateError(JDistError, RuntimeError):
+    """A state was used again after a step had consumed (donated) it."""
+
+
+class ReplicaDivergenceError(JDistError, RuntimeError):
+    """Replicas hold different values of state that was declared the same on all.
+
+    Attributes:
+        leaves: path of each leaf that differs, as `jax.tree_util.keystr` writes it.
+        replicas: for each of those leaves, the replicas that differ from the majority.
+    """
+
+    def __init__(self, message: str, leaves: tuple[str, ...], replicas: tuple[tuple[int, ...], ...]):
+        super().__init__(message)
+        self.leaves = leaves
+        self.replicas = replicas
+
+
+class NonFiniteError(JDistError, FloatingPointError):
+    """A step made a floating-point leaf of the state NaN or infinite.
+
+    Attributes:
+        leaf: path of the first such leaf.
+        step: number of the call of the step that did it, counted from 0.
+    """
+
+    def __init__(self, message: str, leaf: str, step: int):
+        super().__init__(message)
+        self.leaf = leaf
+        self.step = step
+
+
+class CheckpointError(JDistError, RuntimeError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class ConfigError(JDistError, ValueError):
+    """A config file, an override of it, or a run folder is not valid."""

@@ -1,0 +1,149 @@
+"""Train state, and the mark that tells jdist where a step calls its optimiser."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist import context
+from jdist.errors import StepError
+
+PyTree = Any
+
+
+def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Marks an optax optimiser that a step calls itself.
+
+    Strategies that place the optimiser's update elsewhere (on the host, on a parameter server) find it by this mark.
+    A `TrainState`, jdist's or flax's, needs none.
+
+    Args:
+        tx: the optimiser.
+
+    Returns:
+        The same optimiser, marked; marking twice changes nothing.
+    """
+    if isinstance(tx.update, _MarkedUpdate):
+        return tx
+    return optax.GradientTransformationExtraArgs(tx.init, _MarkedUpdate(tx))
+
+
+def unmarked_optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimiser that `optimizer` was given; any other is returned as it is."""
+    return tx.update.tx if isinstance(tx.update, _MarkedUpdate) else tx
+
+
+@dataclasses.dataclass(frozen=True)
+class _MarkedUpdate:
+    tx: optax.GradientTransformation
+
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        tx = optax.with_extra_args_support(self.tx)
+        trace = context.current_trace()
+        if trace is None or trace.recorder is None or trace.recorder.at != "update":
+            return tx.update(updates, state, params, **extra)
+        return trace.recorder.update(tx, updates, state, params, extra)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Parameters, optimiser state and what else a step carries along: a convenience, any pytree serves as well.
+
+    Attributes:
+        step: number of updates made, int32 scalar.
+        params: pytree of parameters.
+        opt_state: the optimiser's state.
+        rng: a PRNG key, or None.
+        extra: further collections by name (batch statistics, an average of the parameters, ...), each a pytree.
+        apply_fn: the model's apply function; static.
+        tx: the optimiser; static.
+
+    Example:
+        >>> import jdist, optax
+        >>> state = jdist.TrainState.create(params={"w": 1.0}, tx=optax.sgd(0.5))
+        >>> float(state.apply_gradients(grads={"w": 1.0}).params["w"])
+        0.5
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    rng: jax.Array | None = None
+    extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    tx: optax.GradientTransformation = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        rng: jax.Array | None = None,
+        **extra: PyTree,
+    ) -> TrainState:
+        """A state before the first step.
+
+        Args:
+            params: pytree of parameters.
+            tx: the optimiser.
+            apply_fn: the model's apply function.
+            rng: a PRNG key for steps that draw.
+            **extra: further collections, read back as `state.extra[name]`.
+        """
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=tx.init(params),
+            rng=rng,
+            extra=extra,
+            apply_fn=apply_fn,
+            tx=tx,
+        )
+
+    def apply_gradients(self, *, grads: PyTree, **extra: PyTree) -> TrainState:
+        """The state after one optimiser update.
+
+        Args:
+            grads: gradient, a tree like `params`.
+            **extra: new values of collections that `create` declared.
+
+        Raises:
+            StepError: a collection that `create` did not declare.
+        """
+        self._check_declared(extra)
+        updates, opt_state = optimizer(self.tx).update(grads, self.opt_state, self.params)
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            params=optax.apply_updates(self.params, updates),
+            opt_state=opt_state,
+            extra={**self.extra, **extra},
+        )
+
+    def replace(self, **changes: PyTree) -> TrainState:
+        """A copy with some fields, or some declared collections, changed.
+
+        Raises:
+            StepError: neither a field nor a declared collection.
+        """
+        fields = {field.name for field in dataclasses.fields(self)}
+        own = {name: value for name, value in changes.items() if name in fields}
+        extra = {name: value for name, value in changes.items() if name not in fields}
+        self._check_declared(extra)
+        return dataclasses.replace(self, **{"extra": {**self.extra, **extra}, **own})
+
+    def _check_declared(self, extra: dict[str, PyTree]) -> None:
+        for name in extra:
+            if name not in self.extra:
+                raise StepError(
+                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}. "
+                    f"Declare it at the start: `TrainState.create(..., {name}=...)`."
+                )

@@ -1,0 +1,1 @@
+"""One file a strategy: a pure function that returns a `Strategy`."""

@@ -1,0 +1,55 @@
+"""Strategies by name, for config files and notebooks."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jdist.errors import StrategyError
+from jdist.strategies.default import default
+from jdist.strategies.mirrored import mirrored
+from jdist.strategies.one_device import one_device
+from jdist.strategy import Strategy
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "default": default,
+    "one_device": one_device,
+    "mirrored": mirrored,
+}
+
+
+def make_strategy(name: str, /, **options: Any) -> Strategy:
+    """Builds a strategy by name.
+
+    Args:
+        name: "default", "one_device" or "mirrored".
+        **options: arguments of the function of that name.
+
+    Returns:
+        The Strategy.
+
+    Raises:
+        StrategyError: an unknown name or option; lists the known ones and the nearest.
+
+    Example:
+        >>> import jdist
+        >>> jdist.make_strategy("one_device", device="cpu:0").num_replicas
+        1
+    """
+    if name not in STRATEGIES:
+        raise StrategyError(
+            f"there is no strategy {name!r}.{_nearest(str(name), STRATEGIES)} Known: {', '.join(STRATEGIES)}."
+        )
+    known = inspect.signature(STRATEGIES[name]).parameters
+    for option in options:
+        if option not in known:
+            has = f"It has: {', '.join(known)}." if known else "It has none."
+            raise StrategyError(f"strategy {name!r} has no option {option!r}.{_nearest(option, known)} {has}")
+    return STRATEGIES[name](**options)
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

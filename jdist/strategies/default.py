@@ -1,0 +1,29 @@
+"""The default strategy: a pass-through that binds nothing."""
+
+from __future__ import annotations
+
+from jdist.context import current_strategy
+from jdist.reduction import psum
+from jdist.strategies.local import LOCAL
+from jdist.strategy import Strategy
+
+_DEFAULT = Strategy(name="default", reduction=psum(), operations=LOCAL)
+
+
+def default() -> Strategy:
+    """The strategy under which a step runs as it is: compiled, on the device that JAX chooses, with no mesh bound.
+
+    Returns:
+        Always the same value.
+
+    Example:
+        >>> import jdist
+        >>> jdist.default() is jdist.default()
+        True
+    """
+    return _DEFAULT
+
+
+def get_strategy() -> Strategy:
+    """The current strategy: that of the innermost `strategy.scope()` or step, else `set_strategy`'s, else default's."""
+    return current_strategy() or _DEFAULT

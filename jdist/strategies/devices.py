@@ -1,0 +1,80 @@
+"""Devices from what a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jdist.errors import DeviceError
+
+
+def find_devices(devices: Iterable[Any] | None) -> tuple[jax.Device, ...]:
+    """The devices meant by a list of jax devices and names; None: all local devices of the default backend.
+
+    Raises:
+        DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
+    """
+    if devices is None:
+        found = tuple(jax.local_devices())
+        if not found:
+            raise DeviceError("JAX sees no device at all; `jax.devices()` shows what it found.")
+        return found
+    if isinstance(devices, str | jax.Device):
+        devices = (devices,)
+    found = tuple(find_device(d) for d in devices)
+    if not found:
+        raise DeviceError("`devices` is empty; name at least one, or leave it out to use every device JAX sees.")
+    for i, device in enumerate(found):
+        if device in found[:i]:
+            raise DeviceError(f"`devices` names {_name(device)} twice; every replica needs a device of its own.")
+    platforms = sorted({d.platform for d in found})
+    if len(platforms) > 1:
+        raise DeviceError(f"`devices` mixes the platforms {', '.join(platforms)}; one mesh holds devices of one kind.")
+    return found
+
+
+def find_device(device: Any) -> jax.Device:
+    """The device meant by a jax device or a name.
+
+    Raises:
+        DeviceError: no such device; lists those there are.
+    """
+    if isinstance(device, jax.Device):
+        return device
+    match = re.fullmatch(r"/?(?:device:)?([a-z]+)(?::(\d+))?", device.lower()) if isinstance(device, str) else None
+    if match is None:
+        raise DeviceError(
+            f'`{device!r}` names no device; write a jax device or a string such as "gpu:0" or "cpu:3". There are: {_known()}.'
+        )
+    platform, index = match[1], int(match[2] or 0)
+    try:
+        local = jax.local_devices(backend=platform)
+    except RuntimeError as exc:
+        raise DeviceError(f"there is no {platform!r} here (asked for {device!r}). There are: {_known()}.") from exc
+    if index >= len(local):
+        raise DeviceError(
+            f"there is no {platform}:{index}; JAX sees {len(local)} device(s) of that platform: {_known()}."
+            + _virtual_cpus(platform, index)
+        )
+    return local[index]
+
+
+def _virtual_cpus(platform: str, index: int) -> str:
+    if platform != "cpu":
+        return ""
+    return (
+        f" For virtual CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count={index + 1} before JAX starts."
+    )
+
+
+def _name(device: jax.Device) -> str:
+    return f"{device.platform}:{jax.local_devices(backend=device.platform).index(device)}"
+
+
+def _known() -> str:
+    names = [_name(d) for d in jax.local_devices()]
+    names += [_name(d) for d in jax.local_devices(backend="cpu") if _name(d) not in names]
+    return ", ".join(names if len(names) <= 12 else [*names[:4], "...", names[-1]])

@@ -1,0 +1,39 @@
+"""What all strategies share whose replicas one process drives: their operations, and a mesh of one axis."""
+
+from __future__ import annotations
+
+import numpy as np
+from jax import Device
+from jax.sharding import AxisType, Mesh
+
+from jdist.reduction import Reduction
+from jdist.strategy import Operations, Strategy, Transform
+from jdist.transforms import placement
+from jdist.transforms.distribute import distribute_locally
+from jdist.transforms.run import run
+
+LOCAL = Operations(
+    init=placement.init,
+    fetch=placement.fetch,
+    check=placement.check,
+    run=run,
+    distribute_dataset=placement.distribute_dataset,
+    distribute=distribute_locally,
+)
+
+
+def strategy_over(
+    devices: tuple[Device, ...], *, name: str, axis: str, transform: Transform, reduction: Reduction
+) -> Strategy:
+    """A strategy with one replica a device, on a mesh of one axis in the order of `devices`."""
+    # Auto, not the default Explicit: sharding must not become part of every array's type inside users' models.
+    mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+    return Strategy(
+        name=name,
+        devices=devices,
+        mesh=mesh,
+        axes=(axis,),
+        transform=transform,
+        reduction=reduction,
+        operations=LOCAL,
+    )

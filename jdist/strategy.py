@@ -1,0 +1,204 @@
+"""The `Strategy` value: where replicas live and which functions lay out, compile and feed a step there."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist import context
+from jdist.reduction import Reduction
+
+if TYPE_CHECKING:
+    from jdist.data.distribute import DistributedDataset
+
+PyTree = Any
+Transform = Literal["shard_map", "pmap", "jit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """What a kind of strategy does, as plain functions; each takes the strategy first.
+
+    Attributes:
+        init: `(strategy, fn, args) -> state` laid out as the strategy wants it.
+        fetch: `(strategy, state) -> state` whole, on the host.
+        check: `(strategy, state) -> None`, raises where replicas differ.
+        run: `(strategy, fn, args, kwargs) -> PerReplica results`.
+        distribute_dataset: `(strategy, source, options) -> DistributedDataset`.
+        distribute: `(strategy, step, options) -> callable step`.
+    """
+
+    init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]
+    fetch: Callable[[Strategy, PyTree], PyTree]
+    check: Callable[[Strategy, PyTree], None]
+    run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
+    distribute_dataset: Callable[[Strategy, Iterable[PyTree], dict[str, Any]], DistributedDataset]
+    distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Strategy:
+    """How a train step is spread over devices: an immutable value that `jdist.mirrored()` and its like build.
+
+    Attributes:
+        name: "default", "one_device", "mirrored", ...
+        devices: the devices of the mesh, in its order; empty under default.
+        mesh: the device mesh, or None under default.
+        axes: the mesh axes that replicas are spread over; empty under default.
+        transform: how a step for one replica becomes a step over the mesh; None under default.
+        reduction: the all-reduce algorithm.
+        operations: the functions behind the methods.
+        cluster: the processes that take part; None for one process.
+    """
+
+    name: str
+    devices: tuple[jax.Device, ...] = ()
+    mesh: Mesh | None = None
+    axes: tuple[str, ...] = ()
+    transform: Transform | None = None
+    reduction: Reduction
+    operations: Operations = field(repr=False)
+    cluster: None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model compute at the same time."""
+        return max(1, len(self.devices))
+
+    @property
+    def replicated_sharding(self) -> NamedSharding | None:
+        """The sharding of what every replica holds whole; None under default."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch_sharding(self) -> NamedSharding | None:
+        """The sharding of a global batch, rows spread over the replicas; None under default."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(self.axes))
+
+    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """Creates a state in the strategy's own layout.
+
+        Shapes come first, by `jax.eval_shape`; then every leaf is computed directly in its sharding, so the
+        state is never built twice.
+
+        Args:
+            fn: a pure function that makes the state, for example `create_state(key)`.
+            *args: its arguments.
+
+        Returns:
+            `fn(*args)`, each leaf a `jax.Array` in its place.
+
+        Raises:
+            StepError: a leaf of the result is not an array.
+
+        Example:
+            >>> import jax, jdist
+            >>> jdist.one_device().init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))["w"].shape
+            (3,)
+        """
+        return self.operations.init(self, fn, args)
+
+    def fetch(self, state: PyTree) -> PyTree:
+        """The whole state on the host, after the steps in flight are done and the replicas were compared.
+
+        Args:
+            state: a state that a step under this strategy returned.
+
+        Returns:
+            The same tree with numpy leaves; typed PRNG keys stay key arrays.
+
+        Raises:
+            ReplicaDivergenceError: replicas hold different values.
+            NonFiniteError: one of the last steps made a NaN or infinite gradient.
+        """
+        return self.operations.fetch(self, state)
+
+    def check(self, state: PyTree) -> None:
+        """Compares the replicas' copies of `state` bit by bit; to be called before every save.
+
+        Raises:
+            ReplicaDivergenceError: names the leaves and the replicas that differ.
+        """
+        self.operations.check(self, state)
+
+    def run(self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Calls `fn` once on every replica.
+
+        Args:
+            fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
+            *args: `PerReplica` values and distributed batches arrive as the replica's own part, all else whole.
+            **kwargs: as `args`.
+
+        Returns:
+            `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`.
+        """
+        return self.operations.run(self, fn, args, kwargs)
+
+    def distribute_dataset(
+        self,
+        dataset: Iterable[PyTree],
+        *,
+        partial: Literal["pad", "drop", "error"] = "pad",
+        with_mask: bool = False,
+        steps_per_call: int = 1,
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Feeds global batches to the replicas.
+
+        Args:
+            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each.
+            partial: what to do with a batch that has fewer rows than the first: fill it up and mask the filling,
+                leave it out, or refuse it.
+            with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.
+            steps_per_call: how many batches go into one call of a step made with the same option.
+            prefetch: how many batches a background thread puts on the devices ahead of the consumer; 0: none.
+
+        Returns:
+            An iterable with `element_spec`, `state()` and `restore(state)`.
+
+        Raises:
+            DatasetError: the dataset is empty, or not what it says.
+            BatchError: a batch does not fit the replicas, or its leaves disagree.
+        """
+        options = {
+            "partial": partial,
+            "with_mask": with_mask,
+            "steps_per_call": steps_per_call,
+            "prefetch": prefetch,
+        }
+        return self.operations.distribute_dataset(self, dataset, options)
+
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it."""
+        return context.scope(self)
+
+    def __repr__(self) -> str:
+        if self.mesh is None:
+            return f"Strategy({self.name}: the step runs as it is, on the device that JAX chooses)"
+        kinds = sorted({d.device_kind for d in self.devices})
+        ids = [d.id for d in self.devices]
+        shown = str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
+        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
+        return (
+            f"Strategy({self.name}: {replicas} on {self.devices[0].platform} devices {shown} ({', '.join(kinds)}), "
+            f"mesh {axes}, transform {self.transform}, all-reduce {self.reduction.name})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {"strategy": self.name, "replicas": self.num_replicas}
+        if self.mesh is not None:
+            rows |= {
+                "devices": ", ".join(map(str, self.devices[:8])) + (", ..." if len(self.devices) > 8 else ""),
+                "mesh": dict(self.mesh.shape),
+                "transform": self.transform,
+                "all-reduce": self.reduction.name,
+            }
+        cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows.items())
+        return f"<table>{cells}</table>"

@@ -1,0 +1,37 @@
+"""What a task is: a model, a loss and data, as five plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+PyTree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, its loss and its data, for `jdist run`.
+
+    A config names a function that returns one, by import path (`my_package.my_task:make`); the
+    config's `task.options` are that function's keyword arguments.
+
+    Attributes:
+        create_state: `(key, tx) -> state`; pure, so that a strategy can allocate it in its own layout.
+        train_step: `(state, batch) -> (state, metrics)`, one replica's view, using `jdist.value_and_grad`
+            and `jdist.mean`; `metrics` is a dict of scalars and holds "loss".
+        eval_step: `(state, batch) -> metrics`, a dict of scalars, each a `jdist.mean` over the batch's rows.
+        train_data: `(global_batch, seed, epochs) -> source`; `epochs` None repeats without end.
+        eval_data: `(global_batch) -> source`, once through the held-out rows.
+        baselines: figures to show beside the evaluation metrics, by name; called once, when the run ends.
+    """
+
+    create_state: Callable[[jax.Array, optax.GradientTransformation], PyTree]
+    train_step: Callable[[PyTree, PyTree], tuple[PyTree, Mapping[str, jax.Array]]]
+    eval_step: Callable[[PyTree, PyTree], Mapping[str, jax.Array]]
+    train_data: Callable[[int, int, int | None], Any]
+    eval_data: Callable[[int], Any]
+    baselines: Callable[[], Mapping[str, float]] | None = None

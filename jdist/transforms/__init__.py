@@ -1,0 +1,1 @@
+"""A step for one replica -> a step over a mesh."""

@@ -1,0 +1,68 @@
+"""Steps that were started and not yet waited for.
+
+Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N threads");
+on any device they pile up inputs. Each call returns a small token that is never donated, so it can be waited for.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jdist.strategy import Strategy
+
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+class Window:
+    """The tokens of the last calls of one step, at most `limit` of them not waited for.
+
+    Args:
+        strategy: the step's strategy; `wait_for(strategy)` drains all its windows.
+        limit: how many calls may be in flight.
+        inspect: called with a token's value, int32[2], once it is known; raises where the step went wrong.
+    """
+
+    def __init__(self, strategy: Strategy, limit: int, inspect: Callable[[np.ndarray], None]):
+        self.strategy, self.limit, self._inspect = strategy, limit, inspect
+        self._tokens: collections.deque[jax.Array] = collections.deque()
+        self._since_inspected = 0
+        _windows.add(self)
+
+    def add(self, token: jax.Array) -> None:
+        """Takes in the newest token; waits for the oldest one if there are too many."""
+        tokens = self._tokens
+        tokens.append(token)
+        if len(tokens) <= self.limit:
+            return
+        oldest = tokens.popleft()
+        oldest.block_until_ready()
+        self._since_inspected += 1
+        if self._since_inspected >= self.limit:  # codes are sticky, so reading every one would only cost time
+            self._since_inspected = 0
+            self._inspect(np.asarray(oldest))
+
+    def drain(self) -> None:
+        """Waits for every call in flight and looks at the newest token."""
+        if not self._tokens:
+            return
+        newest = self._tokens[-1]
+        self._tokens.clear()
+        self._since_inspected = 0
+        self._inspect(np.asarray(newest))
+
+    def clear(self) -> None:
+        """Forgets the tokens, after an error was raised for them."""
+        self._tokens.clear()
+        self._since_inspected = 0
+
+
+def wait_for(strategy: Strategy) -> None:
+    """Drains every window of a strategy."""
+    for window in list(_windows):
+        if window.strategy is strategy:
+            window.drain()

@@ -1,0 +1,97 @@
+"""The roles of a step's arguments and results, and the options of `jdist.distribute`; all checked at construction."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from jdist.errors import StepError
+
+ArgRole = Literal["state", "batch", "replicated", "static"]
+ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
+NonFinite = Literal["raise", "skip", "apply"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step is to be run; the fields are the options of `jdist.distribute`, described there."""
+
+    args: tuple[ArgRole, ...] = ("state", "batch")
+    returns: tuple[ReturnRole, ...] | None = None
+    static_argnames: tuple[str, ...] = ()
+    donate: bool = True
+    accumulate: int = 1
+    steps_per_call: int = 1
+    max_in_flight: int = 8
+    check_replicas: int = 1000
+    non_finite: NonFinite = "raise"
+
+    def __post_init__(self) -> None:
+        _check_roles("args", self.args, get_args(ArgRole))
+        if self.args.count("state") > 1:
+            raise StepError(
+                f'`args` is {self.args!r}; a step has at most one "state". Put several states into a tuple.'
+            )
+        if self.returns is not None:
+            _check_roles("returns", self.returns, get_args(ReturnRole))
+            if not self.returns or self.returns.count("state") > 1:
+                raise StepError(f'`returns` is {self.returns!r}; it needs one role or more, and at most one "state".')
+            if "state" in self.returns and "state" not in self.args:
+                raise StepError(
+                    f'`returns` is {self.returns!r}, but `args` is {self.args!r} without a "state" to update.'
+                )
+        _check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        for name, least in (
+            ("accumulate", 1),
+            ("steps_per_call", 1),
+            ("max_in_flight", 1),
+            ("check_replicas", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+        if self.steps_per_call > 1 and "state" not in self.args:
+            raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on.')
+        if self.steps_per_call > 1 and self.returns is not None and "examples" in self.returns:
+            raise StepError('`returns` with "examples" needs `steps_per_call=1`: rows come back batch by batch.')
+
+    @property
+    def may_update_state(self) -> bool:
+        """Whether the step may return a state; known for certain only once it was traced."""
+        return "state" in self.args and (self.returns is None or "state" in self.returns)
+
+
+def make_options(**options: Any) -> StepOptions:
+    """`StepOptions` from keyword arguments; lists become tuples, a lone string a tuple of one.
+
+    Raises:
+        StepError: an unknown option, or a value that is not allowed.
+    """
+    known = StepOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
+    for name in ("args", "returns", "static_argnames"):
+        value = options.get(name)
+        if isinstance(value, str):
+            options[name] = (value,)
+        elif isinstance(value, list):
+            options[name] = tuple(value)
+    return StepOptions(**options)
+
+
+def _check_roles(name: str, roles: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(roles, tuple):
+        raise StepError(f"`{name}` is {roles!r}; it must be a tuple of roles out of {allowed}.")
+    for role in roles:
+        _check_choice(name, role, allowed)
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise StepError(f"`{name}` has {value!r}; allowed are {', '.join(map(repr, allowed))}.{hint}")

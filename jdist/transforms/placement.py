@@ -1,0 +1,138 @@
+"""Putting state and batches on a strategy's devices, and getting state back whole."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jdist.context import scope
+from jdist.data.distribute import DistributedDataset, distributed_dataset
+from jdist.strategy import Strategy
+from jdist.transforms import in_flight
+from jdist.transforms.replica_check import compare, make_check
+from jdist.transforms.trees import check_arrays, check_no_deleted
+
+PyTree = Any
+
+
+def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
+    """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding."""
+    leaves, treedef = jax.tree.flatten(args)
+    dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+
+    treedefs: list[Any] = []
+
+    def create(arrays: list[Any]) -> list[jax.Array]:
+        filled = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            filled[i] = array
+        with scope(strategy):
+            state = fn(*jax.tree.unflatten(treedef, filled))
+        check_arrays_or_tracers(state)
+        treedefs.append(jax.tree.structure(state))
+        return [_strong(leaf) for leaf in jax.tree.leaves(state)]
+
+    sharding = strategy.replicated_sharding
+    arrays = [_onto(leaves[i], sharding) for i in dynamic]
+    shapes = jax.eval_shape(create, arrays)
+    shardings = None if sharding is None else [sharding] * len(shapes)
+    made = jax.jit(create, out_shardings=shardings)(arrays)
+    return jax.tree.unflatten(treedefs[-1], made)
+
+
+def check_arrays_or_tracers(state: PyTree) -> None:
+    """Refuses what a state cannot hold: strings, functions, objects.
+
+    Raises:
+        StepError: names the leaf.
+    """
+    check_arrays(jax.tree.map(lambda x: 0 if isinstance(x, jax.Array) else x, state), "the state")
+
+
+def _strong(x: Any) -> jax.Array:
+    """As an array whose dtype does not depend on what it meets; a weakly typed leaf would compile a step twice."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, x.dtype)
+
+
+def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
+    if sharding is None or (isinstance(x, jax.Array) and x.sharding == sharding):
+        return x
+    # may_alias=False: the copy may be donated while the caller still holds the original
+    return jax.device_put(x, sharding, may_alias=False)
+
+
+def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
+    """A state as a step wants it: every leaf a strongly typed array in its place, no buffer twice.
+
+    Raises:
+        DonatedStateError: a leaf was consumed by an earlier call.
+        StepError: a leaf is no array.
+    """
+    check_no_deleted(state)
+    check_arrays(state, "the state")
+    sharding = strategy.replicated_sharding
+    seen: set[int] = set()
+
+    def place(x: Any) -> jax.Array:
+        if not isinstance(x, jax.Array) or jax.typeof(x).weak_type:
+            x = _strong(x)
+        x = _onto(x, sharding)
+        if id(x) in seen:  # one array in two places of the state could not be donated twice
+            x = jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(place, state)
+
+
+def fetch(strategy: Strategy, state: PyTree) -> PyTree:
+    """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
+    in_flight.wait_for(strategy)
+    check_no_deleted(state)
+    check(strategy, state)
+    return jax.tree.map(_to_host, state)
+
+
+def _to_host(x: Any) -> Any:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
+
+
+_checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
+
+
+def check(strategy: Strategy, state: PyTree) -> None:
+    """`Strategy.check`: compares the replicas' copies of every replicated leaf."""
+    if strategy.num_replicas == 1:
+        return
+    sharding = strategy.replicated_sharding
+    found = [
+        (jax.tree_util.keystr(path) or "the state", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if isinstance(leaf, jax.Array) and leaf.size and leaf.sharding == sharding
+    ]
+    if not found:
+        return
+    if strategy not in _checks:
+        _checks[strategy] = make_check(strategy)
+    hashes = _checks[strategy]([leaf for _, leaf in found])
+    compare(np.asarray(hashes), [path for path, _ in found])
+
+
+def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
+    """`Strategy.distribute_dataset`: batches cut and placed by `data/`, onto this strategy's devices."""
+    if strategy.mesh is None:
+        return distributed_dataset(source, num_replicas=1, place=None, **options)
+    lead = (None,) if options["steps_per_call"] > 1 else ()
+    sharding = NamedSharding(strategy.mesh, PartitionSpec(*lead, strategy.axes))
+    place = functools.partial(jax.device_put, device=sharding)
+    return distributed_dataset(source, num_replicas=strategy.num_replicas, place=place, **options)

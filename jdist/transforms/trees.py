@@ -1,0 +1,133 @@
+"""Checks on the trees that go in and out of a step; every complaint names the leaf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.errors import BatchError, DonatedStateError, StepError
+
+PyTree = Any
+
+
+def check_same_state(before: PyTree, after: PyTree) -> PyTree:
+    """Refuses a state that a step returned with another tree, shape or dtype than it received.
+
+    Returns:
+        `after`, with weakly typed leaves (Python numbers) given the dtype of `before`.
+
+    Raises:
+        StepError: names the leaves, before and after.
+    """
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise StepError(
+            "the step returned a state of another tree than it received:\n" + _tree_difference(before, after)
+        )
+
+    problems: list[str] = []
+
+    def check(path: Any, old: Any, new: Any) -> Any:
+        old_shape, new_shape = jnp.shape(old), jnp.shape(new)
+        old_dtype, new_dtype = jax.typeof(old).dtype, jax.typeof(new).dtype
+        if old_shape != new_shape or (old_dtype != new_dtype and not jax.typeof(new).weak_type):
+            problems.append(
+                f"  {jax.tree_util.keystr(path) or 'the state'}: "
+                f"{old_dtype}{list(old_shape)} before, {new_dtype}{list(new_shape)} after"
+            )
+            return new
+        return new if jnp.issubdtype(old_dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(new, old_dtype)
+
+    result = jax.tree_util.tree_map_with_path(check, before, after)
+    if problems:
+        raise StepError(
+            "the step returned a state whose leaves have another shape or dtype than it received:\n"
+            + "\n".join(problems[:10])
+            + "\nA step must keep both; cast the leaf back, or create the state with the later dtype."
+        )
+    return result
+
+
+def _tree_difference(before: PyTree, after: PyTree) -> str:
+    def leaves(tree: PyTree) -> dict[str, Any]:
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    old, new = leaves(before), leaves(after)
+    lines = [f"  {path}: gone" for path in old if path not in new]
+    lines += [
+        f"  {path}: new, {jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+        for path, leaf in new.items()
+        if path not in old
+    ]
+    if not lines:
+        lines = [f"  before: {jax.tree.structure(before)}", f"  after:  {jax.tree.structure(after)}"]
+    more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
+    return "\n".join(lines[:10] + more)
+
+
+def check_no_deleted(state: PyTree) -> None:
+    """Refuses a state whose buffers an earlier call has consumed.
+
+    Raises:
+        DonatedStateError: names the first such leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise DonatedStateError(
+                f"the state passed in was donated to an earlier call, its buffers are gone (first: "
+                f"{jax.tree_util.keystr(path) or 'the state'}). Go on with the state that the call returned, or with "
+                "`train_step.last_state`; `donate=False` keeps old states usable."
+            )
+
+
+def check_arrays(tree: PyTree, what: str) -> None:
+    """Refuses leaves that are no arrays or numbers.
+
+    Raises:
+        StepError: names the leaf and its type.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+            raise StepError(
+                f"{what} has a leaf that is no array: {jax.tree_util.keystr(path) or 'itself'} is a "
+                f"{type(leaf).__name__}. Keep functions and settings out of the tree, or in static fields of a dataclass."
+            )
+
+
+def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0) -> None:
+    """Refuses a batch whose rows disagree between leaves or do not divide among the replicas.
+
+    Args:
+        batches: pytree of arrays [rows, ...], or [steps, rows, ...] with `lead=1`.
+        parts: what the number of rows must be a multiple of.
+        explanation: where `parts` comes from, for the message.
+        lead: number of axes before the rows.
+
+    Raises:
+        BatchError: with the numbers and the remedy.
+    """
+    rows: int | None = None
+    first = ""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
+        name = jax.tree_util.keystr(path) or "the batch"
+        shape = jnp.shape(leaf)
+        if len(shape) <= lead:
+            raise BatchError(
+                f"batch leaf {name} has shape {shape}; it needs a leading axis of rows"
+                f"{' after the axis of steps' if lead else ''}. Pass what has no rows as a replicated argument."
+            )
+        if rows is None:
+            rows, first = shape[lead], name
+        elif shape[lead] != rows:
+            raise BatchError(
+                f"batch leaves disagree on the number of rows: {first} has {rows}, {name} has {shape[lead]}. "
+                "Every leaf must hold one row for each example."
+            )
+    if rows is not None and rows % parts:
+        below, above = rows - rows % parts, rows - rows % parts + parts
+        raise BatchError(
+            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {below or above} or {above} rows, or "
+            'feed it by `strategy.distribute_dataset(..., partial="pad")`, which fills up and masks the rest.'
+        )

@@ -1,0 +1,75 @@
+"""Values that differ from replica to replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerReplica:
+    """A value that each replica holds its own version of.
+
+    Inside a step, `PerReplica(x)` wraps this replica's `x` and keeps it from being averaged. Outside, the
+    same wrapper holds the versions of all replicas, stacked along a new leading axis.
+
+    Attributes:
+        value: a pytree; inside a step this replica's arrays, outside arrays of shape [num_replicas, ...].
+
+    Example:
+        >>> import jdist, jax.numpy as jnp
+        >>> strategy = jdist.one_device()
+        >>> strategy.run(lambda: jnp.float32(jdist.replica_id())).local_results()
+        (array(0., dtype=float32),)
+    """
+
+    value: PyTree
+
+    def local_results(self) -> tuple[PyTree, ...]:
+        """Each replica's version, on the host, in the order of the replicas.
+
+        Returns:
+            A tuple of `num_replicas` pytrees of numpy arrays.
+        """
+        stacked = jax.tree.map(np.asarray, self.value)
+        leaves = jax.tree.leaves(stacked)
+        num_replicas = leaves[0].shape[0] if leaves else 0
+        return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
+
+
+def is_per_replica(node: object) -> bool:
+    """Whether `node` is a `PerReplica`, for use as `is_leaf`."""
+    return isinstance(node, PerReplica)
+
+
+def take_per_replica(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """Separates what differs between replicas from what does not.
+
+    Returns:
+        `(tree with each PerReplica emptied, the values taken out in order)`; `put_per_replica` undoes it.
+    """
+    taken: list[PyTree] = []
+
+    def take(node: PyTree) -> PyTree:
+        if not isinstance(node, PerReplica):
+            return node
+        taken.append(node.value)
+        return PerReplica(None)
+
+    return jax.tree.map(take, tree, is_leaf=is_per_replica), taken
+
+
+def put_per_replica(tree: PyTree, taken: list[PyTree]) -> PyTree:
+    """Undoes `take_per_replica`."""
+    values = iter(taken)
+    return jax.tree.map(
+        lambda node: PerReplica(next(values)) if isinstance(node, PerReplica) else node,
+        tree,
+        is_leaf=is_per_replica,
+    )

@@ -139,9 +139,10 @@ def split(
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch, others, jnp.int32(0))
     except jax.errors.UnexpectedTracerError as exc:
         raise BoundaryError(
-            "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or its optimiser inside a `lax.scan`, `lax.cond`, "
-            "`jax.jit` or `jax.checkpoint` of its own, where it cannot be split (`accumulate` needs that). Call it in "
-            "the step itself: let the inner function return the loss of each example and take the mean outside of it."
+            "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or its optimiser inside a `lax.scan`, "
+            "`lax.cond`, `jax.jit` or `jax.checkpoint` of its own, where it cannot be split (`accumulate` needs that). "
+            "Call it in the step itself: let the inner function return the loss of each example and take the mean "
+            "outside of it."
         ) from exc
     if not any(cut.kind != "count" for cut in cuts):
         what = "`jdist.value_and_grad` or `jdist.grad`" if at == "gradient" else "an optimiser"

@@ -14,10 +14,12 @@ from jdist.errors import JDistError, NonFiniteError, ReplicaDivergenceError
 
 
 def run(
-    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="KEY=VALUE")] = (),
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")],
+    overrides: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="")
+    ] = (),
     *,
-    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
 ) -> int:
     """Train and evaluate what a config file describes.
 

@@ -237,8 +237,8 @@ def value_and_grad(
         loss = result[0] if has_aux else result
         if not isinstance(loss, float | int) and jnp.shape(loss) != ():
             raise StepError(
-                f"jdist.value_and_grad: the loss has shape {jnp.shape(loss)}, it must be a scalar. If it holds one loss "
-                'an example, return `jdist.mean(losses, batch["mask"])`.'
+                f"jdist.value_and_grad: the loss has shape {jnp.shape(loss)}, it must be a scalar. If it holds one "
+                'loss an example, return `jdist.mean(losses, batch["mask"])`.'
             )
         return result
 

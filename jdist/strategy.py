@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import context
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from jdist.data.distribute import DistributedDataset
 
 PyTree = Any
+Device = Any  # jax.Device, which type checkers take for a variable
 Transform = Literal["shard_map", "pmap", "jit"]
 
 
@@ -58,7 +58,7 @@ class Strategy:
     """
 
     name: str
-    devices: tuple[jax.Device, ...] = ()
+    devices: tuple[Device, ...] = ()
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()
     transform: Transform | None = None

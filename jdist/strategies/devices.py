@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from jdist.errors import DeviceError
+from jdist.strategy import Device
 
 
-def find_devices(devices: Iterable[Any] | None) -> tuple[jax.Device, ...]:
+def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     """The devices meant by a list of jax devices and names; None: all local devices of the default backend.
 
     Raises:
@@ -36,7 +37,7 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[jax.Device, ...]:
     return found
 
 
-def find_device(device: Any) -> jax.Device:
+def find_device(device: Any) -> Device:
     """The device meant by a jax device or a name.
 
     Raises:
@@ -47,7 +48,8 @@ def find_device(device: Any) -> jax.Device:
     match = re.fullmatch(r"/?(?:device:)?([a-z]+)(?::(\d+))?", device.lower()) if isinstance(device, str) else None
     if match is None:
         raise DeviceError(
-            f'`{device!r}` names no device; write a jax device or a string such as "gpu:0" or "cpu:3". There are: {_known()}.'
+            f'{device!r} names no device; write a jax device or a string such as "gpu:0" or "cpu:3". '
+            f"There are: {_known()}."
         )
     platform, index = match[1], int(match[2] or 0)
     try:
@@ -70,7 +72,7 @@ def _virtual_cpus(platform: str, index: int) -> str:
     )
 
 
-def _name(device: jax.Device) -> str:
+def _name(device: Device) -> str:
     return f"{device.platform}:{jax.local_devices(backend=device.platform).index(device)}"
 
 

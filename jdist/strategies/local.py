@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from jax import Device
 from jax.sharding import AxisType, Mesh
 
 from jdist.reduction import Reduction
-from jdist.strategy import Operations, Strategy, Transform
+from jdist.strategy import Device, Operations, Strategy, Transform
 from jdist.transforms import placement
 from jdist.transforms.distribute import distribute_locally
 from jdist.transforms.run import run

@@ -25,8 +25,8 @@ def mirrored(
 
     Args:
         devices: jax devices or names such as "gpu:0"; None: every device of the default platform.
-        transform: "shard_map" and "pmap" run the step once for each replica; "jit" is the global view, in which the step
-            sees the whole batch and the compiler spreads it.
+        transform: "shard_map" and "pmap" run the step once for each replica; "jit" is the global view, in which the
+            step sees the whole batch and the compiler spreads it.
         all_reduce: how replicas sum their gradients: a name, or a `jdist.reduction.Reduction`.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
 

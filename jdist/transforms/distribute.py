@@ -16,7 +16,7 @@ from jdist.errors import NonFiniteError, StepError
 from jdist.strategy import Strategy
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions, make_options
-from jdist.transforms.over_mesh import Program, compile_over_mesh
+from jdist.transforms.over_mesh import Program, check_divides, compile_over_mesh
 from jdist.transforms.placement import adopt_state
 from jdist.transforms.replica_step import Call, Traced, output_roles, replica_step
 from jdist.transforms.trees import check_no_deleted
@@ -34,20 +34,20 @@ class DistributedStep:
     """
 
     def __init__(self, step: Step, strategy: Strategy, options: StepOptions):
+        self.__name__ = "the step"
         functools.update_wrapper(self, step)
         self.strategy, self.options = strategy, options
         self._step = step
         self._names = _positional_names(step)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
         self._replicated = strategy.replicated_sharding
+        self._token = self._new_token()
         lead = (None,) if options.steps_per_call > 1 else ()
         self._by_rows = (
             None if strategy.mesh is None else NamedSharding(strategy.mesh, PartitionSpec(*lead, strategy.axes))
         )
         self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
         self._last_state: PyTree = None
-        self._zero = np.zeros(2, np.int32)
-        self._token = self._new_token()
         self._steps_before = 0
         self._last_traced: Traced | None = None
         self._window = Window(strategy, options.max_in_flight, self._inspect)
@@ -86,9 +86,9 @@ class DistributedStep:
         """
         call, state, batches, others = self._bind(args, kwargs)
         program, _ = self._program(call)
-        shapes = [_shapes(tree, s) for tree, s in ((state, self._replicated), (batches, self._by_rows))]
-        token = _shapes(jnp.asarray(self._zero), self._replicated)
-        return program.lower(token, *shapes, _shapes(others, self._replicated))
+        whole = self._replicated
+        token = _shapes(self._token, whole)
+        return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._plain_call is not None and len(args) == 2 and not kwargs:
@@ -149,20 +149,14 @@ class DistributedStep:
         name = self._last_traced.watched[code - 1]
         raise NonFiniteError(
             f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step "
-            f"(`{self.__name__}.last_state`), later calls changed nothing. Lower the learning rate, clip gradients, look at "
-            'the batch; or choose `non_finite="skip"` to leave such steps out, "apply" to let them through.',
+            f"(`{self.__name__}.last_state`), later calls changed nothing. Lower the learning rate, clip gradients, "
+            'look at the batch; or choose `non_finite="skip"` to leave such steps out, "apply" to let them through.',
             name,
             step,
         )
 
-    def _new_token(self) -> Any:
-        zero = np.zeros(2, np.int32)
-        return jnp.asarray(zero) if self.strategy.mesh is None else jax.device_put(zero, self._rep())
-
-    def _rep(self) -> NamedSharding:
-        sharding = self.strategy.replicated_sharding
-        assert sharding is not None  # only called where there is a mesh
-        return sharding
+    def _new_token(self) -> jax.Array:
+        return jax.device_put(np.zeros(2, np.int32), self._replicated)
 
     def _program(self, call: Call) -> tuple[Program, Traced]:
         found = self._programs.get(call)
@@ -208,9 +202,7 @@ class DistributedStep:
         return x
 
     def _place(self, batches: PyTree) -> PyTree:
-        from jdist.transforms.over_mesh import _check_divides
-
-        _check_divides(batches, self.strategy, self.options)
+        check_divides(batches, self.strategy, self.options)
         return jax.device_put(batches, self._by_rows)
 
     def __repr__(self) -> str:
@@ -288,21 +280,15 @@ def _positional_names(step: Step) -> list[str]:
 
 def _shapes(tree: PyTree, sharding: Any) -> PyTree:
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)), sharding=sharding)
+        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
-    return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            if isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-            else shape(x)
-        ),
-        tree,
-    )
+    return jax.tree.map(shape, tree)
 
 
 def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
     """Drops the rows of "examples" results whose row of the batch was padding."""
-    masks = [b["mask"] for b in batches if isinstance(b, dict) and jnp.ndim(b.get("mask")) == 1]
+    masks = [b["mask"] for b in batches if isinstance(b, dict) and "mask" in b and jnp.ndim(b["mask"]) == 1]
     if not masks:
         return outputs
     keep = np.asarray(masks[0]).astype(bool)

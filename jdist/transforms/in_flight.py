@@ -1,7 +1,8 @@
 """Steps that were started and not yet waited for.
 
-Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N threads");
-on any device they pile up inputs. Each call returns a small token that is never donated, so it can be waited for.
+Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N
+threads"); on any device they pile up inputs. Each call returns a small token that is never donated, so it can
+be waited for.
 """
 
 from __future__ import annotations

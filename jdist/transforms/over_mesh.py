@@ -71,7 +71,7 @@ def _jit(
     whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        _check_divides(batches, strategy, options)
+        check_divides(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, _, rows = _sort(outputs, traced)
         keep = jax.lax.with_sharding_constraint
@@ -107,7 +107,7 @@ def _shard_map(
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        _check_divides(batches, strategy, options)
+        check_divides(batches, strategy, options)
         token, state, same, own, rows = mapped(token, state, batches, others)
         return token, state, _join(same, own, rows, traced)
 
@@ -153,16 +153,21 @@ class _pmap:
         return x.reshape(*shape, *x.shape[lead + 1 :]).swapaxes(0, lead)
 
     def __call__(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        _check_divides(batches, self.strategy, self.options)
+        check_divides(batches, self.strategy, self.options)
         token, state, same, own, rows = self._mapped(token, state, self._split(batches), others)
         return token, state, _join(same, own, self._merge(rows) if rows else rows, self.traced)
 
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered:
-        _check_divides(batches, self.strategy, self.options)
+        check_divides(batches, self.strategy, self.options)
         return self._mapped.lower(token, state, jax.eval_shape(self._split, batches), others)
 
 
-def _check_divides(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
+def check_divides(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
+    """Refuses global batches whose rows do not divide among replicas and microbatches.
+
+    Raises:
+        BatchError: with the numbers and the remedy.
+    """
     n, k = strategy.num_replicas, options.accumulate
     explanation = f"{n} replicas" + (f" x accumulate={k}" if k > 1 else "")
     check_batch(batches, parts=math.prod((n, k)), explanation=explanation, lead=int(options.steps_per_call > 1))

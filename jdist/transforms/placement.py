@@ -103,7 +103,7 @@ def fetch(strategy: Strategy, state: PyTree) -> PyTree:
 
 def _to_host(x: Any) -> Any:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
 
 

@@ -99,11 +99,12 @@ def compare(hashes: np.ndarray, paths: list[str]) -> None:
     if len(names) > 10:
         lines.append(f"  and {len(names) - 10} more leaves")
     raise ReplicaDivergenceError(
-        f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas (listed: those that "
-        "differ from the majority):\n"
+        f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas (listed: those "
+        "that differ from the majority):\n"
         + "\n".join(lines)
-        + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`), and "
-        'pass what else the step writes from its batch (batch statistics, counters) through `jdist.all_reduce(x, "mean")`.',
+        + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`), "
+        "and pass what else the step writes from its batch (batch statistics, counters) through "
+        '`jdist.all_reduce(x, "mean")`.',
         names,
         tuple(replicas),
     )

@@ -104,7 +104,8 @@ def replica_step(
 
     def many(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         def body(carry: Any, batches: PyTree) -> Any:
-            token, state, outputs = once(*carry, batches, others)
+            token, state = carry
+            token, state, outputs = once(token, state, batches, others)
             return (token, state), outputs
 
         (token, state), outputs = jax.lax.scan(body, (token, state), batches)
@@ -245,14 +246,16 @@ def _accumulate(
     # Summing the stacked results would keep k gradients alive, so the sum is part of the carry.
     x0 = (jnp.int32(0), first)
     carried = [state_leaves[i] for i in parts.carried]
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: body(carried, x0)[1][0]))
+    shapes = jax.eval_shape(lambda: body(carried, x0)[1][0])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), shapes)
 
     def add(carry: Any, x: Any) -> Any:
         carried, total = carry
         carried, (now, rows) = body(carried, x)
-        return (carried, jax.tree.map(jnp.add, total, now)), rows
+        return (carried, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, now)), rows
 
-    (carried, (cuts, crossing, sums)), rows = jax.lax.scan(add, (carried, zeros), (jnp.arange(k), micro))
+    (carried, total), rows = jax.lax.scan(add, (carried, zeros), (jnp.arange(k), micro))
+    cuts, crossing, sums = jax.tree.map(lambda x, s: x.astype(s.dtype), total, shapes)
 
     with tracing(ReplicaTrace(strategy)):
         over_replicas = replica.replica_axes() is not None
@@ -267,15 +270,22 @@ def _accumulate(
         new_leaves, late = parts.update(state, others, cuts, carried, crossing)
 
     outputs = []
-    for kind, metric, local, row, after in zip(kinds, metrics, sums, rows, late, strict=True):
+    for metric, local, row, after in zip(metrics, sums, rows, late, strict=True):
         if after is not None:
             outputs.append(after)
-        elif kind == ROWS:
+        elif row is not None:
             outputs.append(row.swapaxes(0, 1).reshape(-1, *row.shape[2:]))
+        elif metric is not None:
+            outputs.append(metric / size)
         else:
-            outputs.append(metric / size if kind == METRIC else local / k)
+            outputs.append(jnp.divide(local, k))
     result, flags = jax.tree.unflatten(parts.outputs_treedef, outputs)
     return jax.tree.unflatten(parts.state_treedef, new_leaves), result, flags
+
+
+def _wide(dtype: Any) -> Any:
+    """What to add up in: float32 for half precision, which would lose small microbatches."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _check_crossing(crossing: list[jax.Array], names: tuple[str, ...]) -> None:

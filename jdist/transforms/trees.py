@@ -92,7 +92,8 @@ def check_arrays(tree: PyTree, what: str) -> None:
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
             raise StepError(
                 f"{what} has a leaf that is no array: {jax.tree_util.keystr(path) or 'itself'} is a "
-                f"{type(leaf).__name__}. Keep functions and settings out of the tree, or in static fields of a dataclass."
+                f"{type(leaf).__name__}. Keep functions and settings out of the tree, or in static fields of a "
+                "dataclass."
             )
 
 
@@ -128,6 +129,6 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0)
     if rows is not None and rows % parts:
         below, above = rows - rows % parts, rows - rows % parts + parts
         raise BatchError(
-            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {below or above} or {above} rows, or "
-            'feed it by `strategy.distribute_dataset(..., partial="pad")`, which fills up and masks the rest.'
+            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {below or above} or {above} rows, "
+            'or feed it by `strategy.distribute_dataset(..., partial="pad")`, which fills up and masks the rest.'
         )

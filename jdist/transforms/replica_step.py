@@ -223,6 +223,12 @@ def _accumulate(
 
     box: list[Any] = []
     parts = split(strategy, flat, state, first, others, num_microbatches=k)
+    # The update is traced with the whole batch, so that a count made from its shape counts every row.
+    whole = split(strategy, flat, state, batches, others, num_microbatches=k)
+    if (whole.cuts, whole.carried, whole.crossing) != (parts.cuts, parts.carried, parts.crossing):
+        raise BoundaryError(
+            "the step does different things for different numbers of rows; `accumulate` cannot split it."
+        )
     kinds = [*jax.tree.leaves(box[0]), *[FLAG] * len(traced.watched)]
     state_leaves = jax.tree.leaves(state)
 
@@ -267,7 +273,7 @@ def _accumulate(
         cuts, crossing, metrics = together
         cuts = [x if op == "sum" else x / size for x, op in zip(cuts, parts.cuts, strict=True)]
         crossing = [x / size for x in crossing]
-        new_leaves, late = parts.update(state, others, cuts, carried, crossing)
+        new_leaves, late = whole.update(state, others, cuts, carried, crossing)
 
     outputs = []
     for metric, local, row, after in zip(metrics, sums, rows, late, strict=True):

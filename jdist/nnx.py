@@ -1,0 +1,195 @@
+"""Steps over flax nnx's mutable objects: `(model, optimizer, metrics, batch)` changed in place, on all replicas.
+
+The objects are split into a graph definition and a state before each call, the step runs as a pure function of that
+state, and the objects receive the new state after it. Three kinds of variables are not simply replicated:
+
+- random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
+- batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
+- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric`): what each replica added is summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jdist import replica
+from jdist.errors import StepError
+from jdist.strategy import Strategy
+from jdist.transforms.distribute import DistributedStep
+from jdist.transforms.distribute import distribute as distribute_pure
+
+PyTree = Any
+_KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
+
+
+def value_and_grad(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: replica.GradientOp = "mean"
+) -> Callable[..., Any]:
+    """As `nnx.value_and_grad`, with value and gradient averaged over the replicas.
+
+    Args:
+        f: a function of the model (and more) that returns a scalar loss, or `(loss, aux)`.
+        argnums: as in nnx.
+        has_aux: as in nnx; `aux` stays this replica's own.
+        op: "mean", or "sum" where the loss is already divided by the global batch.
+
+    Returns:
+        A function that returns `(value, grads)` or `((value, aux), grads)`.
+    """
+    local = nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)
+
+    def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
+        value, grads = local(*args, **kwargs)
+        if has_aux:
+            loss, grads = replica.combine_gradients(value[0], grads, op)
+            return (loss, value[1]), grads
+        return replica.combine_gradients(value, grads, op)
+
+    return value_and_grad_of_all
+
+
+def grad(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: replica.GradientOp = "mean"
+) -> Callable[..., Any]:
+    """As `nnx.grad`, averaged over the replicas; see `value_and_grad` for the arguments."""
+    both = value_and_grad(f, argnums=argnums, has_aux=has_aux, op=op)
+
+    def grad_of_all(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_of_all
+
+
+def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., Any]], NNXStep]:
+    """Runs a step over mutable nnx objects on all replicas; takes the place of `@nnx.jit`.
+
+    The step's leading arguments that hold nnx objects are its state and are changed in place; the next argument is the
+    batch, further ones are replicated.
+
+    Args:
+        strategy: what `jdist.mirrored()` and its like return.
+        **options: those of `jdist.distribute`, without `args`; `returns` says the roles of what the step returns beside
+            the objects, by default ("metrics",).
+
+    Returns:
+        A decorator.
+
+    Example:
+        >>> import jdist, optax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> @jdist.nnx.distribute(jdist.one_device())
+        ... def train_step(model, optimizer, batch):
+        ...     loss, grads = jdist.nnx.value_and_grad(lambda m: jdist.mean(m(batch["x"]) ** 2))(model)
+        ...     optimizer.update(model, grads)
+        ...     return loss
+        >>> losses = [float(train_step(model, optimizer, {"x": jnp.ones((4, 2))})) for _ in range(2)]
+        >>> losses[1] < losses[0]
+        True
+    """
+    if "args" in options:
+        raise StepError("jdist.nnx.distribute finds the roles of the arguments itself; leave `args` out.")
+    returns = options.pop("returns", ("metrics",))
+    returns = ("state", *((returns,) if isinstance(returns, str) else returns))
+    return lambda step: NNXStep(step, strategy, {**options, "returns": returns})
+
+
+class NNXStep:
+    """A step over nnx objects that runs on all replicas; `jdist.nnx.distribute` makes it."""
+
+    def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any]):
+        functools.update_wrapper(self, step)
+        args = ("static", "state", "batch")
+        self._distributed: DistributedStep = distribute_pure(_pure(step), strategy, args=args, **options)
+
+    @property
+    def last_state(self) -> PyTree:
+        """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
+        state = self._distributed.last_state
+        return None if state is None else nnx.merge_state(*state)
+
+    def wait(self) -> None:
+        """Waits for every call in flight; raises what `DistributedStep.wait` raises."""
+        self._distributed.wait()
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Traces and lowers the step without running it; see `DistributedStep.lower`."""
+        graphdef, state, rest, _ = _split(args)
+        return self._distributed.lower(graphdef, state, *rest, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graphdef, state, rest, objects = _split(args)
+        try:
+            state, *results = self._distributed(graphdef, state, *rest, **kwargs)
+        finally:
+            # Also after an interrupt or an error: the arrays that the objects held may have been donated.
+            newest = self._distributed.last_state
+            if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
+                state = newest
+            nnx.update(objects, nnx.merge_state(*state))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """`(graph definition, state by kind, other arguments, objects)`."""
+    count = 0
+    while count < len(args) and _holds_objects(args[count]):
+        count += 1
+    if count == 0:
+        raise StepError(
+            "jdist.nnx.distribute: the step's first argument holds no nnx object. It must be the model, the optimizer "
+            "or a tuple of them; for steps over pure states use `jdist.distribute`."
+        )
+    objects = args[:count]
+    graphdef, *state = nnx.split(objects, *_KINDS)
+    return graphdef, tuple(state), args[count:], objects
+
+
+def _holds_objects(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
+
+
+def _pure(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def pure(graphdef: Any, state: tuple[Any, ...], batch: PyTree, *rest: Any, **kwargs: Any) -> Any:
+        keys, metrics, statistics, others = state
+        own_keys = jax.tree.map(replica.replica_rng, keys)
+        # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
+        copies = jax.tree.map(lambda x: x, (metrics, statistics, others))
+        objects = nnx.merge(graphdef, own_keys, *copies)
+        if replica.replica_axes() is not None:
+            _check_additive(objects)
+        result = step(*objects, batch, *rest, **kwargs)
+        new_graphdef, _, new_metrics, new_statistics, new_others = nnx.split(objects, *_KINDS)
+        if new_graphdef != graphdef:
+            raise StepError(
+                "the step changed the structure of its nnx objects (a module, variable or static attribute was added, "
+                "removed or changed). Make such changes outside of the step."
+            )
+        if replica.replica_axes() is not None:
+            added = jax.tree.map(lambda new, old: new - old, new_metrics, metrics)
+            new_metrics = jax.tree.map(lambda old, x: old + x, metrics, replica.all_reduce(added, "sum"))
+            new_statistics = replica.all_reduce(new_statistics, "mean")
+        results = result if isinstance(result, tuple) else (result,)
+        return ((keys, new_metrics, new_statistics, new_others), *results)
+
+    # The wrapper's own parameters are what counts for binding arguments, not those of the step it wraps.
+    del pure.__wrapped__
+    return pure
+
+
+def _check_additive(objects: PyTree) -> None:
+    for path, node in nnx.iter_graph(objects):
+        if isinstance(node, nnx.metrics.Welford):
+            raise StepError(
+                f"metric {'.'.join(map(str, path))} is an nnx.metrics.Welford, whose state of several replicas cannot be "
+                "added up. Use nnx.metrics.Average, or return the values as metrics of the step."
+            )

@@ -190,6 +190,6 @@ def _check_additive(objects: PyTree) -> None:
     for path, node in nnx.iter_graph(objects):
         if isinstance(node, nnx.metrics.Welford):
             raise StepError(
-                f"metric {'.'.join(map(str, path))} is an nnx.metrics.Welford, whose state of several replicas cannot be "
-                "added up. Use nnx.metrics.Average, or return the values as metrics of the step."
+                f"metric {'.'.join(map(str, path))} is an nnx.metrics.Welford, whose state of several replicas cannot "
+                "be added up. Use nnx.metrics.Average, or return the values as metrics of the step."
             )

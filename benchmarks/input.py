@@ -1,0 +1,94 @@
+"""What feeding costs: the digits CNN at a 64 MB batch, from arrays through the distributed dataset.
+
+    python benchmarks/input.py [--megabytes 64] [--steps 6] [--devices 1]
+
+The same step alternates between batches that come from the dataset (shuffled, gathered, sliced, put on the devices by
+the background thread) and one batch held in memory. Target: step time within 5 %. The input thread's share of the CPU
+is its own CPU time over the wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=64, help="size of a global batch of images")
+    parser.add_argument("--steps", type=int, default=6, help="steps in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=1, help="number of virtual CPU devices; 0: those JAX sees")
+    args = parser.parse_args()
+    if args.devices:
+        os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={args.devices}"}
+
+    import jax
+    import numpy as np
+    import optax
+    from pairs import alternate, compare
+
+    import jdist
+    from jdist.tasks import digits
+
+    task = digits.make()
+    strategy = jdist.mirrored()
+    image = next(iter(task.train_data(8, 0, 1)))["image"][0]
+    rows = args.megabytes * 1_000_000 // image.nbytes
+    rows -= rows % strategy.num_replicas
+    rng = np.random.default_rng(0)
+    arrays = {
+        "image": rng.normal(size=(2 * rows, *image.shape)).astype(image.dtype),
+        "label": rng.integers(0, 10, 2 * rows),
+    }
+    source = jdist.data.from_arrays(arrays, global_batch=rows, shuffle_seed=0, epochs=None)
+    dataset = iter(strategy.distribute_dataset(source))
+    held = next(dataset)
+    state = [strategy.init(lambda key: task.create_state(key, optax.sgd(0.01)), jax.random.key(0))]
+    train_step = jdist.distribute(task.train_step, strategy)
+
+    def run(batches) -> None:
+        now = state[0]
+        for _ in range(args.steps):
+            now, metrics = train_step(now, next(batches))
+        jax.block_until_ready(metrics)
+        state[0] = now
+
+    def forever():
+        while True:
+            yield held
+
+    cpu_before = input_cpu_s()
+    programs = {"fed": lambda: run(dataset), "held": lambda: run(forever()), "held again": lambda: run(forever())}
+    times = alternate(programs, args.rounds)
+    rounds = args.rounds + 1  # one more, to warm up
+    cpu_s, fed_s = input_cpu_s() - cpu_before, sum(times["fed"]) * rounds / args.rounds
+    print(
+        f"global batch {rows:,} rows, {rows * image.nbytes / 1e6:.0f} MB of images, {strategy.num_replicas} replica(s)"
+    )
+    for side in ("fed", "held again"):
+        c = compare(times[side], times["held"])
+        print(
+            f"{side:10s} / held in memory: ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
+            f"{c.seconds / args.steps * 1e3:,.0f} ms a step"
+        )
+    print(f"input thread: {cpu_s / args.steps / rounds * 1e3:.0f} ms of CPU a step, {cpu_s / fed_s:.1%} of one core")
+
+
+def input_cpu_s() -> float:
+    """CPU seconds that the prefetch threads have used so far."""
+    total = 0.0
+    for thread in threading.enumerate():
+        if thread.name.startswith("jdist-prefetch") and thread.ident is not None:
+            total += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return total
+
+
+if __name__ == "__main__":
+    main()

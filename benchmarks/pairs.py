@@ -1,0 +1,55 @@
+"""Timing two or more programs fairly on a noisy machine: in turn, in one process, medians of paired ratios."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired measurements of one program against another.
+
+    Attributes:
+        seconds: median time of the measured program.
+        ratio: median of measured / reference, pair by pair.
+        ratio_low: lower end of the median ratio's 95 % confidence interval (bootstrap).
+        ratio_high: its upper end.
+        difference: median of measured - reference, in seconds.
+    """
+
+    seconds: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    difference: float
+
+
+def alternate(programs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Runs each program once a round, in an order that turns with the rounds; seconds of every run."""
+    names = list(programs)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for program in programs.values():
+        program()
+    for i in range(rounds):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            programs[name]()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def compare(measured: Sequence[float], reference: Sequence[float]) -> Comparison:
+    """Compares paired times."""
+    a, b = np.array(measured), np.array(reference)
+    ratios = a / b
+    draws = np.random.default_rng(0).integers(0, len(ratios), (2000, len(ratios)))
+    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    return Comparison(
+        float(np.median(a)), float(np.median(ratios)), float(low), float(high), statistics.median((a - b).tolist())
+    )

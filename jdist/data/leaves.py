@@ -1,0 +1,108 @@
+"""The leaves of one batch: which arrays may be in it, and how many rows they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.errors import BatchError
+
+PyTree = Any
+MASK = "mask"
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of a batch without its batch axis."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[rows{''.join(f', {size}' for size in self.shape)}]"
+
+
+def to_numpy(tree: PyTree) -> PyTree:
+    """The tree with numpy leaves, or an error that names the leaf which cannot be one.
+
+    Args:
+        tree: a pytree of numpy arrays or of what `numpy.asarray` takes (jax arrays, torch CPU tensors).
+
+    Returns:
+        The same tree; each leaf has a batch axis and a dtype that a device can hold. Nothing is copied
+        unless it must be converted.
+
+    Raises:
+        BatchError: a leaf has no batch axis, is not an array, or has a dtype such as object or str.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if not leaves:
+        raise BatchError(f"a batch must hold at least one array, but this one has no leaves: {tree!r}")
+    return structure.unflatten([_leaf_to_numpy(_name(path), leaf) for path, leaf in leaves])
+
+
+def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"batch leaf {path} is a {type(leaf).__name__} that numpy cannot read: {error}") from error
+    if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
+        raise BatchError(
+            f"batch leaf {path} (a {type(leaf).__name__}) has dtype {array.dtype}, which a device cannot "
+            "hold; turn it into arrays of numbers (token ids, an index) or leave it out of the batch"
+        )
+    if array.ndim == 0:
+        raise BatchError(
+            f"batch leaf {path} is a single value ({array}); every leaf needs a leading batch axis. If it "
+            "is part of a Python list, make that list an array with `numpy.asarray`; a constant belongs "
+            "in the step, or is repeated once a row with `numpy.full(rows, value)`"
+        )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def count_rows(tree: PyTree) -> int:
+    """How many rows a tree of numpy arrays has along its leading axis.
+
+    Args:
+        tree: a pytree of arrays of shape [rows, ...].
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        BatchError: the leaves disagree; the message gives each leaf's size.
+
+    Example:
+        >>> import numpy as np
+        >>> from jdist.data.leaves import count_rows
+        >>> count_rows({"image": np.zeros((4, 8, 8)), "label": np.zeros(4)})
+        4
+    """
+    leaves = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    sizes = {path: leaf.shape[0] for path, leaf in leaves}
+    if len(set(sizes.values())) == 1:
+        return leaves[0][1].shape[0]
+    listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+    if isinstance(tree, dict) and isinstance(tree.get(MASK), np.ndarray):
+        others = {size for path, size in sizes.items() if path != f"['{MASK}']"}
+        if len(others) == 1:
+            raise BatchError(
+                f"the batch's own `mask` leaf has shape {tree[MASK].shape}, but the other leaves have "
+                f"{others.pop()} rows; `mask` says which rows count, so its leading axis must be the rows. "
+                "Rename the leaf if it means something else"
+            )
+    raise BatchError(f"the leaves of a batch must agree on their leading (batch) axis, but have rows {listed}")
+
+
+def leaf_specs(batch: PyTree) -> tuple[LeafSpec, ...]:
+    """Path, shape without the batch axis and dtype of each leaf of a tree of numpy arrays."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return tuple(LeafSpec(_name(path), leaf.shape[1:], leaf.dtype) for path, leaf in leaves)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path) or "(the batch itself)"

@@ -1,0 +1,183 @@
+"""A thread that makes items ahead of their consumer, and that goes away when the consumer does."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import TypeVar
+
+from jdist.errors import DatasetError
+
+T = TypeVar("T")
+THREAD_NAME = "jdist-prefetch"
+CLOSE_TIMEOUT_S = 2.0
+# Every change wakes the waiting side at once. Waits end by themselves too, because the garbage collector may
+# not wait for the lock and then cannot wake anyone.
+_RECHECK_S = 0.2
+
+
+class PushBack(Iterator[T]):
+    """An iterator that takes items back, and gives them out again before the next of its own."""
+
+    def __init__(self, items: Iterator[T]):
+        self._items = items
+        self._over = False
+        self._back: deque[T] = deque()
+        self._error: BaseException | None = None
+
+    def __next__(self) -> T:
+        if self._back:
+            return self._back.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # else this frame and the error's traceback hold each other
+        try:
+            return next(self._items)
+        except BaseException:  # the end, or an error: a generator gives nothing after either
+            self._over = True
+            raise
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to give out."""
+        return self._over and not self._back and self._error is None
+
+    def push_back(self, items: list[T], error: BaseException | None) -> None:
+        """Takes back items in the order they came, and the error that came after them."""
+        self._back.extendleft(reversed(items))
+        if error is not None:
+            self._error = error
+
+
+class Prefetcher(Iterator[T]):
+    """Runs an iterator in a background thread, at most `depth` items ahead of the consumer.
+
+    The thread holds the iterator and this object, never the consumer: whoever consumes arranges that
+    `close` or `abandon` is called when the consumer goes away.
+
+    Args:
+        items: what to run; only the thread calls it, until the thread has ended.
+        depth: how many items may wait, at least 1.
+        keep_unused: keep what was made and not taken for `unused`, instead of freeing it at the stop.
+    """
+
+    def __init__(self, items: Iterator[T], *, depth: int, keep_unused: bool = False):
+        self._depth = depth
+        self._keep_unused = keep_unused
+        self._changed = threading.Condition()
+        self._ready: deque[T] = deque()
+        self._stopped = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True, name=THREAD_NAME)
+        _running.add(self)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def __next__(self) -> T:
+        """The next item, as soon as it is there.
+
+        Raises:
+            StopIteration: the iterator has ended, or this prefetcher was stopped.
+            DatasetError: the thread is gone, as after a fork.
+            BaseException: the iterator's own exception, with its traceback.
+        """
+        with self._changed:
+            while not (self._ready or self._ended or self._stopped):
+                if not self._thread.is_alive():
+                    raise DatasetError(
+                        "the prefetch thread is gone without having ended, as happens in a forked process; "
+                        "iterate over the dataset again in this process, or use prefetch=0"
+                    )
+                self._changed.wait(_RECHECK_S)
+            if self._ready and not self._stopped:
+                item = self._ready.popleft()
+                self._changed.notify_all()
+                return item
+            error = None
+            if not self._stopped:
+                error, self._error = self._error, None
+        if error is None:
+            raise StopIteration
+        try:
+            raise error
+        finally:
+            del error  # as above
+
+    def abandon(self) -> None:
+        """Stops the thread without waiting for anything, so that the garbage collector may call it."""
+        self._stopped = True
+        if not self._keep_unused:
+            self._ready.clear()
+        if self._changed.acquire(blocking=False):
+            self._changed.notify_all()
+            self._changed.release()
+
+    def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stops the thread and waits until it has ended, at most `timeout_s`.
+
+        An iterator that blocks cannot be interrupted: its thread then ends once the iterator returns.
+        """
+        with self._changed:
+            self._stopped = True
+            if not self._keep_unused:
+                self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def unused(self) -> tuple[list[T], BaseException | None]:
+        """Takes away what was made and not taken, and the error after it, once the thread has ended."""
+        with self._changed:
+            items, error = list(self._ready), self._error
+            self._ready.clear()
+            self._error = None
+        return items, error
+
+    def _run(self, items: Iterator[T]) -> None:
+        try:
+            while self._has_room():
+                self._offer(next(items))
+        except StopIteration:
+            self._end(None)
+        except BaseException as error:  # noqa: BLE001 - raised again where the consumer is
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._ended = True
+            self._error = error
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        with self._changed:
+            while not self._stopped and len(self._ready) >= self._depth:
+                self._changed.wait(_RECHECK_S)
+            return not self._stopped
+
+    def _offer(self, item: T) -> None:
+        with self._changed:
+            if self._keep_unused or not self._stopped:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+
+_running: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread inside XLA when the interpreter is torn down can crash it.
+    for prefetcher in list(_running):
+        prefetcher.close()

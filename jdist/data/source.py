@@ -1,0 +1,155 @@
+"""What a source of batches is, which sources can be resumed, and whether a saved position fits one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jdist.errors import DatasetError
+
+PyTree = Any
+STATE_VERSION = 1
+
+
+@runtime_checkable
+class RandomAccessSource(Protocol):
+    """A source that can make any batch at once, and so resumes at any step for the same price.
+
+    Attributes:
+        num_steps: how many batches there are; None: without end.
+        global_batch: rows of a full batch.
+        fingerprint: says which data, in which order; a saved position only fits the same fingerprint.
+            Written as "name=value name=value ...", so that a mismatch can be told by name.
+    """
+
+    @property
+    def num_steps(self) -> int | None: ...
+
+    @property
+    def global_batch(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def batch_at(self, step: int) -> PyTree:
+        """Batch number `step`, from 0: a pure function, which may be called from a background thread."""
+        ...
+
+
+def whole_number(value: Any, *, name: str, least: int) -> int:
+    """`value` as an int (numpy's integers too), or a `DatasetError` that names the option."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise DatasetError(f"`{name}` must be a whole number, {least} or more, but it is {value!r}")
+    return number
+
+
+def check_source(source: Any) -> None:
+    """Refuses what cannot be a source, or is one by accident only.
+
+    Args:
+        source: what a user passed as a dataset.
+
+    Raises:
+        DatasetError: it is not iterable, is a dict or one array, or is a random-access source without
+            batches.
+    """
+    if isinstance(source, RandomAccessSource):
+        if source.num_steps is not None and source.num_steps < 1:
+            raise DatasetError(
+                f"the dataset is empty: {source!r} has num_steps={source.num_steps}; "
+                "check its rows, its filters, and that its global batch is not larger than its data"
+            )
+        if source.global_batch < 1:
+            raise DatasetError(f"a source needs `global_batch` of at least 1, but {source!r} has {source.global_batch}")
+        return
+    if isinstance(source, Mapping | np.ndarray | jax.Array | str | bytes):
+        raise DatasetError(
+            f"a {type(source).__name__} is not a source of batches; make one with "
+            "`jdist.data.from_arrays(arrays, global_batch=...)`, or pass an iterable of batches"
+        )
+    if not isinstance(source, Iterable):
+        raise DatasetError(
+            f"a {type(source).__name__} is not a source of batches; pass `jdist.data.from_arrays(...)`, or "
+            "any iterable whose elements are numpy pytrees, one global batch each"
+        )
+
+
+def resumable(source: Any) -> RandomAccessSource:
+    """The source, if its position can be saved, else a `DatasetError` that says why not."""
+    if isinstance(source, RandomAccessSource):
+        return source
+    raise DatasetError(
+        f"the position in a {type(source).__name__} cannot be saved or restored: a plain iterable only "
+        "goes forward, so resuming would mean reading everything again up to there. Use "
+        "`jdist.data.from_arrays(...)`, or a source object with `num_steps`, `global_batch`, "
+        "`fingerprint` and `batch_at(step)`"
+    )
+
+
+def write_state(source: RandomAccessSource, step: int) -> dict[str, Any]:
+    """A position as a dict that JSON can hold: its version, the step, and the source's fingerprint."""
+    return {
+        "version": STATE_VERSION,
+        "step": step,
+        "global_batch": source.global_batch,
+        "fingerprint": source.fingerprint,
+    }
+
+
+def read_state(source: RandomAccessSource, state: Mapping[str, Any]) -> int:
+    """The step that a saved position means in `source`.
+
+    Args:
+        source: the source to resume.
+        state: what `write_state` returned, perhaps after a round trip through JSON.
+
+    Returns:
+        How many batches were handed out when the position was saved.
+
+    Raises:
+        DatasetError: it is not such a dict, or it was saved for other data, another order or another global
+            batch.
+    """
+    if not isinstance(state, Mapping):
+        raise DatasetError(f"a saved position is the dict that `state()` returned, not a {type(state).__name__}")
+    missing = [key for key in ("version", "step", "fingerprint") if key not in state]
+    if missing:
+        raise DatasetError(f"this is not a dataset's saved position: it lacks {missing}, and has {sorted(state)}")
+    if state["version"] != STATE_VERSION:
+        raise DatasetError(
+            f"the saved position has version {state['version']!r}, but this jdist reads version "
+            f"{STATE_VERSION}; restore it with the jdist that saved it"
+        )
+    if state["fingerprint"] != source.fingerprint:
+        raise DatasetError(
+            "the saved position belongs to another dataset: "
+            f"{_difference(state['fingerprint'], source.fingerprint)}. A position counts batches, so data, "
+            "global batch and shuffle seed must be the same (the number of devices may differ); make the "
+            "source as it was, or start at step 0"
+        )
+    step = whole_number(state["step"], name="step", least=0)
+    if source.num_steps is not None and step > source.num_steps:
+        raise DatasetError(f"the saved position is step {step}, but the dataset has only {source.num_steps} steps")
+    return step
+
+
+def _difference(saved: Any, now: str) -> str:
+    before, after = _fields(str(saved)), _fields(now)
+    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    if not changed or len(before) < 2 or len(after) < 2:
+        return f"its fingerprint was {saved!r} and is {now!r}"
+    return "; ".join(
+        f"{key} was {before.get(key, 'not there')} and is {after.get(key, 'not there')}" for key in changed
+    )
+
+
+def _fields(fingerprint: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in fingerprint.split() if "=" in part)

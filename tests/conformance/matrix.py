@@ -1,0 +1,56 @@
+"""What is run with what. A new strategy, family or option is one more line here (or in families.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+
+import jdist
+
+STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
+    "default": jdist.default,
+    "mirrored_shard_map": jdist.mirrored,
+    "mirrored_pmap": lambda: jdist.mirrored(transform="pmap"),
+    "mirrored_jit": lambda: jdist.mirrored(transform="jit"),
+    "mirrored_half": lambda: jdist.mirrored(jax.local_devices()[: max(1, len(jax.local_devices()) // 2)]),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "steps_per_call": {"steps_per_call": 4},
+    "accumulate_and_steps_per_call": {"accumulate": 2, "steps_per_call": 2},
+    "keep_state": {"donate": False, "max_in_flight": 1, "check_replicas": 3},
+    "skip_non_finite": {"non_finite": "skip", "check_replicas": 0},
+}
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(3e-3),
+}
+
+Case = tuple[str, str, str, str]
+
+
+def all_cases(families: list[str]) -> list[Case]:
+    """Every combination: strategy, family, option, optimiser."""
+    return list(itertools.product(STRATEGIES, families, OPTIONS, OPTIMIZERS))
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """A small part of `cases` in which every pair of values of two columns still occurs; always the same part."""
+
+    def pairs(case: Case) -> Iterator[tuple[Any, ...]]:
+        return ((i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2))
+
+    missing = {pair for case in cases for pair in pairs(case)}
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: sum(pair in missing for pair in pairs(case)))
+        chosen.append(best)
+        missing.difference_update(pairs(best))
+    return chosen

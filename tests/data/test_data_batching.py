@@ -1,0 +1,261 @@
+"""Shapes, padding and masks of batches."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdist.data import batching
+from jdist.data.batching import element_spec, plan_layout
+from jdist.data.leaves import count_rows, to_numpy
+from jdist.errors import BatchError
+
+
+def layout_of(batch, *, global_batch=None, num_replicas=2, partial: Any = "pad", with_mask=False):
+    return plan_layout(
+        batch, global_batch=global_batch, num_replicas=num_replicas, partial=partial, with_mask=with_mask
+    )
+
+
+def fit(layout, batch, *, copy) -> Any:
+    return batching.fit(layout, batch, copy=copy)
+
+
+def fit_one(batch, *, copy=False, **options):
+    return fit(layout_of(batch, **options), batch, copy=copy)
+
+
+def test_dict_gains_a_mask_that_is_all_true_when_the_batch_is_full():
+    fitted = fit_one({"x": np.arange(4)})
+    assert sorted(fitted) == ["mask", "x"]
+    assert fitted["mask"].dtype == np.bool_
+    assert fitted["mask"].tolist() == [True] * 4
+
+
+def test_short_batch_repeats_its_rows_in_turn_under_a_false_mask():
+    layout = layout_of({"x": np.arange(8)})
+    fitted = fit(layout, {"x": np.array([5, 6, 7])}, copy=False)
+    assert fitted["x"].tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert fitted["mask"].tolist() == [True] * 3 + [False] * 5
+
+
+def test_pad_rounds_the_global_batch_up_to_the_replicas():
+    layout = layout_of({"x": np.arange(9)}, num_replicas=4)
+    assert (layout.global_batch, layout.rows) == (9, 12)
+
+
+@given(
+    full=st.integers(1, 40),
+    found=st.integers(1, 40),
+    num_replicas=st.integers(1, 9),
+    width=st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_every_real_row_comes_once_under_the_mask(full, found, num_replicas, width):
+    found = min(found, full)
+    rows = np.arange(found * width, dtype=np.float32).reshape(found, width)
+    layout = layout_of({"x": np.zeros((full, width), np.float32)}, num_replicas=num_replicas)
+    fitted = fit(layout, {"x": rows}, copy=False)
+    assert layout.rows % num_replicas == 0
+    assert full <= layout.rows < full + num_replicas
+    assert fitted["x"].shape == (layout.rows, width)
+    assert fitted["mask"].sum() == found
+    np.testing.assert_array_equal(fitted["x"][fitted["mask"]], rows)
+    assert {tuple(row) for row in fitted["x"]} == {tuple(row) for row in rows}
+
+
+def test_own_mask_is_kept_and_padded_with_zeros_of_its_dtype():
+    layout = layout_of({"x": np.arange(4), "mask": np.ones(4, np.float32)})
+    fitted = fit(layout, {"x": np.arange(2), "mask": np.array([0.5, 1], np.float32)}, copy=False)
+    assert fitted["mask"].dtype == np.float32
+    assert fitted["mask"].tolist() == [0.5, 1, 0, 0]
+
+
+def test_own_mask_of_another_length_is_refused_with_its_shape():
+    with pytest.raises(BatchError, match=r"`mask` leaf has shape \(3, 5\).* 4 rows"):
+        fit_one({"x": np.arange(4), "mask": np.ones((3, 5))})
+
+
+def test_own_mask_that_is_a_tree_is_refused():
+    with pytest.raises(BatchError, match=r"must be one array.*it is a dict"):
+        fit_one({"x": np.arange(4), "mask": {"a": np.arange(4)}})
+
+
+def test_dict_keys_must_be_strings():
+    with pytest.raises(BatchError, match=r"keys must be strings, but they are \[0\]"):
+        fit_one({0: np.arange(4)})
+
+
+def test_other_trees_pass_unchanged_when_full():
+    x, y = fit_one((np.arange(4), np.arange(4)))
+    assert x.tolist() == y.tolist() == [0, 1, 2, 3]
+
+
+def test_other_trees_come_with_a_mask_on_request():
+    layout = layout_of((np.arange(4), np.arange(4)), with_mask=True)
+    (x, _), mask = fit(layout, (np.arange(1), np.arange(1)), copy=False)
+    assert x.shape == (4,)
+    assert mask.tolist() == [True, False, False, False]
+
+
+def test_other_trees_that_need_padding_are_refused_with_the_choices():
+    layout = layout_of((np.arange(4),))
+    with pytest.raises(BatchError, match=r"1 rows and needs 4 for 2 replicas.*tuple.*with_mask.*dict.*drop"):
+        fit(layout, (np.arange(1),), copy=False)
+
+
+def test_with_mask_on_a_dict_changes_nothing():
+    assert sorted(fit_one({"x": np.arange(4)}, with_mask=True)) == ["mask", "x"]
+
+
+def test_drop_leaves_short_batches_out_and_still_masks_the_others():
+    layout = layout_of({"x": np.arange(4)}, partial="drop")
+    assert fit(layout, {"x": np.arange(3)}, copy=False) is None
+    assert fit(layout, {"x": np.arange(4)}, copy=False)["mask"].all()
+
+
+def test_error_refuses_a_short_batch_with_numbers_and_choices():
+    layout = layout_of({"x": np.arange(4)}, partial="error")
+    with pytest.raises(BatchError, match=r'3 rows instead of 4.*partial="pad".*partial="drop"'):
+        fit(layout, {"x": np.arange(3)}, copy=False)
+
+
+@pytest.mark.parametrize("partial", ["drop", "error"])
+def test_indivisible_global_batch_names_the_nearest_sizes(partial):
+    with pytest.raises(BatchError, match=r"9 rows does not divide by 4 replicas.*8 or 12"):
+        layout_of({"x": np.arange(9)}, num_replicas=4, partial=partial)
+
+
+def test_nearest_size_below_one_replica_each_is_not_offered():
+    with pytest.raises(BatchError, match="use a global batch of 8, or"):
+        layout_of({"x": np.arange(3)}, num_replicas=8, partial="error")
+
+
+def test_larger_batch_is_refused_with_both_numbers():
+    layout = layout_of({"x": np.arange(4)})
+    with pytest.raises(BatchError, match="5 rows, but a full batch has 4"):
+        fit(layout, {"x": np.arange(5)}, copy=False)
+
+
+def test_batch_without_rows_is_left_out():
+    assert fit(layout_of({"x": np.arange(4)}), {"x": np.arange(0)}, copy=False) is None
+
+
+def test_disagreeing_leaves_are_listed_with_their_sizes():
+    with pytest.raises(BatchError, match=r"\['x'\]: 4, \['y'\]: 3"):
+        fit_one({"x": np.arange(4), "y": np.arange(3)})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": np.zeros((4, 3), np.float64)}, r"\['x'\] was float32\[rows, 3\] and is float64\[rows, 3\]"),
+        ({"x": np.zeros((4, 2), np.float32)}, r"\['x'\] was float32\[rows, 3\] and is float32\[rows, 2\]"),
+        ({"z": np.zeros((4, 3), np.float32)}, r"\['x'\] is missing; \['z'\] is new"),
+    ],
+)
+def test_changing_batches_are_refused_naming_the_leaf_before_and_after(changed, message):
+    layout = layout_of({"x": np.zeros((4, 3), np.float32)})
+    with pytest.raises(BatchError, match=message):
+        fit(layout, changed, copy=False)
+
+
+def test_changing_containers_are_refused():
+    layout = layout_of((np.arange(4), np.arange(4)))
+    with pytest.raises(BatchError, match=r"its tree was .* and is "):
+        fit(layout, [np.arange(4), np.arange(4)], copy=False)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (3, "single value"),
+        (np.float32(1), "single value"),
+        (np.array(["a", "b"]), "dtype <U1"),
+        (np.array([{}, None]), "dtype object"),
+        (object(), r"\(a object\) has dtype object"),
+        (np.zeros(2, "datetime64[s]"), "dtype datetime64"),
+        (np.zeros(2, [("a", "f4")]), "which a device cannot hold"),
+    ],
+)
+def test_leaves_that_are_no_arrays_of_numbers_are_refused_by_name(leaf, message):
+    with pytest.raises(BatchError, match=message) as caught:
+        to_numpy({"good": np.arange(2), "bad": leaf})
+    assert "['bad']" in str(caught.value)
+
+
+def test_key_arrays_are_refused_by_name():
+    with pytest.raises(BatchError, match=r"\['key'\] .*numpy cannot read"):
+        to_numpy({"key": jax.random.split(jax.random.key(0), 4)})
+
+
+def test_a_tree_without_leaves_is_refused():
+    with pytest.raises(BatchError, match="has no leaves"):
+        to_numpy({})
+
+
+def test_the_batch_may_be_one_array():
+    assert fit_one(np.arange(4)).tolist() == [0, 1, 2, 3]
+    with pytest.raises(BatchError, match="leaf \\(the batch itself\\)"):
+        to_numpy(np.array("word"))
+
+
+class HasArray:
+    """What a torch CPU tensor looks like to numpy."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.arange(4, dtype=dtype)
+
+
+def test_jax_arrays_and_things_with_array_are_taken():
+    tree = to_numpy({"jax": jnp.arange(4), "tensor": HasArray()})
+    assert {type(leaf) for leaf in tree.values()} == {np.ndarray}
+    assert count_rows(tree) == 4
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.bool_, np.uint8, np.int64, ml_dtypes.bfloat16])
+def test_dtypes_stay_on_the_host(dtype):
+    assert fit_one({"x": np.zeros(3, dtype)})["x"].dtype == dtype
+
+
+def test_foreign_byte_order_is_turned_to_native():
+    array = to_numpy(np.array([1, 2], ">i4"))
+    assert array.dtype.isnative
+    assert array.tolist() == [1, 2]
+
+
+def test_copy_separates_a_full_batch_from_its_source():
+    buffer = np.arange(4)
+    copied, shared = fit_one({"x": buffer}, copy=True), fit_one({"x": buffer}, copy=False)
+    buffer[:] = 9
+    assert copied["x"].tolist() == [0, 1, 2, 3]
+    assert shared["x"].tolist() == [9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": np.zeros((5, 2), np.float32), "y": np.zeros(5, np.int32)},
+        {"x": np.zeros(5, np.float32), "mask": np.ones((5, 1), np.float32)},
+        collections.namedtuple("Pair", "x y")(np.zeros(5, np.float32), np.zeros((5, 1), np.uint8)),
+    ],
+)
+def test_element_spec_describes_what_fit_makes(batch, with_mask, steps_per_call):
+    layout = layout_of(batch, num_replicas=5, with_mask=with_mask)
+    fitted = fit(layout, batch, copy=False)
+    head = () if steps_per_call == 1 else (steps_per_call,)
+    expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(head + leaf.shape, leaf.dtype), fitted)
+    assert element_spec(layout, steps_per_call=steps_per_call) == expected
+
+
+def test_element_spec_has_the_dtypes_of_the_device():
+    spec = element_spec(layout_of({"x": np.zeros(4, np.float64)}), steps_per_call=1)
+    assert spec["x"].dtype == jnp.zeros(4, float).dtype

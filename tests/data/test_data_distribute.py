@@ -1,0 +1,245 @@
+"""The distributed dataset: slices, positions, resuming, and what it refuses."""
+
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist.data import distributed_dataset, from_arrays
+from jdist.errors import BatchError, DatasetError
+
+
+def feed(source, *, num_replicas=2, place=None, **options):
+    return distributed_dataset(source, num_replicas=num_replicas, place=place, **options)
+
+
+def values(dataset):
+    return [batch["x"].tolist() for batch in dataset]
+
+
+def real_rows(batches):
+    return [row for batch in batches for row in batch["x"][batch["mask"]].tolist()]
+
+
+def slices(batch, num_replicas):
+    """The real rows of each replica's slice."""
+    parts = zip(np.split(batch["x"], num_replicas), np.split(batch["mask"], num_replicas), strict=True)
+    return [x[mask].tolist() for x, mask in parts]
+
+
+class Counting:
+    """A random-access source that remembers which batches were asked for."""
+
+    def __init__(self, *, num_steps: int | None = 10, short_at=()):
+        self.num_steps = num_steps
+        self.global_batch = 2
+        self.fingerprint = "counting"
+        self.short_at = short_at
+        self.asked = []
+
+    def batch_at(self, step):
+        self.asked.append(step)
+        return {"x": np.array([step] if step in self.short_at else [step, step])}
+
+
+class Reused:
+    """Yields the same buffer again and again, refilled, as many loaders do.
+
+    It is aligned to 64 bytes: `jax.device_put` shares the memory of such arrays instead of copying.
+    """
+
+    def __iter__(self):
+        memory = np.empty(4 * 64 * 4 + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        buffer = memory[start : start + 4 * 64 * 4].view(np.float32).reshape(4, 64)
+        for number in range(12):
+            buffer[:] = number
+            yield {"x": buffer}
+
+
+# --- slicing and padding ---
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_nine_rows_in_batches_of_four_over_two_replicas(plain):
+    source = from_arrays({"x": np.arange(9)}, global_batch=4)
+    batches = list(feed(list(source) if plain else source))
+    assert [slices(batch, 2) for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_nine_rows_with_the_last_dropped(plain):
+    source = from_arrays({"x": np.arange(9)}, global_batch=4)
+    dataset = feed(list(source) if plain else source, partial="drop")
+    assert [slices(batch, 2) for batch in dataset] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert dataset.num_steps == (None if plain else 2)
+
+
+@given(
+    rows=st.integers(1, 40),
+    global_batch=st.integers(1, 12),
+    num_replicas=st.integers(1, 8),
+    seed=st.none() | st.integers(0, 9),
+    steps_per_call=st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_rows_and_their_order_do_not_depend_on_the_replicas(rows, global_batch, num_replicas, seed, steps_per_call):
+    source = from_arrays({"x": np.arange(rows)}, global_batch=global_batch, shuffle_seed=seed, epochs=2)
+    expected = [row for batch in source for row in batch["x"].tolist()]
+    dataset = feed(source, num_replicas=num_replicas, steps_per_call=steps_per_call, prefetch=0)
+    assert real_rows(dataset) == expected
+    assert real_rows(feed(list(source), num_replicas=num_replicas, prefetch=0)) == expected
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("num_replicas", [1, 4])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_source_that_refills_its_buffer_gives_right_batches_on_the_devices(prefetch, num_replicas, steps_per_call):
+    mesh = Mesh(jax.devices()[:num_replicas], ("replica",))
+    spec = PartitionSpec("replica") if steps_per_call == 1 else PartitionSpec(None, "replica")
+    sharding = NamedSharding(mesh, spec)
+    dataset = feed(
+        Reused(),
+        num_replicas=num_replicas,
+        place=lambda batch: jax.device_put(batch, sharding),
+        prefetch=prefetch,
+        steps_per_call=steps_per_call,
+    )
+    batches = list(dataset)
+    assert all(batch["x"].sharding == sharding for batch in batches)
+    expected = np.repeat(np.arange(12, dtype=np.float32), 4 * 64).reshape(-1)
+    np.testing.assert_array_equal(np.concatenate([np.ravel(batch["x"]) for batch in batches]), expected)
+
+
+def test_a_source_that_refills_its_buffer_gives_right_batches_on_the_host():
+    assert [batch["x"][0, 0] for batch in list(feed(Reused()))] == list(range(12))
+
+
+def test_steps_per_call_stacks_and_ends_with_a_smaller_stack():
+    dataset = feed(from_arrays({"x": np.arange(9)}, global_batch=2), steps_per_call=3)
+    first, last = list(dataset)
+    assert first["x"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert last["x"].tolist() == [[6, 7], [8, 8]]
+    assert last["mask"].tolist() == [[True, True], [True, False]]
+    assert dataset.element_spec["x"].shape == (3, 2)
+
+
+def test_the_place_function_receives_every_batch_once():
+    placed = []
+    dataset = feed([{"x": np.arange(2)}] * 3, place=lambda batch: placed.append(batch) or len(placed))
+    assert list(dataset) == [1, 2, 3]
+    assert [sorted(batch) for batch in placed] == [["mask", "x"]] * 3
+
+
+def test_batches_without_rows_are_skipped():
+    empty = {"x": np.arange(0)}
+    assert values(feed([empty, {"x": np.arange(2)}, empty, {"x": np.arange(2)}, empty])) == [[0, 1], [0, 1]]
+
+
+def test_tuples_come_with_their_mask_on_request():
+    dataset = feed([(np.arange(2), np.arange(2)), (np.arange(1), np.arange(1))], with_mask=True)
+    assert [mask.tolist() for _, mask in dataset] == [[True, True], [True, False]]
+
+
+# --- element_spec and repr ---
+
+
+def test_element_spec_of_a_plain_iterable_loses_no_batch():
+    dataset = feed(iter([{"x": np.arange(3)}, {"x": np.arange(3)}]))
+    assert dataset.element_spec["x"].shape == (4,)
+    assert real_rows(dataset) == [0, 1, 2, 0, 1, 2]
+
+
+def test_element_spec_before_the_first_batch_does_not_move_the_position():
+    dataset = feed(from_arrays({"x": np.arange(5)}, global_batch=2))
+    assert dataset.element_spec == {
+        "mask": jax.ShapeDtypeStruct((2,), np.bool_),
+        "x": jax.ShapeDtypeStruct((2,), jax.numpy.asarray(np.arange(2)).dtype),
+    }
+    assert dataset.position == 0
+
+
+def test_place_spec_maps_the_element_spec():
+    dataset = feed(from_arrays({"x": np.arange(5)}, global_batch=2), place_spec=sorted)
+    assert dataset.element_spec == ["mask", "x"]
+
+
+def test_repr_shows_the_arithmetic():
+    dataset = feed(from_arrays({"x": np.zeros(7000)}, global_batch=1024), num_replicas=8)
+    assert repr(dataset) == ("DistributedDataset(global batch 1,024 = 8 replicas x 128, 7 steps, at step 0)")
+    next(iter(dataset))
+    assert repr(dataset).endswith("at step 1)")
+
+
+def test_repr_of_padded_endless_and_plain_datasets():
+    endless = feed(from_arrays({"x": np.zeros(20)}, global_batch=9, epochs=None), steps_per_call=4)
+    assert "global batch 9 padded to 10 = 2 replicas x 5, endless, 4 steps a call" in repr(endless)
+    plain = feed([{"x": np.zeros(2)}], num_replicas=1)
+    assert repr(plain) == "DistributedDataset(1 replica, global batch known after the first batch, plain iterable)"
+    list(plain)
+    assert "global batch 2 = 1 replica x 2, plain iterable" in repr(plain)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("source", [[], iter(()), [{"x": np.arange(0)}]])
+def test_empty_iterables_are_refused(source):
+    with pytest.raises(DatasetError, match="the dataset is empty"):
+        list(feed(source))
+
+
+def test_empty_random_access_sources_are_refused_at_construction():
+    with pytest.raises(DatasetError, match=r"the dataset is empty.*num_steps=0"):
+        feed(Counting(num_steps=0))
+
+
+def test_dropping_everything_is_refused():
+    with pytest.raises(DatasetError, match="5 rows are fewer than the global batch of 6"):
+        feed(from_arrays({"x": np.arange(5)}, global_batch=6), partial="drop")
+    with pytest.raises(DatasetError, match="'drop' left out every batch as short of 2 rows"):
+        list(feed(Counting(num_steps=2, short_at=(0, 1)), partial="drop"))
+
+
+@pytest.mark.parametrize("partial", ["drop", "error"])
+def test_an_indivisible_global_batch_is_refused_at_construction(partial):
+    with pytest.raises(BatchError, match=r"9 rows does not divide by 2 replicas.*8 or 10"):
+        feed(from_arrays({"x": np.arange(20)}, global_batch=9), partial=partial)
+
+
+def test_a_short_batch_under_error_is_refused_when_it_comes():
+    iterator = iter(feed(from_arrays({"x": np.arange(5)}, global_batch=4), partial="error"))
+    next(iterator)
+    with pytest.raises(BatchError, match="1 rows instead of 4"):
+        next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"x": np.arange(4)}, "a dict is not a source of batches.*from_arrays"),
+        (np.arange(4), "a ndarray is not a source of batches.*from_arrays"),
+        (3, "a int is not a source of batches"),
+        ("path", "a str is not a source"),
+    ],
+)
+def test_things_that_are_no_sources_are_refused(source, message):
+    with pytest.raises(DatasetError, match=message):
+        feed(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partial": "padd"}, "one of pad, drop, error, but it is 'padd'; did you mean 'pad'"),
+        ({"prefetch": -1}, "`prefetch` .* 0 or more, but it is -1"),
+        ({"steps_per_call": 0}, "`steps_per_call` .* 1 or more, but it is 0"),
+        ({"num_replicas": 0}, "`num_replicas` .* 1 or more, but it is 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(DatasetError, match=message):
+        feed([{"x": np.arange(2)}], **options)

@@ -40,8 +40,8 @@ def main() -> None:
             reads.append(time.perf_counter() - middle)
         check_s, read_s = statistics.median(checks[1:]), statistics.median(reads[1:])
         print(
-            f"{strategy.num_replicas} replicas x {size} MB: one check {check_s * 1e3:.1f} ms, {check_s / read_s:.1f} times "
-            f"a read of the state; every 1,000 steps at most {check_s / read_s / 10:.2f} % of the time"
+            f"{strategy.num_replicas} replicas x {size} MB: one check {check_s * 1e3:.1f} ms, {check_s / read_s:.1f} "
+            f"times a read of the state; every 1,000 steps at most {check_s / read_s / 10:.2f} % of the time"
         )
 
 

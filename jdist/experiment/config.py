@@ -1,0 +1,147 @@
+"""What a config file may say: every key, its type, its limits and its default.
+
+    name: digits
+    task:
+      make: jdist.tasks.digits:make
+    strategy: {name: mirrored}
+    train:
+      global_batch: 128
+      steps: 600
+      optimizer: {name: adamw, learning_rate: 1.0e-3}
+
+is a whole config: `name`, `task.make`, `train.global_batch`, `train.optimizer.name` and one of `train.steps`
+and `train.epochs` have no default. A key that is not here is refused, at every level, except the options
+that are handed on to a function of the task, the strategy or optax: they are checked against that function's
+signature when the run starts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """One level of a config: unknown keys are refused, and a value is taken only as the type it has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class TaskSection(Section):
+    """The model, its loss and its data."""
+
+    make: str = Field(
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+        description="Import path `module:function` of a function that returns a `jdist.tasks.Task`. "
+        "The current folder can be imported from.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of that function, checked against its signature."
+    )
+
+
+class StrategySection(Section):
+    """How the step is distributed; every further key is an option of that strategy."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(default="mirrored", description="A strategy, as `jdist.make_strategy` knows it.")
+
+
+class OptimizerSection(Section):
+    """The optax optimizer; every further key is an argument of it, checked against its signature.
+
+    Where optax takes a schedule, the value may be `{schedule: NAME, ...}`: a schedule of optax and its
+    arguments. Its `decay_steps` or `transition_steps`, left out, is the number of steps of the run.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description="An optimizer of optax: `adamw`, `sgd`, `lion`, ...")
+
+
+class TrainSection(Section):
+    """How long and how to train."""
+
+    global_batch: Count = Field(description="Rows of one step, over all replicas.")
+    steps: Count | None = Field(default=None, description="Optimizer updates; or give `epochs`.")
+    epochs: Count | None = Field(default=None, description="Passes over the data; or give `steps`.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seeds the parameters and the order of the data.")
+    optimizer: OptimizerSection
+    clip_norm: PositiveFloat | None = Field(
+        default=None, description="Scale gradients down to at most this global norm; null for no clipping."
+    )
+    accumulate: Count = Field(
+        default=1, description="Parts that a replica's batch is worked through in, to save memory."
+    )
+    steps_per_call: Count = Field(
+        default=1, description="Steps compiled into one call, to save dispatch; `steps` must be a multiple."
+    )
+    non_finite: Literal["raise", "skip", "apply"] = Field(
+        default="raise", description="What a NaN or infinite update does: stop, be left out, be applied."
+    )
+    check_replicas: Count | None = Field(
+        default=1000, description="Compare the replicas' states every so many steps; null for never."
+    )
+
+
+class EvalSection(Section):
+    """When and how to evaluate; at the end of the run always."""
+
+    every: Count | None = Field(default=None, description="Steps between evaluations; null for the end only.")
+    global_batch: Count | None = Field(
+        default=None, description="Rows of one evaluation step; null for that of training."
+    )
+
+
+class CheckpointSection(Section):
+    """When to save and what to keep; at the end and on Ctrl-C always saved."""
+
+    every: Count | None = Field(default=None, description="Steps between checkpoints; null for the end only.")
+    keep: Count = Field(default=3, description="Newest checkpoints kept; older ones are deleted.")
+    best: str | None = Field(
+        default=None, description="Evaluation metric whose best checkpoint is kept too; null for none."
+    )
+    mode: Literal["max", "min"] = Field(default="max", description="Whether a larger `best` is better.")
+
+
+class LogSection(Section):
+    """Where and how often to report."""
+
+    every: Count = Field(default=20, description="Steps between lines of `metrics.jsonl`.")
+    folder: str = Field(default="runs", min_length=1, description="The run is written to FOLDER/NAME.")
+
+
+class PlatformSection(Section):
+    """What has to be settled before JAX starts."""
+
+    cpu_devices: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        default=None,
+        description="Run on this many virtual CPU devices, also where there is an accelerator; "
+        "null for the devices that JAX finds.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Set XLA's deterministic flags: on GPU two equal runs are then bit-equal, and slower.",
+    )
+
+
+class Config(Section):
+    """A whole experiment."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=200,
+        description="Name of the run and of its folder: letters, digits, `.`, `_` and `-`.",
+    )
+    task: TaskSection
+    strategy: StrategySection = Field(default_factory=StrategySection)
+    train: TrainSection
+    eval: EvalSection = Field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    log: LogSection = Field(default_factory=LogSection)
+    platform: PlatformSection = Field(default_factory=PlatformSection)

@@ -1,0 +1,64 @@
+"""`metrics.jsonl` as a picture: the loss over steps, and each other metric in a panel below."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdist.experiment.record import write_atomically
+
+NOT_MEASURED = {"step", "examples", "time_s"}
+_EVAL = "eval/"
+_MOST_PANELS = 6
+
+
+def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> str:
+    """Draw the curves of a run.
+
+    Args:
+        rows: the rows of `metrics.jsonl`; names of evaluation metrics begin with "eval/".
+        path: the PNG to write, replaced as a whole.
+        title: heading of the figure.
+
+    Returns:
+        One line that says what was done, or what to install.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError:
+        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
+    measured = dict.fromkeys(name.removeprefix(_EVAL) for row in rows for name in row if name not in NOT_MEASURED)
+    names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
+    if not names:
+        return "no curves drawn, nothing was measured"
+    figure = Figure(figsize=(7, 3 * len(names)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, name in zip(panels, names, strict=True):
+        for label, column, style in (
+            ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),
+            ("evaluation", _EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
+        ):
+            points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
+            if points:
+                dot = {"marker": "o", "markersize": 3} if len(points) == 1 else {}  # a line needs two points
+                panel.plot(*zip(*points, strict=True), label=label, **(style | dot))
+        panel.set_ylabel(name)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        if panel.lines:
+            panel.legend(frameon=False)
+    panels[0].set_title(title)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_atomically(path, picture.getvalue())
+    return f"curves: {path}"

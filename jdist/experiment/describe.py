@@ -1,0 +1,64 @@
+"""A checked config as text: valid YAML, each line with the place its value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from jdist.experiment.load import Document, Key
+
+
+def describe(values: Mapping[str, Any], document: Document, *, derived: Mapping[Key, str] | None = None) -> str:
+    """Write out a config with origins.
+
+    Args:
+        values: the whole config, defaults filled in, as nested mappings.
+        document: what it was read from.
+        derived: origin of each value that was worked out from others.
+
+    Returns:
+        YAML text that loads as `values`; each line ends in a comment with the origin of its value.
+
+    Example:
+        >>> print(describe({"name": "a", "seed": 0}, load("a.yaml")), end="")
+        name: a  # a.yaml:1
+        seed: 0  # default
+    """
+    lines = list(_lines(values, (), document, derived or {}))
+    width = min(60, max(len(text) for text, origin in lines if origin))
+    return "".join(f"{text:<{width}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
+
+
+def _lines(
+    values: Mapping[str, Any], above: Key, document: Document, derived: Mapping[Key, str]
+) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        key = (*above, str(name))
+        indent = "  " * len(above)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{flow(name)}:", ""
+            yield from _lines(value, key, document, derived)
+        else:
+            yield f"{indent}{flow(name)}: {flow(value)}", derived.get(key) or _origin(key, document)
+
+
+def _origin(key: Key, document: Document) -> str:
+    """A value's own origin; within a list or mapping given as a whole, that of the whole."""
+    given = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in document.origins), None)
+    if given is None or (given != key and isinstance(_at(document.values, given), Mapping)):
+        return "default"
+    return document.origins[given]
+
+
+def _at(values: Any, key: Key) -> Any:
+    for part in key:
+        values = values[part] if part in values else values[int(part)]
+    return values
+
+
+def flow(value: Any) -> str:
+    """A value on one line of YAML."""
+    text = str(yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True))
+    return text.removesuffix("\n").removesuffix("\n...").strip()

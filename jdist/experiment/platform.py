@@ -1,0 +1,92 @@
+"""What has to be settled before JAX starts its devices: environment variables that XLA reads once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from jdist.errors import ConfigError, DeviceError
+from jdist.experiment.config import PlatformSection
+
+# deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
+# kernels by stopwatch, anew in each process.
+DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
+_CPU_DEVICES = "--xla_force_host_platform_device_count"
+
+
+def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that a config's `platform` asks for.
+
+    Args:
+        section: `platform` of the config.
+        environ: the environment as it is.
+
+    Returns:
+        The variables to set; XLA flags that are set already and not asked for are kept.
+
+    Raises:
+        ConfigError: `platform.cpu_devices` contradicts JAX_PLATFORMS.
+
+    Example:
+        >>> platform_environment(PlatformSection(cpu_devices=8), {})["JAX_PLATFORMS"]
+        'cpu'
+    """
+    flags, variables = {}, {}
+    if section.cpu_devices is not None:
+        chosen = environ.get("JAX_PLATFORMS", "")
+        if chosen and "cpu" not in chosen.split(","):
+            raise ConfigError(
+                f"platform.cpu_devices={section.cpu_devices} asks for CPU devices, but "
+                f"JAX_PLATFORMS={chosen} rules them out. Unset it, or set platform.cpu_devices=null."
+            )
+        flags[_CPU_DEVICES] = str(section.cpu_devices)
+        variables["JAX_PLATFORMS"] = "cpu"
+    if section.deterministic:
+        flags |= DETERMINISTIC
+    if flags:
+        kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in flags]
+        variables["XLA_FLAGS"] = " ".join(kept + [f"{name}={value}" for name, value in flags.items()])
+    return variables
+
+
+def apply_platform(section: PlatformSection) -> None:
+    """Set what `platform` asks for; to be called before JAX has been used.
+
+    Args:
+        section: `platform` of the config.
+
+    Raises:
+        ConfigError: as `platform_environment`, or JAX had started with other devices already.
+    """
+    started = "jax" in sys.modules
+    os.environ.update(platform_environment(section, os.environ))
+    if section.cpu_devices is None or not started:
+        return
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # JAX read JAX_PLATFORMS when it was imported
+    if jax.local_device_count() != section.cpu_devices:
+        raise ConfigError(
+            f"platform.cpu_devices={section.cpu_devices}, but JAX had started in this process with "
+            f"{jax.local_device_count()} {jax.default_backend()} devices. Start a new process."
+        )
+
+
+def check_devices() -> None:
+    """Start JAX's devices.
+
+    Raises:
+        DeviceError: there are none of the kind that was asked for.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as exc:  # JAX asserts where a platform is known but not installed
+        asked = os.environ.get("JAX_PLATFORMS")
+        reason = str(exc).partition("\n")[0] or "the platform is not installed"
+        raise DeviceError(
+            f"JAX finds no devices with JAX_PLATFORMS={asked}: {reason}. Unset JAX_PLATFORMS to take what is "
+            "there, or set JAX_PLATFORMS=cpu."
+        ) from exc

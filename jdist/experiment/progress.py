@@ -1,0 +1,171 @@
+"""How a run shows that it moves: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a run is.
+
+    Attributes:
+        examples_per_s: rows trained on in a second, since the last report; NaN if it is not known.
+        eta_s: seconds that the remaining steps will take, evaluations and saves left out; NaN if not known.
+    """
+
+    examples_per_s: float
+    eta_s: float
+
+
+class Meter:
+    """A stopwatch for training steps; it is stopped while the run evaluates or saves.
+
+    Args:
+        step: steps done before.
+        total: steps of the whole run.
+        global_batch: rows of a step.
+        earlier_s: seconds that earlier processes of the run trained.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        total: int,
+        global_batch: int,
+        earlier_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, self._total, self._global_batch = clock, total, global_batch
+        self._start = clock() - earlier_s
+        self._step, self._lap_s = step, self.train_s
+        self._step_s: list[float] = []
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training up to now, over all processes of the run."""
+        return self._clock() - self._start
+
+    def lap(self, step: int) -> Speed:
+        """The speed since the last lap.
+
+        Args:
+            step: steps done by now.
+        """
+        now = self.train_s
+        if step == self._step:
+            return Speed(examples_per_s=math.nan, eta_s=math.nan)
+        step_s = (now - self._lap_s) / (step - self._step)
+        self._step, self._lap_s = step, now
+        # The first lap holds the compilation: it does not count as soon as there is another.
+        self._step_s = [*self._step_s[-4:], step_s] if len(self._step_s) != 1 else [step_s, step_s]
+        eta_s = (self._total - step) * sum(self._step_s) / len(self._step_s)
+        rate = self._global_batch / step_s if step_s > 0 else math.nan
+        return Speed(examples_per_s=rate, eta_s=eta_s)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave what happens in the block out of the time."""
+        before = self._clock()
+        try:
+            yield
+        finally:
+            self._start += self._clock() - before
+
+
+class Reporter(Protocol):
+    """What a run tells while it runs."""
+
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
+        """Training has come to `step`."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own."""
+
+    def close(self) -> None:
+        """Leave the output as it is; closing twice does no harm."""
+
+
+class Lines:
+    """A plain line for each report."""
+
+    def __init__(self, total: int, file: IO[str]) -> None:
+        self._total, self._file = total, file
+
+    def note(self, text: str) -> None:
+        """Print one line, at once."""
+        print(text, file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Lines are written already."""
+
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
+        """Print one line."""
+        done = f"step {step:>{len(str(self._total))}}/{self._total}"
+        self.note("  ".join([done, *_parts(metrics, speed)]))
+
+
+class Bar:
+    """A bar that fills, with the newest figures beside it; notes scroll past above it."""
+
+    def __init__(self, progress: Progress, *, step: int, total: int) -> None:
+        self._progress = progress
+        self._bar = progress.add_task("train", total=total, completed=step, figures="compiling the first step")
+
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
+        """Move the bar."""
+        self._progress.update(self._bar, completed=step, figures="  ".join(_parts(metrics, speed)))
+
+    def note(self, text: str) -> None:
+        """Print above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Stop drawing; the bar stays as it is."""
+        self._progress.stop()
+
+
+def open_report(console: Console, *, step: int, total: int) -> Reporter:
+    """The way to report that suits where the output goes; to be closed.
+
+    Args:
+        console: where to write; a bar is drawn if it is a terminal.
+        step: steps done already.
+        total: steps of the whole run.
+    """
+    if not console.is_terminal:
+        return Lines(total, console.file)
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn())
+    progress = Progress(*columns, TextColumn("{task.fields[figures]}", markup=False), console=console)
+    progress.start()
+    return Bar(progress, step=step, total=total)
+
+
+def figures(metrics: Mapping[str, Any]) -> str:
+    """Metrics on one line: `loss 0.3124  accuracy 0.91`."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `0:01:20`; `-` if they are not known."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _parts(metrics: Mapping[str, float], speed: Speed) -> Iterator[str]:
+    yield figures(metrics)
+    if math.isfinite(speed.examples_per_s):
+        yield f"{speed.examples_per_s:,.0f} examples/s"
+    yield f"ETA {duration(speed.eta_s)}"

@@ -1,0 +1,64 @@
+"""Whether a run folder's checkpoints may be gone on from with a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jdist.errors import ConfigError
+from jdist.experiment.describe import flow
+from jdist.experiment.load import Document, Key, dotted, leaves, read_values
+from jdist.experiment.record import RunFolder
+
+# What may change from one start of a run to the next: where and on what it runs, how often it reports and
+# saves, and how long it goes on. All else decides which parameters a step leads to.
+FREE: tuple[Key, ...] = (
+    ("name",),
+    ("strategy",),
+    ("train", "steps"),
+    ("train", "epochs"),
+    ("train", "accumulate"),
+    ("train", "steps_per_call"),
+    ("train", "non_finite"),
+    ("train", "check_replicas"),
+    ("eval",),
+    ("checkpoint",),
+    ("log",),
+    ("platform",),
+)
+_ABSENT = object()
+
+
+def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Document) -> None:
+    """Refuse to go on from the checkpoints of a run whose config means another run.
+
+    Args:
+        folder: the run folder; without a config or a checkpoint in it there is nothing to refuse.
+        values: the whole config as plain values.
+        document: what it was read from, for the origins in the message.
+
+    Raises:
+        ConfigError: names each key that differs, with both values, and what to do.
+    """
+    if not folder.config.exists() or not folder.has_checkpoints():
+        return
+    then, now = dict(leaves(read_values(folder.config))), dict(leaves(values))
+    different = [
+        f"  {dotted(key)}: {_text(then.get(key, _ABSENT))} there, {_text(now.get(key, _ABSENT))} now "
+        f"({document.origin(key)})"
+        for key in dict.fromkeys([*now, *then])
+        if then.get(key, _ABSENT) != now.get(key, _ABSENT) and not any(key[: len(f)] == f for f in FREE)
+    ]
+    if not different:
+        return
+    lengths = [line for line in different if "_steps:" in line and "learning_rate" in line]
+    remedy = (
+        "Go on with the config as it was, take another name, or start again with --fresh, which keeps the old folder."
+    )
+    if lengths:
+        remedy += " A schedule follows the length of the run unless its own length is given: give it as it was."
+    raise ConfigError("\n".join([f"{folder.path}: holds a run with a different config:", *different, remedy]))
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is _ABSENT else flow(value)

@@ -1,0 +1,222 @@
+"""One experiment from a checked config to its results; reads top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import jdist
+from jdist.data.source import write_state
+from jdist.errors import ConfigError, NonFiniteError
+from jdist.experiment.config import Config
+from jdist.experiment.curves import plot_curves
+from jdist.experiment.describe import describe
+from jdist.experiment.evaluate import evaluate, loss_first
+from jdist.experiment.load import Document
+from jdist.experiment.names import nearest
+from jdist.experiment.prepare import prepare
+from jdist.experiment.progress import Meter, figures, open_report
+from jdist.experiment.record import MetricsFile, Row, open_folder, set_aside, write_atomically
+from jdist.experiment.resume import check_same_run
+from jdist.experiment.stop import stop_requests
+from jdist.experiment.summary import arithmetic, non_finite_advice, results
+from jdist.experiment.validate import Problem, refusal, show
+from jdist.train.checkpoint import Checkpointer
+
+PyTree = Any
+
+
+def run(
+    config: Config, document: Document, *, command: str, fresh: bool = False, console: Console | None = None
+) -> int:
+    """Train, evaluate, log, save and plot what a config describes; goes on where the run folder left off.
+
+    Args:
+        config: the checked config; its `platform` has been applied.
+        document: what the config was read from.
+        command: the command line that starts this run, for messages.
+        fresh: set an existing run folder aside and start again.
+        console: where to report; standard output if None.
+
+    Returns:
+        The exit code: 0 at the end of the run, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        JDistError: the config, the data, the run folder or a checkpoint is not right, or training failed.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    # Everything that the config names, and the config as it was understood.
+    parts = prepare(config, document)
+    task, strategy, train, total = parts.task, parts.strategy, config.train, parts.total_steps
+    resolved = describe(parts.values, document, derived=parts.derived)
+    say(resolved)
+    say(arithmetic(config, parts))
+
+    # The run folder, held until this process ends.
+    path = Path(config.log.folder) / config.name
+    if fresh and (aside := set_aside(path)) is not None:
+        say(f"the run that was in {path} is now in {aside}")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(open_folder(path))
+        check_same_run(folder, parts.values, document)
+        if not folder.config.exists():
+            write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
+
+        # State, data and steps, all laid out by the strategy.
+        eval_batch = config.eval.global_batch or train.global_batch
+        key = jax.random.key(train.seed)
+        state = strategy.init(lambda key: task.create_state(key, parts.optimizer), key)
+        train_set = strategy.distribute_dataset(parts.train_data, steps_per_call=train.steps_per_call)
+        eval_set = strategy.distribute_dataset(task.eval_data(eval_batch))
+        train_step = jdist.distribute(
+            task.train_step,
+            strategy,
+            accumulate=train.accumulate,
+            steps_per_call=train.steps_per_call,
+            check_replicas=train.check_replicas or 0,
+            non_finite=train.non_finite,
+        )
+        eval_step = jdist.distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
+
+        # Where an earlier process of this run left off.
+        checkpoints = stack.enter_context(
+            Checkpointer(
+                folder.checkpoints.resolve(),
+                keep=config.checkpoint.keep,
+                best_metric=config.checkpoint.best,
+                best_mode=config.checkpoint.mode,
+                check=strategy.check,
+            )
+        )
+        restored = checkpoints.restore(state)
+        step = saved = 0
+        if restored is not None:
+            state, step = restored.state, restored.step
+            saved = step
+            if step > total:
+                raise ConfigError(
+                    f"{path}: this run has come to step {step:,} already, past the {total:,} steps asked for "
+                    f"({document.origin(('train', 'steps' if train.steps else 'epochs'))}). Ask for more, "
+                    "take another name, or start again with --fresh."
+                )
+            if (total - step) % train.steps_per_call:
+                problem = Problem(
+                    key=("train", "steps_per_call"),
+                    text=f"{train.steps_per_call} does not divide the {total - step:,} steps that are left",
+                )
+                raise refusal(document, [problem])
+            train_set.restore(restored.data)
+            say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
+        write_atomically(folder.config, resolved)
+        metrics_file = MetricsFile.open(folder.metrics, step=step)
+        stack.callback(metrics_file.close)
+
+        # The best checkpoint needs a metric that one batch shows to be there, before time is spent on training.
+        if config.checkpoint.best is not None:
+            one_batch = iter(strategy.distribute_dataset(task.eval_data(eval_batch), prefetch=0))
+            check_best(config, eval_step(state, next(one_batch)), document)
+
+        # The loop. Steps run asynchronously: it waits for them only where it reports, evaluates or saves.
+        earlier_s = metrics_file.rows[-1].get("time_s", 0.0) if metrics_file.rows else 0.0
+        meter = Meter(step=step, total=total, global_batch=train.global_batch, earlier_s=earlier_s)
+        stop = stack.enter_context(stop_requests())
+        batches = iter(train_set)
+        first = step
+        report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))
+        try:
+            while step < total and not stop:
+                now = Due(before=step, step=step + train.steps_per_call, total=total)
+                state, metrics = train_step(state, next(batches))
+                step = now.step
+                if now.before == first:  # holds the compilation: a lap of its own
+                    train_step.wait()
+                    meter.lap(step)
+                log, save = now(config.log.every), now(config.checkpoint.every)
+                hold_out = now(config.eval.every) or (save and config.checkpoint.best is not None)
+                if not (log or save or hold_out):
+                    continue
+                train_step.wait()  # a step that was not finite is known now, before anything is written
+                row: Row = {}
+                if log:
+                    row |= newest(metrics)
+                    report.train(step, row, meter.lap(step))
+                train_s = meter.train_s
+                with meter.stopped():
+                    measured = evaluate(eval_step, state, eval_set) if hold_out else {}
+                    if hold_out:
+                        report.note(f"step {step}/{total}  evaluation: {figures(measured)}")
+                        row |= {f"eval/{name}": value for name, value in measured.items()}
+                    if row:
+                        seen = {"examples": parts.examples(step, train.global_batch)}
+                        metrics_file.write(step, seen | row | {"time_s": round(train_s, 3)})
+                    if save:
+                        checkpoints.save(step, state, data=train_set.state(), metrics=measured)
+                        saved = step
+            train_step.wait()
+        except NonFiniteError as exc:
+            good = first + exc.step
+            if good > saved:
+                data = write_state(parts.train_data, good)
+                checkpoints.save(good, train_step.last_state, data=data, metrics={}, wait=True)
+            raise NonFiniteError(non_finite_advice(exc, good), exc.leaf, good) from exc
+
+        # The end, or a pause.
+        report.close()
+        if step > saved:
+            checkpoints.save(step, state, data=train_set.state(), metrics={})
+        checkpoints.wait()
+        say(plot_curves(metrics_file.rows, folder.curves, title=config.name))
+        if step < total:
+            say(f"stopped at step {step:,} of {total:,} and saved; go on with: {command}")
+            return stop.exit_code
+        say(f"finished: {total:,} steps, {parts.examples(total, train.global_batch):,} examples, {path}")
+        say(results(metrics_file.rows, task.baselines() if task.baselines else {}))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """Whether something that happens every so many steps falls into one call of the step.
+
+    Attributes:
+        before: steps done before the call.
+        step: steps done after it.
+        total: steps of the run; at its end everything is due.
+    """
+
+    before: int
+    step: int
+    total: int
+
+    def __call__(self, every: int | None) -> bool:
+        """Whether a multiple of `every` lies in the call; None: the end only."""
+        return self.step >= self.total or (every is not None and self.step // every > self.before // every)
+
+
+def newest(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of the last step of a call as plain numbers."""
+    values = {name: float(np.ravel(value)[-1]) for name, value in jax.device_get(dict(metrics)).items()}
+    return loss_first(values)
+
+
+def check_best(config: Config, measured: Mapping[str, Any], document: Document) -> None:
+    """Refuse a `checkpoint.best` that the task does not measure."""
+    best = config.checkpoint.best
+    if best is not None and best not in measured:
+        problem = Problem(
+            key=("checkpoint", "best"),
+            text=f"the task's evaluation has no metric {show(best)}",
+            remedy=nearest(best, measured, label="It has"),
+        )
+        raise refusal(document, [problem])

@@ -1,0 +1,55 @@
+"""What a run says about itself in words: its arithmetic before, its results after, and what to do if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jdist.errors import NonFiniteError
+from jdist.experiment.config import Config
+from jdist.experiment.prepare import Parts
+from jdist.experiment.record import Row
+
+
+def arithmetic(config: Config, parts: Parts) -> str:
+    """What the numbers of a config come to: `global batch 1,024 = 8 replicas x 128`."""
+    train, replicas = config.train, parts.strategy.num_replicas
+    rows = -(-train.global_batch // replicas)
+    batch = f"global batch {train.global_batch:,} = {replicas:,} replica{'s' if replicas > 1 else ''} x {rows:,}"
+    if rows * replicas != train.global_batch:
+        batch += f" - {rows * replicas - train.global_batch:,} padding"
+    if train.accumulate > 1:
+        batch += f", each worked through in {train.accumulate:,} parts"
+    examples = parts.examples(parts.total_steps, train.global_batch)
+    length = f"{parts.total_steps:,} steps = {examples:,} examples"
+    if parts.steps_per_epoch is not None and parts.rows_per_epoch is not None:
+        epochs = examples / parts.rows_per_epoch
+        length += f" = {epochs:,.4g} epochs of {parts.rows_per_epoch:,} ({parts.steps_per_epoch:,} steps each)"
+    return f"{parts.strategy}\n{batch}\n{length}"
+
+
+def non_finite_advice(error: NonFiniteError, good: int) -> str:
+    """What to do after a step that was not finite."""
+    return (
+        f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite. The state before it, at step {good:,}, "
+        "is saved.\nThe same command would come to the same step again: lower the learning rate or set "
+        "train.clip_norm in a run of another name, or go on from here and leave such steps out with "
+        "train.non_finite=skip."
+    )
+
+
+def results(rows: Sequence[Row], baselines: Mapping[str, float]) -> str:
+    """The last evaluation, with the figures to compare it with below."""
+    last = next((row for row in reversed(rows) if any(name.startswith("eval/") for name in row)), {})
+    lines = [(name.removeprefix("eval/"), value) for name, value in last.items() if name.startswith("eval/")]
+    width = max((len(name) for name, _ in [*lines, *baselines.items()]), default=0)
+    text = ["evaluation", *(f"  {name:<{width}}  {_figure(value)}" for name, value in lines)]
+    if baselines:
+        text += [
+            "for comparison",
+            *(f"  {name:<{width}}  {_figure(value)}" for name, value in baselines.items()),
+        ]
+    return "\n".join(text)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

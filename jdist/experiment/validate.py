@@ -1,0 +1,152 @@
+"""Plain values -> a checked `Config`, or one error that lists every problem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from jdist.errors import ConfigError
+from jdist.experiment.config import Config
+from jdist.experiment.load import Document, Key, dotted
+from jdist.experiment.names import closest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something wrong with one key.
+
+    Attributes:
+        key: the path of the key.
+        text: what is wrong, without the key.
+        remedy: how to mend it; opens with a space, or is empty.
+    """
+
+    key: Key
+    text: str
+    remedy: str = ""
+
+
+def validate(document: Document) -> Config:
+    """Check the values of a document against the schema.
+
+    Args:
+        document: what `load` read.
+
+    Returns:
+        The config, with defaults filled in.
+
+    Raises:
+        ConfigError: a line for each problem: the key, the value, where it came from, the nearest valid name.
+
+    Example:
+        >>> validate(load("configs/digits.yaml")).train.steps
+        600
+    """
+    problems = list(_length(document.values))
+    config = None
+    try:
+        config = Config.model_validate(document.values)
+    except ValidationError as exc:
+        problems += [_translate(error) for error in exc.errors(include_url=False)]
+    if config is not None and not problems and not document.problems:
+        return config
+    raise refusal(document, problems)
+
+
+def refusal(document: Document, problems: Sequence[Problem]) -> ConfigError:
+    """The error that lists the document's own problems and `problems`, each with the origin of its key."""
+    lines = [
+        *document.problems,
+        *(f"{dotted(p.key)}: {p.text} ({document.origin(p.key)}).{p.remedy}" for p in problems),
+    ]
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{len(lines)} problems with {document.file}:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in a config, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _length(values: dict[str, Any]) -> Iterator[Problem]:
+    """The rule that a run is as long as `steps` or as `epochs` says, and not both."""
+    train = values.get("train")
+    if isinstance(train, dict):
+        steps, epochs = train.get("steps"), train.get("epochs")
+        if steps is None and epochs is None:
+            yield Problem(key=("train", "steps"), text="missing; say train.steps or train.epochs")
+        elif steps is not None and epochs is not None:
+            yield Problem(
+                key=("train", "epochs"),
+                text=f"both train.epochs={show(epochs)} and train.steps={show(steps)} are given",
+                remedy=" Keep one; train.steps=null or train.epochs=null takes the other back.",
+            )
+
+
+def _translate(error: Any) -> Problem:
+    """One of pydantic's errors in jdist's words."""
+    key = tuple(str(part) for part in error["loc"])
+    kind, value, limits = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return Problem(key=key, text="no such key", remedy=_nearest_key(key))
+    if kind == "missing":
+        about = _description(key)
+        return Problem(key=key, text="missing", remedy=f" {about}" if about else "")
+    allowed = {
+        "greater_than": "> {gt}",
+        "greater_than_equal": ">= {ge}",
+        "less_than": "< {lt}",
+        "less_than_equal": "<= {le}",
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "string_type": "text",
+        "bool_type": "true or false",
+        "literal_error": "{expected}",
+        "model_type": "a mapping of keys to values",
+        "dict_type": "a mapping of keys to values",
+        "string_pattern_mismatch": "of the right form",
+        "string_too_short": "at least {min_length} character long",
+        "string_too_long": "at most {max_length} characters long",
+    }.get(kind)
+    text = f"{show(value)} is not {allowed.format(**limits)}" if allowed else f"{show(value)}: {error['msg']}"
+    remedy = ""
+    if kind == "literal_error" and isinstance(value, str):
+        close = closest(value, [part.strip("' ") for part in limits["expected"].replace(" or ", ",").split(",")])
+        remedy = f" Did you mean {close}?" if close else ""
+    elif kind == "string_pattern_mismatch":
+        remedy = f" {_description(key)}"
+    elif kind == "string_type" and isinstance(value, bool | int | float):
+        remedy = f" If it is meant as text, quote it: '{value}'."
+    return Problem(key=key, text=text, remedy=remedy)
+
+
+def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Every key of the schema with its description."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name), field.description or ""
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, (*prefix, name))
+
+
+def _description(key: Key) -> str:
+    return dict(_keys()).get(key, "")
+
+
+def _nearest_key(key: Key) -> str:
+    """The valid key nearest to a wrong one: at its level first, then anywhere by its last part."""
+    known = [k for k, _ in _keys()]
+    siblings = [k for k in known if k[:-1] == key[:-1]]
+    by_name = {k[-1]: k for k in reversed(known)}
+    for candidates in ({k[-1]: k for k in siblings}, by_name):
+        close = closest(key[-1], candidates)
+        if close is not None:
+            return f" Did you mean {dotted(candidates[close])}?"
+    where = dotted(key[:-1]) or "the top level"
+    return f" Keys of {where}: {', '.join(k[-1] for k in siblings)}."

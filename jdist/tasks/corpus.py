@@ -1,0 +1,131 @@
+"""Text files as two runs of bytes, one to train on and one held out, split by file."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jdist.errors import ConfigError
+
+SEPARATOR = b"\0"  # ends every file; no text holds it
+_HELD_OUT_OF = 10  # one file in so many is held out
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """The bytes of a set of files.
+
+    Attributes:
+        train: bytes of the training files, each followed by a zero byte, uint8 [n].
+        held_out: bytes of the held-out files, likewise.
+        train_files: their paths, relative to the folder that the pattern starts from, in order.
+        held_out_files: likewise.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    train_files: tuple[str, ...]
+    held_out_files: tuple[str, ...]
+
+
+def load(patterns: Sequence[str] | None) -> Corpus:
+    """Reads the files that some patterns match and splits them.
+
+    Whether a file is held out depends on its path below the folder that its pattern starts from, never on
+    where that folder lies: one in ten by hash, and where that leaves a side empty, the one file whose hash is
+    next.
+
+    Args:
+        patterns: as for `glob`, `**` for any depth; None for the `.py` files of the running Python's standard
+            library.
+
+    Returns:
+        Both sides, each in the order of the relative paths.
+
+    Raises:
+        ConfigError: a pattern matches no file, a file cannot be read, or there are fewer than two files that
+            are not empty.
+    """
+    contents: dict[str, bytes] = {}
+    seen: set[Path] = set()
+    for pattern in [None] if patterns is None else patterns:
+        for name, path in _standard_library() if pattern is None else _matches(pattern):
+            resolved = path.resolve()
+            if resolved in seen:
+                continue
+            seen.add(resolved)
+            content = _read(path)
+            if content:
+                contents[name if name not in contents else str(path)] = content + SEPARATOR
+    if len(contents) < 2:
+        raise ConfigError(
+            f"`task.options.files` ({_show(patterns)}) gives {len(contents)} file(s) that are not empty; at "
+            "least 2 are needed, since whole files are held out. Name more files, or cut the one into parts."
+        )
+    held_out = held_out_names(contents)
+    sides = {side: sorted(n for n in contents if (n in held_out) is side) for side in (False, True)}
+    train, test = (np.frombuffer(b"".join(contents[name] for name in sides[side]), np.uint8) for side in (False, True))
+    return Corpus(train=train, held_out=test, train_files=tuple(sides[False]), held_out_files=tuple(sides[True]))
+
+
+def held_out_names(names: Sequence[str] | dict[str, bytes]) -> frozenset[str]:
+    """Which of some files are held out: those whose hash is divisible by ten, at least one and never all.
+
+    Args:
+        names: relative paths, with forward slashes; two or more.
+
+    Returns:
+        The held-out ones.
+
+    Example:
+        >>> sorted(held_out_names(["a.txt", "b.txt", "c.txt"]))
+        ['c.txt']
+    """
+    by_hash = sorted((_hash(name) % _HELD_OUT_OF, _hash(name), name) for name in names)
+    chosen = [name for remainder, _, name in by_hash if remainder == 0]
+    at_least, at_most = 1, len(by_hash) - 1
+    return frozenset(name for _, _, name in by_hash[: min(max(len(chosen), at_least), at_most)])
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+
+
+def _standard_library() -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    installed = {"site-packages", "dist-packages"}
+    paths = ((path.relative_to(root), path) for path in root.rglob("*.py"))
+    return sorted((name.as_posix(), path) for name, path in paths if not installed.intersection(name.parts))
+
+
+def _matches(pattern: str) -> list[tuple[str, Path]]:
+    parts = Path(pattern).expanduser().parts
+    plain = 0
+    while plain < len(parts) - 1 and not glob.has_magic(parts[plain]):
+        plain += 1
+    root = Path(*parts[:plain])
+    found = (Path(name) for name in glob.glob(str(Path(*parts)), recursive=True))
+    files = sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
+    if not files:
+        raise ConfigError(
+            f"`task.options.files`: the pattern {pattern!r} matches no file below {root.resolve()}. "
+            "Check the folder and the wildcards: `*` stays in one folder, `**` goes to any depth."
+        )
+    return files
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"`task.options.files`: {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _show(patterns: Sequence[str] | None) -> str:
+    return "the standard library" if patterns is None else ", ".join(map(repr, patterns))

@@ -1,0 +1,172 @@
+"""Rows of an `.npz` file, checked, split and standardised, for the task `arrays`."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jdist.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """What a model trains on and is evaluated on.
+
+    Attributes:
+        train: {"x": float32 [rows, features], "y": int32 [rows] or float32 [rows, outputs]}.
+        test: likewise, the held-out rows.
+        outputs: classes, or numbers predicted.
+        classes: what the values of "y" stand for, in classification; None in regression.
+        y_scale: size of one unit of "y" in units of the file, float32 [outputs]; ones unless standardised.
+    """
+
+    train: dict[str, np.ndarray]
+    test: dict[str, np.ndarray]
+    outputs: int
+    classes: np.ndarray | None
+    y_scale: np.ndarray
+
+
+def load(path: str, *, kind: str | None, standardise: bool, held_out: float, split_seed: int) -> Table:
+    """Reads, checks, splits and standardises the rows of a file.
+
+    Args:
+        path: the `.npz` file.
+        kind: "classification", "regression", or None: as the dtype of `y` says.
+        standardise: shift and scale `x`, and `y` in regression, by the training rows' mean and deviation.
+        held_out: share of the rows to hold out; at least one row is, and at least one is not.
+        split_seed: seeds the choice of the held-out rows.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: the file or an array in it does not serve.
+    """
+    x, y = _read(path)
+    x = _numbers(x, name="x", path=path)
+    classify = kind == "classification" or (kind is None and y.dtype.kind in "iubU")
+    classes = None
+    if classify:
+        classes, y = _classes(y, inferred=kind is None, path=path)
+    else:
+        y = _numbers(y, name="y", path=path)
+    order = np.random.default_rng(split_seed).permutation(len(x))
+    test = max(1, min(len(x) - 1, round(held_out * len(x))))
+    chosen, rest = np.sort(order[:test]), np.sort(order[test:])
+    scale = np.ones(1 if classify else y.shape[1], np.float32)
+    if standardise:
+        x, _ = _standardised(x, rest)
+        if not classify:
+            y, scale = _standardised(y, rest)
+    y = y.astype(np.int32) if classify else y.astype(np.float32)
+    x = x.astype(np.float32)
+    return Table(
+        train={"x": x[rest], "y": y[rest]},
+        test={"x": x[chosen], "y": y[chosen]},
+        outputs=y.shape[1] if classes is None else len(classes),
+        classes=classes,
+        y_scale=scale,
+    )
+
+
+def constant_score(data: Table) -> float:
+    """What the best constant prediction scores on the held-out rows.
+
+    Args:
+        data: the table.
+
+    Returns:
+        The accuracy of always naming the commonest training class, or the mean absolute error, in units of
+        the file, of always predicting the training median.
+    """
+    if data.classes is not None:
+        commonest = np.bincount(data.train["y"], minlength=data.outputs).argmax()
+        return float(np.mean(data.test["y"] == commonest))
+    return float(np.mean(np.abs(data.test["y"] - np.median(data.train["y"], axis=0)) * data.y_scale))
+
+
+def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
+    place = Path(path).expanduser()
+    how = f"Save it with np.savez({path!r}, x=x, y=y)."
+    try:
+        # Opened here, since np.load leaves the file open when it is no sound archive.
+        with place.open("rb") as stream:
+            content = np.load(stream, allow_pickle=False)
+            names = content.files if isinstance(content, np.lib.npyio.NpzFile) else None
+            arrays = {name: content[name] for name in ("x", "y") if name in (names or ())}
+    except OSError as error:
+        raise ConfigError(
+            f"`task.options.path`: {place.resolve()} cannot be read: {error.strerror or error}."
+        ) from error
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{place} is no sound .npz file of plain arrays ({error}). {how}") from error
+    if names is None:
+        raise ConfigError(f"{place} holds a single array without a name. {how}")
+    missing = [name for name in ("x", "y") if name not in arrays]
+    if missing:
+        raise ConfigError(
+            f"{place} has no array {' and no array '.join(missing)}; it holds {', '.join(names) or 'none'}. {how}"
+        )
+    x, y = arrays["x"], arrays["y"]
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
+        raise ConfigError(
+            f"{place}: x has shape {x.shape} and y has shape {y.shape}; both must start with the same number of rows."
+        )
+    if len(x) < 2 or x.size == 0 or y.size == 0:
+        raise ConfigError(
+            f"{place}: x has shape {x.shape} and y has shape {y.shape}; at least 2 rows are needed, one to hold out."
+        )
+    return x, y
+
+
+def _numbers(values: np.ndarray, *, name: str, path: str) -> np.ndarray:
+    """`values` as float64 [rows, features], every one finite."""
+    if values.dtype.kind not in "fiub":
+        raise ConfigError(
+            f"{path}: {name} has dtype {values.dtype}, but it must hold real numbers. Encode or convert it first."
+        )
+    numbers = values.reshape(len(values), -1).astype(np.float64)
+    bad = np.argwhere(~np.isfinite(numbers))
+    if len(bad):
+        row, column = bad[0]
+        raise ConfigError(
+            f"{path}: {name} holds {len(bad)} value(s) that are NaN or infinite, the first in row {row}, "
+            f"column {column}. Fill them or leave those rows out."
+        )
+    return numbers
+
+
+def _classes(y: np.ndarray, *, inferred: bool, path: str) -> tuple[np.ndarray, np.ndarray]:
+    """The different values of `y`, sorted, and for each row the index of its own."""
+    if y.ndim > 1 and y.size == len(y):
+        y = y.reshape(-1)
+    if y.ndim != 1 or y.dtype.kind not in "fiubU":
+        raise ConfigError(
+            f"{path}: y has shape {y.shape} and dtype {y.dtype}; classes are [rows] whole numbers, bools or "
+            "strings. For numbers set `task.options.kind=regression`."
+        )
+    if y.dtype.kind == "f" and not np.all(y == np.round(y)):
+        raise ConfigError(
+            f"{path}: y holds numbers that are not whole, which can't name classes. Set `task.options.kind=regression`."
+        )
+    classes, index = np.unique(y, return_inverse=True)
+    if len(classes) < 2:
+        raise ConfigError(f"{path}: y holds one class only, {classes[0]!r}; at least 2 are needed.")
+    if inferred and y.dtype.kind in "iu" and len(classes) > max(20, len(y) // 2):
+        raise ConfigError(
+            f"{path}: y holds {len(classes)} different whole numbers in {len(y)} rows, which looks like "
+            "regression. Set `task.options.kind` to regression or classification."
+        )
+    return classes, index
+
+
+def _standardised(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`values` with mean 0 and deviation 1 on `rows` (a constant column: 0 there), and the deviation."""
+    deviation = values[rows].std(axis=0)
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    return (values - values[rows].mean(axis=0)) / deviation, deviation.astype(np.float32)

@@ -1,0 +1,204 @@
+"""Language modelling of bytes: a decoder-only transformer on text files, measured in bits per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdist
+from jdist.errors import ConfigError
+from jdist.tasks import byte_model, corpus, options
+from jdist.tasks.task import Task
+from jdist.tasks.transformer import Transformer
+
+BEGIN = 256  # the token before the first byte; tokens 0 to 255 are the bytes
+VOCABULARY = 257
+
+
+def make(
+    *,
+    files: str | Sequence[str] | None = None,
+    length: int = 128,
+    layers: int = 3,
+    width: int = 128,
+    heads: int = 4,
+    dropout: float = 0.0,
+    dtype: str = "float32",
+    eval_context: int | None = None,
+    eval_bytes: int | None = None,
+) -> Task:
+    """The byte-level language model.
+
+    Args:
+        files: glob pattern or list of them, `**` for any depth; None for the `.py` files of the running
+            Python's own standard library. One file in ten is held out.
+        length: bytes predicted by one training row.
+        layers: blocks of the transformer.
+        width: features of its residual stream.
+        heads: attention heads; `width / heads` is even.
+        dropout: share of each branch dropped in training.
+        dtype: "float32", or "bfloat16" for activations on GPU and TPU; parameters are float32 always.
+        eval_context: bytes that each evaluated row sees before the first byte it is scored on, less than
+            `length`; None for half of `length`. More is better and slower: `length - eval_context` bytes are
+            scored a row.
+        eval_bytes: held-out bytes to evaluate on, from the start; None for all. Model and baselines always
+            use the same bytes.
+
+    Returns:
+        A task with batches {"tokens": uint16 [rows, length + 1]}. Its metrics are "loss" (nats per byte),
+        "bits_per_byte" and, in evaluation, "accuracy"; its baselines are the bits per byte of an add-one
+        order-2 model of all training bytes and of `zlib -9`.
+
+    Raises:
+        ConfigError: an option is out of range, or the files do not serve.
+
+    Example:
+        >>> task = make(files="jdist/**/*.py", length=64)
+        >>> task.train_data(8, 0, 1).batch_at(0)["tokens"].shape
+        (8, 65)
+    """
+    length = options.whole("length", length, least=2)
+    context = length // 2 if eval_context is None else options.whole("eval_context", eval_context, least=0)
+    if context >= length:
+        raise ConfigError(
+            f"`task.options.eval_context` is {context}, but it must be less than `length`, which is "
+            f"{length}: a row scores the bytes that are left."
+        )
+    model = _model(layers=layers, width=width, heads=heads, dropout=dropout, dtype=dtype)
+    data = corpus.load(_patterns(files))
+    train_rows = training_rows(data.train, length=length)
+    scored = length - context
+    held_out = _held_out_bytes(data.held_out, scored=scored, limit=eval_bytes)
+    eval_rows = evaluation_rows(held_out, length=length, scored=scored)
+
+    def create_state(key: jax.Array, tx: optax.GradientTransformation) -> jdist.TrainState:
+        init_key, step_key = jax.random.split(key)
+        params = model.init(init_key, jnp.zeros((1, length), jnp.int32))["params"]
+        return jdist.TrainState.create(apply_fn=model.apply, params=params, tx=tx, rng=step_key)
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        key = jdist.replica_rng(jax.random.fold_in(state.rng, state.step))
+        tokens = batch["tokens"].astype(jnp.int32)
+
+        def loss_fn(params: Any) -> jax.Array:
+            logits = state.apply_fn({"params": params}, tokens[:, :-1], train=True, rngs={"dropout": key})
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return jdist.mean(losses, batch["mask"])
+
+        loss, grads = jdist.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "bits_per_byte": loss / np.log(2)}
+
+    def eval_step(state: Any, batch: Any) -> dict[str, jax.Array]:
+        tokens = batch["tokens"].astype(jnp.int32)
+        logits = state.apply_fn({"params": state.params}, tokens[:, :-1])[:, -scored:]
+        targets = tokens[:, -scored:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        loss = jdist.mean(losses, batch["mask"])
+        accuracy = jdist.mean(logits.argmax(-1) == targets, batch["mask"])
+        return {"loss": loss, "bits_per_byte": loss / np.log(2), "accuracy": accuracy}
+
+    def baselines() -> dict[str, float]:
+        return {
+            "order2_bits_per_byte": byte_model.fit_order2(data.train).bits_per_byte(held_out),
+            "zlib9_bits_per_byte": byte_model.zlib_bits_per_byte(held_out),
+        }
+
+    return Task(
+        create_state=create_state,
+        train_step=train_step,
+        eval_step=eval_step,
+        train_data=lambda global_batch, seed, epochs: jdist.data.from_arrays(
+            {"tokens": train_rows}, global_batch=global_batch, shuffle_seed=seed, epochs=epochs
+        ),
+        eval_data=lambda global_batch: jdist.data.from_arrays({"tokens": eval_rows}, global_batch=global_batch),
+        baselines=baselines,
+    )
+
+
+def training_rows(data: np.ndarray, *, length: int) -> np.ndarray:
+    """Cuts bytes into rows that predict each byte once; the bytes after the last whole row are left out.
+
+    Args:
+        data: uint8 [n].
+        length: bytes predicted by a row.
+
+    Returns:
+        uint16 [n // length, length + 1]; each row starts with the last byte of the one before, the first with
+        BEGIN.
+
+    Raises:
+        ConfigError: there are fewer bytes than one row predicts.
+    """
+    if data.size < length:
+        raise ConfigError(
+            f"The training files hold {data.size} bytes, fewer than the {length} of one row. "
+            "Name more files in `task.options.files`, or lower `task.options.length`."
+        )
+    return _windows(data, length=length, scored=length)
+
+
+def evaluation_rows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
+    """Cuts bytes into overlapping rows such that each byte is among the last `scored` of exactly one row.
+
+    Args:
+        data: uint8 [n]; `n` is a multiple of `scored`.
+        length: tokens that the model sees of a row.
+        scored: bytes that a row is scored on; it sees `length - scored` before them.
+
+    Returns:
+        uint16 [n // scored, length + 1]; what would lie before the first byte is BEGIN.
+    """
+    return _windows(data, length=length, scored=scored)
+
+
+def _windows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
+    before = np.full(length - scored + 1, BEGIN, np.uint16)
+    tokens = np.concatenate([before, data.astype(np.uint16)])
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::scored]
+
+
+def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.ndarray:
+    """At most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
+    wanted = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
+    if wanted < scored:
+        raise ConfigError(
+            f"There are {wanted} held-out bytes to evaluate on, fewer than the {scored} that one row scores. "
+            "Raise `task.options.eval_bytes`, name more files in `task.options.files`, or lower "
+            "`task.options.length`."
+        )
+    return data[: wanted // scored * scored]
+
+
+def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str) -> Transformer:
+    width, heads = options.whole("width", width), options.whole("heads", heads)
+    if width % (2 * heads):
+        raise ConfigError(
+            f"`task.options.width` is {width} and `task.options.heads` is {heads}, but the width must be a "
+            f"multiple of twice the heads, {2 * heads}: rotary positions turn pairs of features of each head."
+        )
+    return Transformer(
+        vocabulary=VOCABULARY,
+        layers=options.whole("layers", layers),
+        width=width,
+        heads=heads,
+        dropout=options.fraction("dropout", dropout),
+        dtype=jnp.dtype(options.one_of("dtype", dtype, ("float32", "bfloat16"))),
+    )
+
+
+def _patterns(files: str | Sequence[str] | None) -> list[str] | None:
+    if files is None:
+        return None
+    if isinstance(files, str):
+        return [options.text("files", files)]
+    if not isinstance(files, list | tuple) or not files:
+        raise ConfigError(
+            f"`task.options.files` is {files!r}, but it must be a glob pattern, a list of at least one, or "
+            "null for the standard library."
+        )
+    return [options.text("files", pattern) for pattern in files]

@@ -1,0 +1,107 @@
+"""A small decoder-only transformer: pre-norm, rotary positions, one fused projection for q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+
+def rotary(x: jax.Array, *, base: float = 10_000.0) -> jax.Array:
+    """Turn each pair of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
+
+    Args:
+        x: queries or keys, [rows, length, heads, head_width]; `head_width` is even.
+        base: the longest wavelength, in positions over 2 pi.
+
+    Returns:
+        An array of the shape and dtype of `x`; the angles are computed in float32.
+
+    Example:
+        >>> rotary(jnp.ones((1, 4, 2, 8))).shape
+        (1, 4, 2, 8)
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = x[..., :half], x[..., half:]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Block(nn.Module):
+    """One layer: causal attention, then a feed-forward network, each added to its input.
+
+    Attributes:
+        heads: attention heads; they divide the width.
+        layers: depth of the whole model; it scales the start of what is added to the residual stream.
+        dropout: share of what each half adds that is dropped; 0 outside training.
+        dtype: dtype of the activations; the parameters stay float32.
+    """
+
+    heads: int
+    layers: int
+    dropout: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rows, length, width = x.shape
+        inner = nn.initializers.normal(width**-0.5)
+        # The sum of 2 * layers branches should start with a variance that does not grow with depth.
+        outward = nn.initializers.normal(width**-0.5 / (2 * self.layers) ** 0.5)
+
+        h = nn.RMSNorm(dtype=self.dtype)(x)
+        qkv = nn.Dense(3 * width, use_bias=False, kernel_init=inner, dtype=self.dtype, name="qkv")(h)
+        q, k, v = jnp.split(qkv.reshape(rows, length, 3 * self.heads, width // self.heads), 3, axis=2)
+        h = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        h = h.reshape(rows, length, width)
+        h = nn.Dense(width, use_bias=False, kernel_init=outward, dtype=self.dtype, name="attention_out")(h)
+        x = x + nn.Dropout(self.dropout, deterministic=False)(h)
+
+        h = nn.RMSNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(4 * width, use_bias=False, kernel_init=inner, dtype=self.dtype, name="up")(h))
+        h = nn.Dense(width, use_bias=False, kernel_init=outward, dtype=self.dtype, name="down")(h)
+        return x + nn.Dropout(self.dropout, deterministic=False)(h)
+
+
+class Transformer(nn.Module):
+    """Logits of the next token at every position of a sequence.
+
+    Attributes:
+        vocabulary: number of different tokens.
+        layers: number of blocks.
+        width: features of the residual stream.
+        heads: attention heads; `width // heads` is even.
+        dropout: share of each branch dropped in training; it needs the rng "dropout".
+        dtype: dtype of the activations; parameters, normalisation and logits are float32.
+
+    Example:
+        >>> model = Transformer(vocabulary=257, layers=2, width=32, heads=2)
+        >>> tokens = jnp.zeros((1, 8), jnp.int32)
+        >>> variables = model.init(jax.random.key(0), tokens)
+        >>> model.apply(variables, tokens).shape
+        (1, 8, 257)
+    """
+
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, *, train: bool = False) -> jax.Array:
+        embed = nn.Embed(self.vocabulary, self.width, embedding_init=nn.initializers.normal(1.0))
+        x = embed(tokens).astype(self.dtype)
+        dropout = self.dropout if train else 0.0
+        for i in range(self.layers):
+            x = Block(self.heads, self.layers, dropout, self.dtype, name=f"block_{i}")(x)
+        x = nn.RMSNorm(dtype=self.dtype)(x)
+        # Small at the start, so that the first loss is that of the uniform distribution.
+        head = nn.Dense(self.vocabulary, kernel_init=nn.initializers.normal(0.02), dtype=self.dtype, name="logits")
+        return head(x).astype(jnp.float32)

@@ -1,0 +1,158 @@
+"""Runs in processes of their own, stopped by signals; the same command must bring them to the same end."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jdist.train.checkpoint import Checkpointer
+
+from jdist.experiment.load import load
+from jdist.experiment.prepare import prepare
+from jdist.experiment.validate import validate
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """\
+name: toy
+task: {make: "toy_regression:make"}
+train: {global_batch: 16, steps: 1500, optimizer: {name: adamw, learning_rate: 1e-3}}
+eval: {every: 500, global_batch: 8}
+checkpoint: {every: 150, best: close}
+log: {every: 50}
+platform: {cpu_devices: 2}
+"""
+
+
+@contextlib.contextmanager
+def started(folder):
+    """`jdist run toy.yaml` in a process of its own, which is gone when the block ends."""
+    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "jdist", "run", "toy.yaml"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process, pattern):
+    """Reads lines until one matches, and returns all of them; a run that ends first fails the test."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError(f"no line matched {pattern!r}:\n{''.join(lines)}")
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, out
+
+
+def run_to_end(folder):
+    with started(folder) as process:
+        return finish(process)
+
+
+def final(folder):
+    """Parameters, optimizer state and metrics at the end of the run."""
+    os.chdir(folder)
+    document = load("toy.yaml", ["platform.cpu_devices=null"])
+    parts = prepare(validate(document), document)
+    like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
+    with Checkpointer(Path("runs/toy/checkpoints").resolve()) as checkpoints:
+        restored = checkpoints.restore(like)
+    assert restored.step == 1500
+    rows = [json.loads(line) for line in Path("runs/toy/metrics.jsonl").read_text().splitlines()]
+    state = [np.asarray(x) for x in jax.tree.leaves((restored.state.params, restored.state.opt_state))]
+    return state, [{k: v for k, v in row.items() if k != "time_s"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """How the run ends if nothing happens to it."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "toy.yaml").write_text(CONFIG)
+    code, out = run_to_end(folder)
+    assert code == 0, out
+    here = os.getcwd()
+    try:
+        return final(folder)
+    finally:
+        os.chdir(here)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def assert_same_end(folder, whole):
+    state, rows = final(folder)
+    for ours, theirs in zip(state, whole[0], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert rows == whole[1]
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bits(folder, whole):
+    draw = random.Random(5)
+    moments = ["global batch", *(f"step +{draw.randrange(n, n + 300, 50)}/1500|finished" for n in (50, 350, 650))]
+    for moment in moments:
+        with started(folder) as process:
+            read_until(process, moment)  # and what it is doing by the time the signal comes, chance decides
+            process.send_signal(signal.SIGKILL)
+            assert finish(process)[0] in (-signal.SIGKILL, 0)
+    code, out = run_to_end(folder)
+    assert code == 0, out
+    assert "going on from step" in out
+    assert_same_end(folder, whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_leaves_with_a_word_on_how_to_go_on(folder, whole, number, code):
+    with started(folder) as process:
+        read_until(process, "step +350/1500")
+        process.send_signal(number)
+        left, out = finish(process)
+    assert left == code, out
+    said = re.search(r"stopped at step ([\d,]+) of 1,500 and saved; go on with: jdist run toy\.yaml\n", out)
+    assert said, out
+    assert "Traceback" not in out
+    code, out = run_to_end(folder)
+    assert code == 0, out
+    assert f"going on from step {said.group(1)} of 1,500" in out
+    assert_same_end(folder, whole)
+
+
+def test_two_processes_cannot_write_the_same_run(folder):
+    with started(folder) as process:
+        read_until(process, "step +50/1500")
+        process.send_signal(signal.SIGSTOP)
+        code, out = run_to_end(folder)
+        assert code == 2
+        assert "another process is writing this run" in out
+
+
+def test_a_run_that_cannot_be_saved_is_not_started(folder):
+    (folder / "runs").write_text("a file where the folder should be")
+    code, out = run_to_end(folder)
+    assert code == 2
+    assert "runs/toy: cannot be written: Not a directory" in out
+    assert "Traceback" not in out

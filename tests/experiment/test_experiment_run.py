@@ -1,0 +1,265 @@
+"""Whole runs of the small task in toy_regression.py, in this process."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import toy_regression
+from jdist.train.checkpoint import Checkpointer
+
+from jdist.cli import main
+from jdist.experiment.evaluate import evaluate
+from jdist.experiment.load import load
+from jdist.experiment.prepare import prepare
+from jdist.experiment.validate import validate
+
+CONFIG = """\
+name: toy
+task: {make: "toy_regression:make"}
+train:
+  global_batch: 16
+  steps: 24
+  optimizer: {name: adamw, learning_rate: 1e-2}
+eval: {every: 8, global_batch: 8}
+checkpoint: {every: 8, best: close}
+log: {every: 4}
+"""
+
+
+@pytest.fixture
+def jdist_run(tmp_path, monkeypatch, capfd):
+    """`jdist run` in an empty folder: `(overrides) -> (exit code, standard output, standard error)`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+
+    def run(*overrides):
+        code = main(["run", "toy.yaml", *overrides])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """Parameters and rows at the end of the run as it is configured."""
+    folder = tmp_path_factory.mktemp("usual")
+    (folder / "toy.yaml").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["run", "toy.yaml"]) == 0
+        return params_in("runs/toy", step=24), rows_of("runs/toy")
+
+
+def params_in(folder, *overrides, step=None):
+    """The parameters in the newest checkpoint of a run."""
+    document = load("toy.yaml", overrides)
+    parts = prepare(validate(document), document)
+    like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
+    with Checkpointer(Path(folder, "checkpoints").resolve()) as checkpoints:
+        restored = checkpoints.restore(like)
+    assert step is None or restored.step == step
+    return jax.tree.map(np.asarray, restored.state.params)
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "time_s"} for row in rows]
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_run_writes_its_folder_and_says_what_it_does(jdist_run):
+    code, out, err = jdist_run("train.seed=3")
+    assert (code, err) == (0, "")
+    assert re.search(r"seed: 3 +# override train\.seed=3", out)
+    assert re.search(r"steps: 24 +# toy\.yaml:5", out)
+    assert re.search(r"clip_norm: null +# default", out)
+    assert f"global batch 16 = {jax.device_count()} replicas x 2" in out
+    assert "24 steps = 312 examples = 6 epochs of 52 (4 steps each)" in out
+    assert re.search(r"step  4/24  loss \d.*examples/s  ETA 0:00:\d\d", out)
+    assert "loss of predicting the mean" in out
+    assert sorted(p.name for p in Path("runs/toy").iterdir() if p.name[0] != ".") == [
+        "checkpoints",
+        "config.yaml",
+        "curves.png",
+        "metrics.jsonl",
+    ]
+    rows = rows_of("runs/toy")
+    assert [row["step"] for row in rows] == [4, 8, 12, 16, 20, 24]
+    assert [row["examples"] for row in rows] == [52, 104, 156, 208, 260, 312]
+    assert [row["step"] for row in rows if "eval/close" in row] == [8, 16, 24]
+    assert rows[-1]["eval/loss"] < rows[1]["eval/loss"]
+    assert load("runs/toy/config.yaml").values == validate(load("toy.yaml", ["train.seed=3"])).model_dump()
+
+
+def test_evaluation_counts_each_row_once_whatever_the_batch(jdist_run):
+    jdist_run("train.steps=8")
+    wanted = {name: value for name, value in rows_of("runs/toy")[-1].items() if name.startswith("eval/")}
+    params = params_in("runs/toy", "train.steps=8", step=8)
+    data = toy_regression.make().eval_data(21).batch_at(0)
+    errors = (data["x"] @ params["w"] + params["b"] - data["y"]) ** 2
+    assert wanted["eval/loss"] == pytest.approx(errors.mean(), rel=1e-5)
+    assert wanted["eval/close"] == pytest.approx((errors < 1).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 1), (2, 2, 1)])
+def test_batches_weigh_as_many_rows_as_they_have(sizes):
+    rows, batches = iter(np.arange(5.0)), []
+    for size in sizes:
+        x = np.array([next(rows) for _ in range(size)] + [99.0] * (5 - size))
+        batches.append({"x": x, "mask": np.arange(5) < size})
+    means = evaluate(lambda state, b: {"a": b["x"][b["mask"]].mean(), "loss": np.float32(1)}, None, batches)
+    assert list(means.items()) == [("loss", 1.0), ("a", pytest.approx(2.0))]
+
+
+def test_an_interrupted_run_goes_on_and_ends_as_if_nothing_had_been(jdist_run, usual):
+    assert jdist_run("train.steps=8")[0] == 0
+    code, out, _ = jdist_run()
+    assert code == 0
+    assert "going on from step 8 of 24" in out
+    assert "step  4/24" not in out
+    assert_same(params_in("runs/toy", step=24), usual[0])
+    assert rows_of("runs/toy") == usual[1]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(jdist_run):
+    first = jdist_run()[1]
+    before = Path("runs/toy/metrics.jsonl").read_bytes()
+    code, out, _ = jdist_run()
+    assert code == 0
+    assert "going on from step 24 of 24" in out
+    assert "finished: 24 steps" in out
+    assert out.partition("evaluation\n")[2] == first.partition("evaluation\n")[2]
+    assert Path("runs/toy/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.steps_per_call=4",),
+        ("strategy.transform=jit",),
+        ("strategy.name=one_device",),
+        ("train.steps=null", "train.epochs=6"),
+        ("train.check_replicas=null", "checkpoint.best=null", "checkpoint.every=null", "eval.every=null"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_how_a_run_is_carried_out_does_not_change_its_course(jdist_run, usual, overrides):
+    rows = usual[1]
+    code, _, err = jdist_run(*overrides)
+    assert (code, err) == (0, "")
+    others = rows_of("runs/toy")
+    assert [row["step"] for row in others] == [row["step"] for row in rows]
+    np.testing.assert_allclose([r["loss"] for r in others], [r["loss"] for r in rows], rtol=1e-4)
+    assert others[-1]["eval/loss"] == pytest.approx(rows[-1]["eval/loss"], rel=1e-4)
+
+
+def test_another_strategy_may_go_on_where_one_stopped(jdist_run):
+    jdist_run("train.steps=8")
+    code, out, err = jdist_run("strategy.name=one_device")
+    assert (code, err) == (0, "")
+    assert "going on from step 8" in out
+    assert "global batch 16 = 1 replica x 16" in out
+
+
+def test_a_different_config_in_the_folder_is_refused_key_by_key(jdist_run):
+    jdist_run("train.steps=8")
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
+    code, _, err = jdist_run("train.seed=1", "train.optimizer.b1=0.8", "train.clip_norm=1", "log.every=2")
+    assert code == 2
+    assert err.splitlines() == [
+        "jdist: runs/toy: holds a run with a different config:",
+        "  train.seed: 0 there, 1 now (override train.seed=1)",
+        "  train.optimizer.b1: not set there, 0.8 now (override train.optimizer.b1=0.8)",
+        "  train.clip_norm: null there, 1.0 now (override train.clip_norm=1)",
+        "Go on with the config as it was, take another name, or start again with --fresh, which keeps the old folder.",
+    ]
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+    code, out, _ = jdist_run("train.seed=1", "--fresh")
+    assert code == 0
+    assert "the run that was in runs/toy is now in runs/toy.1" in out
+    assert {p: Path("runs/toy.1", p.relative_to("runs/toy")).read_bytes() for p in before} == before
+
+
+def test_a_schedule_that_follows_the_length_of_the_run_keeps_it_from_growing(jdist_run):
+    schedule = "train.optimizer.learning_rate={schedule: cosine_decay_schedule, init_value: 0.1}"
+    assert jdist_run("train.steps=8", schedule)[0] == 0
+    code, _, err = jdist_run("train.steps=16", schedule)
+    assert code == 2
+    assert "train.optimizer.learning_rate.decay_steps: 8 there, 16 now" in err
+    assert "A schedule follows the length of the run" in err
+    code, _, err = jdist_run("train.steps=16", schedule.replace("0.1}", "0.1, decay_steps: 8}"))
+    assert (code, err) == (0, "")
+
+
+def test_fewer_steps_than_are_done_already_is_refused(jdist_run):
+    jdist_run("train.steps=8")
+    code, _, err = jdist_run("train.steps=4")
+    assert code == 2
+    assert "has come to step 8 already, past the 4 steps asked for (override train.steps=4)" in err
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_the_good_state_is_saved(jdist_run):
+    bad = "task.options.poison_row=40"
+    code, _, err = jdist_run(bad)
+    assert code == 1
+    step = int(re.search(r"The state before it, at step (\d+), is saved", err).group(1))
+    assert f"jdist: step {step + 1} was not applied: " in err
+    assert "train.non_finite=skip" in err
+    assert "Traceback" not in err
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params_in("runs/toy", bad, step=step)))
+    assert jdist_run(bad)[0] == 1  # the same command meets the same step
+    code, out, _ = jdist_run(bad, "train.non_finite=skip")
+    assert code == 0
+    assert f"going on from step {step} of 24" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.make=toy_regresion:make"], "task.make: no module 'toy_regresion'; it must be installed, or lie in"),
+        (["task.make=toy_regression:mak"], "has no function 'mak'. Did you mean make? (override task.make="),
+        (["task.make=toy_regression:number"], "has no function 'number'"),
+        (["task.make=toy_regression:not_a_task"], 'returned "dict", not a jdist.tasks.Task'),
+        (["task.options.row=3"], "task.options.row: toy_regression:make has no such option (override"),
+        (["strategy.name=mirored"], 'no strategy "mirored" (override strategy.name=mirored). Did you mean mirrored?'),
+        (["strategy.tranform=jit"], "strategy mirrored has no such option (override strategy.tranform=jit). Did you"),
+        (["strategy.transform=jot"], "(override strategy.transform=jot)"),
+        (["train.accumulate=3"], "train.accumulate: a replica's 2 rows cannot be worked through in 3 equal parts"),
+        (["train.optimizer.name=adamv"], 'optax has no optimizer "adamv" (override train.optimizer.name=adamv)'),
+        (["train.steps_per_call=5"], "5 does not divide the 24 steps of the run"),
+        (["checkpoint.best=accuracy"], 'no metric "accuracy" (override checkpoint.best=accuracy). It has: close, loss'),
+        (["log.folder=toy.yaml"], "toy.yaml/toy: cannot be written: Not a directory"),
+        (["log.folder=/dev/full"], "/dev/full/toy: cannot be written: Not a directory"),
+    ],
+)
+def test_what_cannot_be_is_refused_without_a_traceback(jdist_run, overrides, message):
+    code, _, err = jdist_run(*overrides)
+    assert code == 2
+    assert err.startswith("jdist: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_problems_of_names_and_options_come_all_at_once(jdist_run):
+    code, _, err = jdist_run("task.options.row=3", "strategy.name=x", "train.optimizer.b1=x", "train.optimizer.z=1")
+    assert code == 2
+    assert err.startswith("jdist: 3 problems with toy.yaml:\n")
+
+
+def test_a_task_whose_module_needs_something_else_says_what(jdist_run, tmp_path):
+    (tmp_path / "needs_more.py").write_text("import not_there_at_all\n")
+    code, _, err = jdist_run("task.make=needs_more:make")
+    assert code == 2
+    assert "needs_more needs the module 'not_there_at_all', which is not installed" in err
+
+
+def test_a_traceback_can_be_asked_for(jdist_run, monkeypatch):
+    monkeypatch.setenv("JDIST_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="no such key"):
+        jdist_run("train.step=3")

@@ -1,0 +1,393 @@
+"""What a step may call: outside a strategy, on each replica, and in the global view."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import jdist
+from jdist.errors import GlobalViewError, StepError
+
+ONE_EACH = jdist.one_device()
+PER_REPLICA = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap")}
+GLOBAL = jdist.mirrored(["cpu:0", "cpu:1"], transform="jit")
+EIGHT = jdist.mirrored()
+
+
+def each(fn, batch, strategy=PER_REPLICA["shard_map"]):
+    """Each replica's own `fn(its slice)`, stacked."""
+    step = jdist.distribute(fn, strategy, args=("batch",), returns="per_replica")
+    return jax.tree.map(np.asarray, step(batch).value)
+
+
+def whole(fn, batch, strategy=GLOBAL):
+    """`fn` in a step that sees the whole batch."""
+    return jax.tree.map(np.asarray, jdist.distribute(fn, strategy, args=("batch",))(batch))
+
+
+@pytest.fixture(params=["shard_map", "pmap"])
+def strategy(request):
+    return PER_REPLICA[request.param]
+
+
+def test_outside_a_strategy_every_call_is_plain_jax():
+    key, x = jax.random.key(3), jnp.arange(4.0)
+    assert jdist.replica_axes() is None
+    assert jdist.num_replicas() == 1
+    assert jdist.replica_id().dtype == jnp.int32
+    assert int(jdist.replica_id()) == 0
+    assert jdist.replica_rng(key) is key
+    assert jdist.all_gather(x) is x
+    for op in ("mean", "sum", "max", "min"):
+        assert jdist.all_reduce({"a": x}, op)["a"] is x
+    assert float(jdist.mean(x)) == 1.5
+    loss, grads = jax.jit(jdist.value_and_grad(lambda w: (w * x).sum()))(2.0)
+    assert (float(loss), float(grads)) == (12.0, 6.0)
+    assert float(jdist.grad(lambda w: w**2, op="sum")(3.0)) == 6.0
+
+
+def test_a_scope_alone_binds_no_axis():
+    with EIGHT.scope():
+        assert jdist.replica_axes() is None
+        assert jdist.num_replicas() == 1
+        assert float(jdist.all_reduce(jnp.float32(3), "sum")) == 3.0
+
+
+def test_every_call_on_each_replica(strategy):
+    rows = np.array([[1.0, 1.0], [3.0, 5.0]], np.float32)
+
+    def calls(x):
+        assert jdist.replica_axes() == ("replica",)
+        assert jdist.num_replicas() == 2
+        tree = {"a": x[0], "b": [x[0] * 10]}
+        carry, _ = jax.lax.scan(lambda c, _: (c + jdist.all_reduce(x[0, 0], "sum"), None), 0.0, None, length=2)
+        return {
+            "id": jdist.replica_id(),
+            **{op: jdist.all_reduce(tree, op) for op in ("mean", "sum", "max", "min")},
+            "int mean": jdist.all_reduce(x[0, 0].astype(jnp.int32)),
+            "bool": {op: jdist.all_reduce(jdist.replica_id() == 0, op) for op in ("mean", "sum", "max", "min")},
+            "gather": jdist.all_gather(x),
+            "gather last": jdist.all_gather(x, axis=-1),
+            "scan": carry,
+            "cond": jax.lax.cond(True, lambda y: jdist.all_reduce(y, "mean"), lambda y: y, x[0, 0]),
+            "jit": jax.jit(lambda y: jdist.all_reduce(y, "sum"))(x[0, 0]),
+        }
+
+    got = each(calls, rows, strategy)
+    both = lambda value: [value, value]  # noqa: E731
+    assert got["id"].tolist() == [0, 1]
+    for op, expected in {"mean": [2, 3], "sum": [4, 6], "max": [3, 5], "min": [1, 1]}.items():
+        assert got[op]["a"].tolist() == both(expected)
+        assert got[op]["b"][0].tolist() == both([10 * v for v in expected])
+    assert got["int mean"].tolist() == both(2.0)
+    assert got["int mean"].dtype == np.float32
+    assert got["bool"]["max"].tolist() == both(True)
+    assert got["bool"]["min"].tolist() == both(False)
+    assert got["bool"]["mean"].tolist() == both(0.5)
+    assert got["bool"]["sum"].tolist() == both(1)
+    assert got["gather"].tolist() == both(rows.tolist())
+    assert got["gather last"].tolist() == both([[1, 1, 3, 5]])
+    assert got["scan"].tolist() == both(8.0)
+    assert got["cond"].tolist() == both(2.0)
+    assert got["jit"].tolist() == both(4.0)
+
+
+def test_all_reduce_and_all_gather_are_differentiable(strategy):
+    def gradients(x):
+        c = x[0]  # 1 on replica 0, 3 on replica 1
+        return {
+            "sum": jax.grad(lambda y: jdist.all_reduce(y, "sum") * c)(1.0),
+            "mean": jax.grad(lambda y: jdist.all_reduce(y, "mean") * c)(1.0),
+            "gather": jax.grad(lambda y: (jdist.all_gather(y) * jnp.arange(2.0)).sum() * c)(x),
+        }
+
+    got = each(gradients, np.array([1.0, 3.0], np.float32), strategy)
+    assert got["sum"].tolist() == [4.0, 4.0]
+    assert got["mean"].tolist() == [2.0, 2.0]
+    assert got["gather"].tolist() == [[0.0], [4.0]]
+
+
+@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="BUG: pmax has no gradient, the docstring says so")
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_all_reduce_max_is_differentiable(op):
+    got = each(lambda x: jax.grad(lambda y: jdist.all_reduce(y, op) * 2)(x[0]), np.array([1.0, 3.0], np.float32))
+    assert sorted(got.tolist()) == [0.0, 4.0]
+
+
+@pytest.mark.parametrize("call", [jdist.all_reduce, lambda x, op: jdist.value_and_grad(lambda w: w, op=op)(x)])
+def test_an_unknown_op_is_refused_with_those_allowed(call):
+    with pytest.raises(StepError, match=r"`op` is 'average'; allowed are 'mean', 'sum'"):
+        call(1.0, "average")
+
+
+def test_all_gather_of_a_scalar_names_leaf_and_remedy():
+    with pytest.raises(StepError, match=r"leaf \['a'\] has shape \(\) and no axis 0.*x\[None\]"):
+        jdist.all_gather({"a": 1.0})
+    with pytest.raises(StepError, match=r"leaf value has shape \(2,\) and no axis 1"):
+        jdist.all_gather(jnp.ones(2), axis=1)
+
+
+class TestGlobalView:
+    @pytest.mark.parametrize(
+        ("name", "call"),
+        [
+            ("num_replicas", lambda x: jdist.num_replicas()),
+            ("replica_id", lambda x: jdist.replica_id()),
+            ("all_gather", lambda x: jdist.all_gather(x)),
+            ("all_reduce", lambda x: jdist.all_reduce(x, "sum")),
+            ("value_and_grad", lambda x: jdist.value_and_grad(lambda w: w * x.sum(), op="sum")(1.0)),
+            ("per-replica", lambda x: {"a": jdist.PerReplica(x.sum())}),
+        ],
+    )
+    def test_what_needs_single_replicas_is_refused(self, name, call):
+        with pytest.raises(GlobalViewError, match=rf'{name}.*transform="jit".*whole batch.*transform="shard_map"'):
+            whole(call, np.ones(4, np.float32))
+
+    def test_per_replica_role_is_refused(self):
+        with pytest.raises(GlobalViewError, match="per-replica values"):
+            each(lambda x: x.sum(), np.ones(4, np.float32), GLOBAL)
+
+    def test_run_is_refused(self):
+        with pytest.raises(GlobalViewError, match=r"strategy\.run has no meaning"):
+            GLOBAL.run(lambda: 1)
+
+    def test_what_is_whole_already_passes_through(self):
+        def step(x):
+            assert jdist.replica_axes() is None
+            key = jax.random.key(0)
+            loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * x, x > 1))(2.0)
+            same = jax.random.key_data(jdist.replica_rng(key)) == jax.random.key_data(key)
+            return {
+                "mean": jdist.all_reduce(x.mean()),
+                "max": jdist.all_reduce(x.max(), "max"),
+                "loss": loss,
+                "grad": grad,
+                "same key": same.all(),
+            }
+
+        got = whole(step, np.array([1, 2, 3, 4], np.float32))
+        assert {k: float(v) for k, v in got.items()} == {"mean": 2.5, "max": 4, "loss": 6, "grad": 3, "same key": 1}
+
+
+class TestMean:
+    """13 real rows of 16 over 8 replicas: two replicas hold padding, one of them nothing else."""
+
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+    y = np.random.default_rng(1).normal(size=16).astype(np.float32)
+    mask = np.arange(16) < 13
+    w = jnp.array([0.3, -1.0, 2.0])
+
+    def losses(self, w, batch):
+        return (batch["x"] @ w - batch["y"]) ** 2
+
+    def truth(self):
+        real = {"x": self.x[:13], "y": self.y[:13]}
+        return jax.value_and_grad(lambda w: self.losses(w, real).mean())(self.w)
+
+    def over_8(self, reduce_losses, w=None):
+        def step(batch, w):
+            return jdist.value_and_grad(lambda w: reduce_losses(self.losses(w, batch), batch["mask"]))(w)
+
+        run = jdist.distribute(step, EIGHT, args=("batch", "replicated"))
+        return run({"x": self.x, "y": self.y, "mask": self.mask}, self.w)
+
+    def test_gradient_equals_the_unpadded_one(self):
+        loss, grad = self.over_8(jdist.mean)
+        np.testing.assert_allclose(loss, self.truth()[0], rtol=1e-6)
+        np.testing.assert_allclose(grad, self.truth()[1], rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda losses, mask: losses.mean(),
+            lambda losses, mask: jnp.where(mask, losses, 0).sum() / jnp.maximum(mask.sum(), 1),
+        ],
+        ids=["padding counted", "mean of masked means"],
+    )
+    def test_what_people_write_instead_is_off(self, wrong):
+        assert np.abs(self.over_8(wrong)[1] - self.truth()[1]).max() > 0.01
+
+    def test_float_weights(self):
+        loss, grad = self.over_8(lambda losses, mask: jdist.mean(losses, mask * 2.5))
+        np.testing.assert_allclose(grad, self.truth()[1], rtol=1e-6)
+        np.testing.assert_allclose(loss, self.truth()[0], rtol=1e-6)
+
+    def test_a_mask_of_rows_for_values_of_rows_and_tokens(self):
+        tokens = jnp.array([[1.0, 3.0], [5.0, 7.0], [100.0, 100.0]])
+        assert float(jdist.mean(tokens, jnp.array([True, True, False]))) == 4.0
+        assert float(jdist.mean(tokens, jnp.array([[1, 1], [0, 1], [0, 0]], bool))) == pytest.approx(11 / 3)
+        assert float(jdist.mean(tokens, jnp.array([1.0, 3.0, 0.0]))) == pytest.approx((4 + 36) / 8)
+
+    def test_nothing_counts(self):
+        value, grad = jax.value_and_grad(lambda w: jdist.mean(w * jnp.ones(3), jnp.zeros(3, bool)))(2.0)
+        assert (float(value), float(grad)) == (0.0, 0.0)
+        got = each(lambda b: jdist.mean(b["x"], b["mask"]), {"x": np.ones(4), "mask": np.zeros(4, bool)})
+        assert got.tolist() == [0.0, 0.0]
+
+    def test_an_infinite_loss_on_padding_stays_out(self):
+        assert float(jdist.mean(jnp.array([1.0, jnp.inf, jnp.nan]), jnp.array([True, False, False]))) == 1.0
+
+    @pytest.mark.xfail(strict=True, reason="BUG: 0.0 * inf: a float mask lets an infinite loss on padding in")
+    def test_an_infinite_loss_of_weight_zero_stays_out(self):
+        assert float(jdist.mean(jnp.array([1.0, jnp.inf]), jnp.array([1.0, 0.0]))) == 1.0
+
+    def test_result_is_float32_or_wider(self):
+        assert jdist.mean(jnp.ones(4, jnp.bfloat16)).dtype == jnp.float32
+        assert jdist.mean(jnp.array([1, 2]), jnp.array([True, True])).dtype == jnp.float32
+        assert float(jdist.mean(jnp.array([True, False, True]))) == pytest.approx(2 / 3)
+        # 257 ones do not fit into bfloat16's 8 bits: neither the sum nor the count may be kept in it
+        ones = jnp.ones(300, jnp.bfloat16)
+        assert float(jdist.mean(ones, jnp.ones(300, bool))) == 1.0
+        assert float(jdist.mean(ones, ones)) == 1.0
+
+    @pytest.mark.parametrize("shape", [(2,), (3, 1), (3, 2, 1)])
+    def test_a_mask_of_another_shape_is_refused(self, shape):
+        with pytest.raises(StepError) as caught:
+            jdist.mean(jnp.ones((3, 2)), jnp.ones(shape, bool))
+        assert f"`mask` has shape {shape}" in str(caught.value)
+        assert "`per_example` has shape (3, 2)" in str(caught.value)
+
+    def test_weights_get_no_gradient_through_the_count(self):
+        """The count is a constant, so a padding-independent weight's gradient is that of the numerator."""
+        grad = jax.grad(lambda m: jdist.mean(jnp.array([2.0, 4.0]), m))(jnp.array([1.0, 1.0]))
+        assert grad.tolist() == [1.0, 2.0]
+
+
+class TestValueAndGrad:
+    def test_argnums_and_aux(self, strategy):
+        def step(x):
+            f = lambda a, b, k: (a * b * x.sum() * k, {"x": x.sum()})  # noqa: E731
+            (value, aux), (da, db) = jdist.value_and_grad(f, argnums=(0, 1), has_aux=True)(2.0, 3.0, k=1.0)
+            grads, aux2 = jdist.grad(f, argnums=1, has_aux=True)(2.0, 3.0, k=1.0)
+            return value, aux, da, db, grads, aux2
+
+        value, aux, da, db, grads, aux2 = each(step, np.array([1, 3], np.float32), strategy)
+        assert value.tolist() == [12, 12]
+        assert (da.tolist(), db.tolist(), grads.tolist()) == ([6, 6], [4, 4], [4, 4])
+        assert aux["x"].tolist() == aux2["x"].tolist() == [1, 3]  # aux stays the replica's own
+
+    def test_sum(self, strategy):
+        step = lambda x: jdist.value_and_grad(lambda w: w * x.sum() / 4, op="sum")(1.0)  # noqa: E731
+        value, grad = each(step, np.array([1, 2, 3, 4], np.float32), strategy)
+        assert value.tolist() == grad.tolist() == [2.5, 2.5]
+
+    def test_integer_parameters(self, strategy):
+        def step(x):
+            params = {"w": jnp.float32(2), "n": jnp.int32(3)}
+            _, grads = jdist.value_and_grad(lambda p: p["w"] * p["n"] * x.sum(), allow_int=True)(params)
+            assert grads["n"].dtype == jax.dtypes.float0
+            return grads["w"]
+
+        assert each(step, np.array([1, 3], np.float32), strategy).tolist() == [6, 6]
+
+    def test_holomorphic(self):
+        got = each(lambda x: jdist.grad(lambda w: w**2 * x.sum(), holomorphic=True)(1.0 + 1.0j), np.array([1.0, 3.0]))
+        np.testing.assert_allclose(got, [4 + 4j, 4 + 4j])
+
+    def test_a_loss_an_example_is_refused(self):
+        with pytest.raises(StepError, match=r"the loss has shape \(3,\), it must be a scalar.*jdist\.mean"):
+            jdist.value_and_grad(lambda w: w * jnp.ones(3))(1.0)
+        with pytest.raises(StepError, match=r"the loss has shape \(1,\)"):
+            jdist.grad(lambda w: (w * jnp.ones(1), None), has_aux=True)(1.0)
+
+    @pytest.mark.parametrize(
+        ("f", "has_aux"), [(lambda w: w, True), (lambda w: (w, {"a": w}), False)], ids=["no aux", "aux unasked"]
+    )
+    @pytest.mark.xfail(strict=True, reason="BUG: IndexError / TracerArrayConversionError in place of a StepError")
+    def test_aux_forgotten(self, f, has_aux):
+        with pytest.raises((StepError, TypeError), match="has_aux"):
+            jdist.value_and_grad(f, has_aux=has_aux)(1.0)
+
+    def test_inside_scan_cond_and_checkpoint(self):
+        def step(x):
+            vg = jdist.value_and_grad(lambda w: jdist.mean((w * x) ** 2))
+
+            def descend(w, _):
+                loss, grad = vg(w)
+                return w - 0.01 * grad, loss
+
+            w, losses = jax.lax.scan(descend, 1.0, None, length=3)
+            w2 = jax.lax.cond(True, lambda: descend(1.0, None)[0], lambda: 0.0)
+            loss = jax.checkpoint(lambda w: vg(w)[0])(1.0)
+            return w, losses, w2, loss
+
+        x = np.array([1, 2, 3, 4], np.float32)
+        w, losses, w2, loss = each(step, x)
+        expected, wants = 1.0, []
+        for _ in range(3):
+            wants.append(expected**2 * 7.5)
+            expected -= 0.01 * 2 * expected * 7.5
+        np.testing.assert_allclose(w, [expected] * 2, rtol=1e-6)
+        np.testing.assert_allclose(losses, [wants] * 2, rtol=1e-6)
+        np.testing.assert_allclose(w2, [0.85] * 2, rtol=1e-6)
+        np.testing.assert_allclose(loss, [7.5] * 2, rtol=1e-6)
+
+    def test_under_vmap_of_the_users_own(self):
+        def step(x):
+            return jax.vmap(lambda w: jdist.value_and_grad(lambda w: w * x.sum())(w)[1])(jnp.arange(3.0))
+
+        assert each(step, np.array([1, 3], np.float32)).tolist() == [[2, 2, 2]] * 2
+
+
+class TestReplicaRng:
+    def test_differs_by_replica_and_repeats(self, strategy):
+        step = lambda x: jax.random.normal(jdist.replica_rng(jax.random.key(0)), (4,))  # noqa: E731
+        first, second = each(step, np.ones(2), strategy)
+        assert not np.isclose(first, second).any()
+        assert each(step, np.ones(2), strategy).tolist() == [first.tolist(), second.tolist()]
+
+    def test_differs_by_microbatch_under_accumulate(self):
+        def step(w, batch):
+            noise = jax.random.normal(jdist.replica_rng(jax.random.key(0)), batch["x"].shape)
+            _, grad = jdist.value_and_grad(lambda w: w * jdist.mean(noise))(w)
+            return w - grad, noise
+
+        run = jdist.distribute(step, PER_REPLICA["shard_map"], accumulate=2, returns=("state", "examples"))
+        w, noise = run(0.0, {"x": np.ones(8, np.float32)})
+        assert len(set(np.asarray(noise).tolist())) == 8
+        np.testing.assert_allclose(w, -np.mean(noise), rtol=1e-5)
+
+    def test_accumulate_differs_by_microbatch_in_the_global_view_too(self):
+        def step(w, batch):
+            noise = jax.random.normal(jdist.replica_rng(jax.random.key(0)), batch["x"].shape)
+            _, grad = jdist.value_and_grad(lambda w: w * jdist.mean(noise))(w)
+            return w - grad, noise
+
+        run = jdist.distribute(step, GLOBAL, accumulate=2, returns=("state", "examples"))
+        assert len(set(np.asarray(run(0.0, {"x": np.ones(8, np.float32)})[1]).tolist())) == 8
+
+
+def test_axes_of_the_users_own_are_not_taken_for_replicas():
+    def step(x):
+        inner = jax.vmap(lambda y: (jdist.num_replicas() * y, jdist.all_reduce(y, "sum")), axis_name="replicas")
+        assert jax.vmap(lambda y: jdist.replica_axes() == ("replica",) and y, axis_name="mine")(x) is not None
+        return inner(x)
+
+    count, total = each(step, np.array([[1.0], [3.0]], np.float32).repeat(2, 1).reshape(4))
+    assert count.tolist() == [[2, 2], [6, 6]]
+    assert total.tolist() == [[4, 4], [4, 4]]
+
+
+def test_a_shard_map_of_the_users_own_binds_no_replica_axis():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("mine",), axis_types=(AxisType.Auto,))
+
+    def body(x):
+        assert jdist.replica_axes() is None
+        assert jdist.num_replicas() == 1
+        return jdist.all_reduce(x, "sum")
+
+    spec = PartitionSpec("mine")
+    with EIGHT.scope():
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+        assert jax.jit(mapped)(jnp.arange(2.0)).tolist() == [0.0, 1.0]
+
+
+def test_one_device_binds_its_axis_so_that_collectives_of_your_own_run():
+    def step(x):
+        assert jdist.replica_axes() == ("replica",)
+        return jax.lax.psum(x, "replica"), jdist.num_replicas(), jdist.replica_id()
+
+    total, count, number = each(step, np.ones(2, np.float32), ONE_EACH)
+    assert total.tolist() == [[1, 1]]
+    assert (count.tolist(), number.tolist()) == ([1], [0])

@@ -10,6 +10,21 @@ import yaml
 from jdist.experiment.load import Document, Key
 
 
+class _OneLine(yaml.SafeDumper):
+    """Writes line breaks as escapes, and what occurs twice in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_OneLine.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
 def describe(values: Mapping[str, Any], document: Document, *, derived: Mapping[Key, str] | None = None) -> str:
     """Write out a config with origins.
 
@@ -60,5 +75,5 @@ def _at(values: Any, key: Key) -> Any:
 
 def flow(value: Any) -> str:
     """A value on one line of YAML."""
-    text = str(yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True))
+    text = str(yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=float("inf"), allow_unicode=True))
     return text.removesuffix("\n").removesuffix("\n...").strip()

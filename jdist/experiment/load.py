@@ -91,11 +91,6 @@ def leaves(values: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, A
             yield path, value
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """The values of a YAML file that jdist wrote itself, without origins."""
-    return load(path).values
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

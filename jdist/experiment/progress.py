@@ -128,7 +128,7 @@ class Bar:
 
     def note(self, text: str) -> None:
         """Print above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         """Stop drawing; the bar stays as it is."""

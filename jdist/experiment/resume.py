@@ -7,8 +7,9 @@ from typing import Any
 
 from jdist.errors import ConfigError
 from jdist.experiment.describe import flow
-from jdist.experiment.load import Document, Key, dotted, leaves, read_values
+from jdist.experiment.load import Document, Key, dotted, leaves, load
 from jdist.experiment.record import RunFolder
+from jdist.experiment.validate import validate
 
 # What may change from one start of a run to the next: where and on what it runs, how often it reports and
 # saves, and how long it goes on. All else decides which parameters a step leads to.
@@ -42,7 +43,8 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     """
     if not folder.config.exists() or not folder.has_checkpoints():
         return
-    then, now = dict(leaves(read_values(folder.config))), dict(leaves(values))
+    there = validate(load(folder.config)).model_dump()  # fills in keys that are newer than the run
+    then, now = dict(leaves(there)), dict(leaves(values))
     different = [
         f"  {dotted(key)}: {_text(then.get(key, _ABSENT))} there, {_text(now.get(key, _ABSENT))} now "
         f"({document.origin(key)})"

@@ -20,10 +20,11 @@ from jdist.experiment.curves import plot_curves
 from jdist.experiment.describe import describe
 from jdist.experiment.evaluate import evaluate, loss_first
 from jdist.experiment.load import Document
+from jdist.experiment.metrics_file import MetricsFile, Row
 from jdist.experiment.names import nearest
 from jdist.experiment.prepare import prepare
 from jdist.experiment.progress import Meter, figures, open_report
-from jdist.experiment.record import MetricsFile, Row, open_folder, set_aside, write_atomically
+from jdist.experiment.record import open_folder, set_aside, write_atomically
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.stop import stop_requests
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
@@ -51,10 +52,10 @@ def run(
     Raises:
         JDistError: the config, the data, the run folder or a checkpoint is not right, or training failed.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console(soft_wrap=True)
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False, emoji=False)
 
     # Everything that the config names, and the config as it was understood.
     parts = prepare(config, document)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
+from jdist.experiment.metrics_file import Row
 from jdist.experiment.prepare import Parts
-from jdist.experiment.record import Row
 
 
 def arithmetic(config: Config, parts: Parts) -> str:

@@ -318,12 +318,11 @@ def _guard(
         ]
         traced.watched = [f"state leaf {jax.tree_util.keystr(path)}" for path, _, _ in pairs]
         flags = [jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in pairs]
+    if not flags:
+        return token + jnp.array([0, 1], jnp.int32), new
     code, count = token[0], token[1]
-    if flags:
-        bad = ~jnp.stack(flags)
-        now = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32) + 1, 0)
-    else:
-        now = jnp.int32(0)
+    bad = ~jnp.stack(flags)
+    now = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32) + 1, 0)
     if options.non_finite == "raise":  # sticky: later steps change nothing until the host has seen it
         code = jnp.where(code == 0, now, code)
         keep = code == 0

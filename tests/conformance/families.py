@@ -230,7 +230,7 @@ def nnx_mlp(strategy: jdist.Strategy, tx: optax.GradientTransformation, **option
     state = nnx.state((model, optimizer, metrics))
     whole = strategy.replicated_sharding
     kept = whole is None or all(leaf.sharding == whole for leaf in jax.tree.leaves(state))
-    assert int(metrics["accuracy"].count[...]) == ROWS * EPOCHS  # every row once, padding left out, on any devices
+    assert int(metrics.accuracy.count[...]) == ROWS * EPOCHS  # every row once, padding left out, on any devices
     return Run(strategy.fetch(nnx.to_pure_dict(nnx.state(model, nnx.Param))), np.concatenate(losses), compiled, kept)
 
 

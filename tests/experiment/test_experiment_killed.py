@@ -113,7 +113,7 @@ def assert_same_end(folder, whole):
 
 def test_killed_at_random_moments_it_ends_with_the_same_bits(folder, whole):
     draw = random.Random(5)
-    moments = ["global batch", *(f"step +{draw.randrange(n, n + 300, 50)}/1500|finished" for n in (50, 350, 650))]
+    moments = ["global batch", *(f"step +{draw.randrange(n, n + 450, 50)}/1500|finished" for n in (50, 500))]
     for moment in moments:
         with started(folder) as process:
             read_until(process, moment)  # and what it is doing by the time the signal comes, chance decides
@@ -135,6 +135,8 @@ def test_a_signal_saves_and_leaves_with_a_word_on_how_to_go_on(folder, whole, nu
     said = re.search(r"stopped at step ([\d,]+) of 1,500 and saved; go on with: jdist run toy\.yaml\n", out)
     assert said, out
     assert "Traceback" not in out
+    if number == signal.SIGTERM:
+        return  # the rest is the same
     code, out = run_to_end(folder)
     assert code == 0, out
     assert f"going on from step {said.group(1)} of 1,500" in out

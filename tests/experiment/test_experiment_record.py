@@ -9,7 +9,8 @@ import pytest
 
 from jdist.errors import ConfigError
 from jdist.experiment.curves import plot_curves
-from jdist.experiment.record import MetricsFile, open_folder, read_rows, set_aside, write_atomically
+from jdist.experiment.metrics_file import MetricsFile, read_rows
+from jdist.experiment.record import open_folder, set_aside, write_atomically
 
 
 def write_rows(path, *steps):

@@ -1,0 +1,118 @@
+"""`metrics.jsonl`: one JSON object a line, appended as the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from jdist.errors import ConfigError
+from jdist.experiment.record import write_atomically, writing
+
+Row = dict[str, Any]
+
+
+@dataclass
+class MetricsFile:
+    """`metrics.jsonl`, open for appending.
+
+    Attributes:
+        path: the file.
+        rows: every row up to now, each a dict with "step" first.
+    """
+
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    _handle: IO[str] | None = None
+
+    @classmethod
+    def open(cls, path: Path, *, step: int) -> MetricsFile:
+        """Open the file of a run that goes on after `step`; what was written later is dropped.
+
+        Args:
+            path: the file; made if it is not there.
+            step: the step that was restored, 0 for a new run.
+
+        Raises:
+            ConfigError: a line before the last is no JSON object, or the file cannot be written.
+        """
+        before = read_rows(path)
+        rows = [row for row in before if row["step"] <= step]
+        text = "".join(_line(row) for row in rows)
+        with writing(path):
+            unchanged = path.exists() and path.read_text(encoding="utf-8") == text
+            if not unchanged:
+                write_atomically(path, text)
+            return cls(path, rows, path.open("a", encoding="utf-8"))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one row; it is in the file, whole, when this returns.
+
+        Args:
+            step: the number of steps done.
+            values: plain numbers by name; NaN and infinities are written as null, which JSON lacks.
+
+        Raises:
+            ConfigError: the file system refuses.
+        """
+        if self._handle is None:
+            raise ConfigError(f"{self.path}: the metrics of this run are closed already.")
+        row = {"step": step} | {name: _finite(value) for name, value in values.items()}
+        with writing(self.path):
+            self._handle.write(_line(row))
+            self._handle.flush()
+        self.rows.append(row)
+
+    def close(self) -> None:
+        """Bring everything to the disk and close the file."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            with writing(self.path), handle:
+                os.fsync(handle.fileno())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file; a last line torn by a kill is left out.
+
+    Args:
+        path: the file; one that is not there has no rows.
+
+    Raises:
+        ConfigError: a line before the last is no JSON object with a step, or the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}.") from exc
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise ConfigError(f'{path}:{number}: not a JSON object with a "step". Mend or delete that line.')
+    return rows
+
+
+def _row(line: str) -> Row | None:
+    if not line.endswith("\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

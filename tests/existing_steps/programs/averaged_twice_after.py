@@ -1,0 +1,38 @@
+"""A pmap step that averages loss and gradients itself; with jdist's value_and_grad they are averaged already."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import jdist
+
+tx = optax.sgd(0.1, momentum=0.9)
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w1"])
+    return jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
+
+
+def main(strategy):
+    rng = np.random.default_rng(10)
+    xs = rng.normal(size=(8, 32, 5)).astype(np.float32)
+    batches = [{"x": x, "y": np.cos(x[:, 0])} for x in xs]
+    params = {"w1": jax.random.normal(jax.random.key(0), (5, 8)), "w2": jax.random.normal(jax.random.key(1), (8,))}
+    state = {"params": params, "opt": tx.init(params)}
+
+    @jdist.distribute(strategy)
+    def train_step(state, batch):
+        loss, grads = jdist.value_and_grad(loss_fn)(state["params"], batch)
+        loss, grads = lax.pmean((loss, grads), axis_name="batch")
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+    losses = []
+    for batch in strategy.distribute_dataset(batches):
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"].mean()))
+    state = strategy.fetch(state)
+    return {"state": state, "losses": losses}

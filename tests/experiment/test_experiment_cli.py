@@ -1,0 +1,44 @@
+import subprocess
+import sys
+
+import pytest
+
+from jdist.cli import COMMANDS, main
+
+
+def help_text(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_lists_every_command_in_one_line(capsys):
+    text = help_text(capsys)
+    for name, command in COMMANDS.items():
+        assert name in text
+        assert command.__doc__.splitlines()[0] in text
+    assert "exit code" not in text
+
+
+def test_the_help_of_run_shows_how_it_is_used(capsys):
+    text = " ".join(help_text(capsys, "run").split())
+    assert "usage: jdist run [-h] CONFIG [KEY=VALUE ...] [--fresh]" in text
+    assert "jdist run configs/digits.yaml train.steps=500 strategy.name=one_device" in text
+    for word in ("metrics.jsonl", "Ctrl-C", "130", "143", "JDIST_TRACEBACK"):
+        assert word in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["rum"], ["run"], ["run", "a.yaml", "--frsh"]])
+def test_a_command_line_that_is_wrong_leaves_with_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_the_module_is_the_command(tmp_path):
+    command = [sys.executable, "-m", "jdist", "run", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"jdist: {tmp_path}/none.yaml: no such config file.\n"

@@ -1,0 +1,96 @@
+"""What depends on what in a traced function, and pieces cut out of it."""
+
+import jax
+import jax.numpy as jnp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdist import dataflow
+
+
+def f(a, b):
+    c = a * 2.0
+    d = jnp.sin(b)
+    return c + 1.0, c * d, jnp.float32(7)
+
+
+def traced(fn=f, *args):
+    closed = jax.make_jaxpr(fn)(*(args or (1.0, 2.0)))
+    body = dataflow.body_of(closed)
+    return closed, body.invars, body.outvars
+
+
+def test_dependents_holds_the_sources_and_all_that_follows():
+    closed, (a, b), (x, y, literal) = traced()
+    assert {v in dataflow.dependents(closed, [a]) for v in (a, x, y)} == {True}
+    from_b = dataflow.dependents(closed, [b])
+    assert (y in from_b, x in from_b, a in from_b) == (True, False, False)
+    assert dataflow.is_literal(literal)
+    assert not dataflow.is_literal(x)
+
+
+def test_dependents_starts_at_equations():
+    closed, _, (x, y, _) = traced()
+    found = dataflow.dependents(closed, [], starts=lambda eqn: dataflow.uses_primitive(eqn, "sin"))
+    assert (y in found, x in found) == (True, False)
+
+
+def test_uses_primitive_looks_into_nested_functions():
+    def nested(x):
+        inner = jax.jit(lambda z: jnp.cos(z))
+        y, _ = jax.lax.scan(lambda c, _: (jax.lax.cond(c > 0, inner, lambda z: z, c), None), x, None, length=2)
+        return y + jax.jit(lambda z: z + 1)(x)
+
+    closed, _, _ = traced(nested, 1.0)
+    scan, *others = [eqn for eqn in dataflow.body_of(closed).eqns]
+    assert dataflow.uses_primitive(scan, "cos")
+    assert not dataflow.uses_primitive(scan, "sin")
+    assert not any(dataflow.uses_primitive(eqn, "cos") for eqn in others)
+
+
+def test_needed_stops_at_what_is_given():
+    closed, (a, b), (x, y, _) = traced()
+    equations, reads = dataflow.needed(closed, [x], given=set())
+    assert [eqn.primitive.name for eqn in equations] == ["mul", "add"]
+    assert (a in reads, b in reads) == (True, False)
+    c = equations[0].outvars[0]
+    equations, reads = dataflow.needed(closed, [x], given={c})
+    assert [eqn.primitive.name for eqn in equations] == ["add"]
+    assert (c in reads, a in reads) == (True, False)
+
+
+def test_subfunction_computes_from_the_middle():
+    closed, (a, b), (x, y, literal) = traced()
+    c = dataflow.needed(closed, [x], set())[0][0].outvars[0]
+    piece = dataflow.subfunction(closed, [c], [x, literal, c])
+    assert [float(v) for v in piece([jnp.float32(5)])] == [6.0, 7.0, 5.0]
+    (value,) = dataflow.subfunction(closed, [b, a], [y])([jnp.float32(0.5), jnp.float32(3)])
+    assert float(value) == jnp.sin(0.5) * 6
+    assert dataflow.subfunction(closed, [], [])([]) == []
+
+
+def test_constants_that_the_function_closes_over_stay():
+    table = jnp.arange(3.0)
+    closed, invars, outvars = traced(lambda i: table[i] + table, 1)
+    (value,) = dataflow.subfunction(closed, invars, outvars)([jnp.int32(2)])
+    assert value.tolist() == [2, 3, 4]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.integers(0, 7))
+def test_cutting_anywhere_and_going_on_gives_the_whole(pairs, cut):
+    """A random chain of additions, cut at any equation into two pieces."""
+
+    def chain(x, y):
+        values = [x, y]
+        for i, j in pairs:
+            values.append(values[i % len(values)] + 2.0 * values[j % len(values)])
+        return values[-1]
+
+    closed, invars, outvars = traced(chain, 3.0, 5.0)
+    eqns = dataflow.body_of(closed).eqns
+    middle = eqns[cut % len(eqns)].outvars[0]
+    values = [jnp.float32(3), jnp.float32(5)]
+    (at_middle,) = dataflow.subfunction(closed, invars, [middle])(values)
+    (end,) = dataflow.subfunction(closed, [*invars, middle], outvars)([*values, at_middle])
+    assert float(end) == float(chain(jnp.float32(3), jnp.float32(5)))

@@ -1,0 +1,27 @@
+"""Every notebook runs from top to bottom, each cell twice in a row, as people do."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jupyter_client's own, in this process
+def test_every_cell_runs_twice(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "commit notebooks without outputs"
+    cells = []
+    for cell in notebook.cells:
+        cells += [cell, cell.copy()] if cell.cell_type == "code" else [cell]
+    for i, cell in enumerate(cells):
+        cell["id"] = f"cell-{i}"
+    notebook.cells = cells
+    NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    errors = [o for cell in cells for o in cell.get("outputs", []) if o.output_type == "error"]
+    assert not errors

@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not soak"
@@ -45,5 +45,10 @@ bench: setup
 	$(BIN)/python benchmarks/replica_check.py
 	$(BIN)/python benchmarks/input.py
 
+bench-peers: setup
+	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf
+	.venv-tf/bin/python -m pip install --quiet --disable-pip-version-check tensorflow-cpu==2.21.0
+	$(BIN)/python benchmarks/peers/mirrored.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/mirrored.log
+
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-tf runs build *.egg-info

@@ -101,7 +101,7 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     """When to save and what to keep; at the end and on Ctrl-C always saved."""
 
-    every: Count | None = Field(default=None, description="Steps between checkpoints; null for the end only.")
+    every: Count | None = Field(default=1000, description="Steps between checkpoints; null for the end only.")
     keep: Count = Field(default=3, description="Newest checkpoints kept; older ones are deleted.")
     best: str | None = Field(
         default=None, description="Evaluation metric whose best checkpoint is kept too; null for none."

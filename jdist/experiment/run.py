@@ -14,7 +14,7 @@ from rich.console import Console
 
 import jdist
 from jdist.data.source import write_state
-from jdist.errors import ConfigError, NonFiniteError
+from jdist.errors import ConfigError, NonFiniteError, StepError
 from jdist.experiment.config import Config
 from jdist.experiment.curves import plot_curves
 from jdist.experiment.describe import describe
@@ -150,7 +150,7 @@ def run(
                 train_step.wait()  # a step that was not finite is known now, before anything is written
                 row: Row = {}
                 if log:
-                    row |= newest(metrics)
+                    row |= newest(metrics, steps_per_call=train.steps_per_call)
                     report.train(step, row, meter.lap(step))
                 train_s = meter.train_s
                 with meter.stopped():
@@ -205,10 +205,28 @@ class Due:
         return self.step >= self.total or (every is not None and self.step // every > self.before // every)
 
 
-def newest(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of the last step of a call as plain numbers."""
-    values = {name: float(np.ravel(value)[-1]) for name, value in jax.device_get(dict(metrics)).items()}
-    return loss_first(values)
+def newest(metrics: Any, *, steps_per_call: int) -> dict[str, float]:
+    """Metrics of the last step of a call as plain numbers.
+
+    Args:
+        metrics: what the call returned: scalars by name, each [steps_per_call] if that is more than 1.
+        steps_per_call: how many steps the call made.
+
+    Raises:
+        StepError: the task's step returned something else.
+    """
+    if not isinstance(metrics, Mapping):
+        raise StepError(
+            f"the task's train_step returned {type(metrics).__name__} for metrics; return a dict of scalars."
+        )
+    shape = () if steps_per_call == 1 else (steps_per_call,)
+    values = jax.device_get(dict(metrics))
+    for name, value in values.items():
+        if np.shape(value) != shape:
+            raise StepError(
+                f"the task's train_step returned metric {name!r} with {np.size(value):,} values, not a scalar."
+            )
+    return loss_first({name: float(np.ravel(value)[-1]) for name, value in values.items()})
 
 
 def check_best(config: Config, measured: Mapping[str, Any], document: Document) -> None:

@@ -11,9 +11,11 @@ import toy_regression
 from jdist.train.checkpoint import Checkpointer
 
 from jdist.cli import main
+from jdist.errors import StepError
 from jdist.experiment.evaluate import evaluate
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
+from jdist.experiment.run import newest
 from jdist.experiment.validate import validate
 
 CONFIG = """\
@@ -263,3 +265,12 @@ def test_a_traceback_can_be_asked_for(jdist_run, monkeypatch):
     monkeypatch.setenv("JDIST_TRACEBACK", "1")
     with pytest.raises(ValueError, match="no such key"):
         jdist_run("train.step=3")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"), [(3.0, "returned float for metrics"), ({"a": np.zeros(3)}, "'a' with 3 values")]
+)
+def test_metrics_that_are_no_scalars_are_refused(metrics, message):
+    with pytest.raises(StepError, match=message):
+        newest(metrics, steps_per_call=1)
+    assert newest({"a": np.arange(4), "loss": np.ones(4)}, steps_per_call=4) == {"loss": 1.0, "a": 3.0}

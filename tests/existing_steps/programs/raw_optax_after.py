@@ -28,7 +28,7 @@ def forward(params, x):
 
 def main(strategy):
     rng = np.random.default_rng(4)
-    xs = rng.normal(size=(6, 24, 6)).astype(np.float32)
+    xs = rng.normal(size=(6, 32, 6)).astype(np.float32)
     batches = [{"x": x, "y": np.sin(x.sum(-1))} for x in xs]
 
     @jdist.distribute(strategy)

@@ -1,0 +1,42 @@
+"""What `import jdist` gives, and what it does not import."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jdist
+
+NAMES = """
+PerReplica Strategy TrainState all_gather all_reduce data default distribute errors get_strategy grad has_strategy
+make_strategy mean mirrored nnx num_replicas one_device optimizer reduction replica_axes replica_id replica_rng
+set_strategy value_and_grad
+""".split()
+
+
+def test_the_public_names_are_these():
+    assert sorted(jdist.__all__) == NAMES
+    assert dir(jdist) == NAMES
+    for name in NAMES:
+        assert getattr(jdist, name) is not None
+    assert jdist.__version__
+
+
+def test_an_unknown_name():
+    with pytest.raises(AttributeError, match="module 'jdist' has no attribute 'miror'"):
+        _ = jdist.miror
+
+
+def test_importing_it_imports_no_jax_until_something_is_used():
+    program = """
+import sys
+import jdist, jdist.errors
+heavy = ["jax", "flax", "optax", "chex", "numpy", "pydantic", "yaml", "tyro", "rich", "orbax", "sklearn", "matplotlib"]
+assert not [name for name in heavy if name in sys.modules], [name for name in heavy if name in sys.modules]
+jdist.mirrored
+assert "jax" in sys.modules
+jdist.distribute, jdist.TrainState, jdist.data, jdist.mean, jdist.make_strategy
+absent = [name for name in heavy[5:] if name in sys.modules]
+assert not absent, absent
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,66 @@
+"""`strategy.run`: any function, once on every replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+def test_each_replica_has_its_own_number_and_result(transform):
+    strategy = jdist.mirrored(["cpu:0", "cpu:1"], transform=transform)
+    result = strategy.run(lambda: {"id": jdist.replica_id(), "n": jdist.num_replicas(), "none": None})
+    assert result.value["id"].tolist() == [0, 1]
+    assert result.value["n"].tolist() == [2, 2]
+    assert result.value["none"] is None
+
+
+def test_per_replica_values_and_batches_arrive_in_parts_and_all_else_whole():
+    (batch,) = TWO.distribute_dataset([{"x": np.arange(4.0)}])
+    own = TWO.run(lambda: {"k": jdist.replica_id() * 10})
+
+    def fn(batch, own, whole, *, scale, nested):
+        assert batch["x"].shape == (2,)
+        assert whole.shape == (4,)
+        return batch["x"].sum() * scale + own["k"] + whole[0] + nested["p"].sum()
+
+    nested = {"p": jdist.PerReplica(jnp.array([[100.0, 0], [200, 0]]))}
+    result = TWO.run(fn, batch, own, np.arange(4.0), scale=2.0, nested=nested)
+    assert [float(x) for x in result.local_results()] == [102.0, 220.0]
+
+
+def test_results_feed_the_next_run():
+    first = TWO.run(lambda: jax.random.normal(jdist.replica_rng(jax.random.key(0)), (3,)))
+    second = TWO.run(lambda x: jdist.all_reduce(x), first)
+    np.testing.assert_allclose(second.value[0], first.value.mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(second.value[0], second.value[1])
+
+
+@pytest.mark.parametrize("strategy", [jdist.default(), jdist.one_device("cpu:1")], ids=lambda s: s.name)
+def test_on_one_replica_results_have_a_leading_axis_too(strategy):
+    result = strategy.run(lambda x: x + jdist.replica_id(), jdist.PerReplica(jnp.array([[1.0, 2.0]])))
+    assert result.value.tolist() == [[1.0, 2.0]]
+    assert result.local_results()[0].tolist() == [1.0, 2.0]
+    (batch,) = strategy.distribute_dataset([np.arange(3.0)], partial="error")
+    assert strategy.run(lambda x: x, batch).value.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="BUG: 'is not a valid JAX type'; init takes such arguments")
+def test_arguments_that_are_no_arrays():
+    assert TWO.run(lambda name: len(name), "abc").value.tolist() == [3, 3]
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: JAX's IndivisibleError; names neither the argument nor num_replicas")
+def test_per_replica_values_of_another_number_of_replicas_are_refused():
+    with pytest.raises(jdist.errors.JDistError, match="3"):
+        TWO.run(lambda x: x, jdist.PerReplica(jnp.ones(3)))
+
+
+@pytest.mark.xfail(strict=True, reason="BUG: rows of two replicas are taken as one replica's, silently")
+def test_twice_the_number_of_replicas_is_refused():
+    with pytest.raises(jdist.errors.JDistError, match="4"):
+        TWO.run(lambda x: x, jdist.PerReplica(jnp.arange(4.0)))

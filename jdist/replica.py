@@ -307,13 +307,21 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
     if trace is not None and trace.at_step_level():
-        trace.finite.append(("the loss", jnp.isfinite(value)))
+        trace.finite.append(("the loss", all_finite(value)))
         trace.finite.extend(
-            (f"the gradient of {paths[i] or 'the parameters'}", jnp.isfinite(out[i]).all())
+            (f"the gradient of {paths[i] or 'the parameters'}", all_finite(out[i]))
             for i in real
             if jnp.issubdtype(out[i].dtype, jnp.inexact)
         )
     return value, jax.tree_util.tree_unflatten(treedef, out)
+
+
+def all_finite(x: jax.Array) -> jax.Array:
+    """Whether no element of a floating-point array is NaN or infinite; bool scalar.
+
+    Zero times a finite number is zero, and NaN otherwise: on CPU a sum takes half the time of `isfinite(x).all()`.
+    """
+    return ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))
 
 
 def _check_op(op: str, allowed: tuple[str, ...]) -> None:

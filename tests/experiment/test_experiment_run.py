@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 import toy_regression
-from jdist.train.checkpoint import Checkpointer
 
 from jdist.cli import main
 from jdist.errors import StepError
@@ -17,6 +16,7 @@ from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.run import newest
 from jdist.experiment.validate import validate
+from jdist.train import Checkpointer
 
 CONFIG = """\
 name: toy
@@ -60,7 +60,7 @@ def params_in(folder, *overrides, step=None):
     document = load("toy.yaml", overrides)
     parts = prepare(validate(document), document)
     like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
-    with Checkpointer(Path(folder, "checkpoints").resolve()) as checkpoints:
+    with Checkpointer(Path(folder, "checkpoints")) as checkpoints:
         restored = checkpoints.restore(like)
     assert step is None or restored.step == step
     return jax.tree.map(np.asarray, restored.state.params)
@@ -274,3 +274,15 @@ def test_metrics_that_are_no_scalars_are_refused(metrics, message):
     with pytest.raises(StepError, match=message):
         newest(metrics, steps_per_call=1)
     assert newest({"a": np.arange(4), "loss": np.ones(4)}, steps_per_call=4) == {"loss": 1.0, "a": 3.0}
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(jdist_run, usual):
+    jdist_run("train.steps=16")
+    newest_save = max(Path("runs/toy/checkpoints").iterdir())
+    (newest_save / "manifest.json").write_text("{")
+    code, out, _ = jdist_run()
+    assert code == 0
+    assert f"warning: {newest_save.absolute()}" in out
+    assert "going on from step 8 of 24" in out
+    assert_same(params_in("runs/toy", step=24), usual[0])
+    assert rows_of("runs/toy") == usual[1]

@@ -1,0 +1,207 @@
+"""Steps that people already have come in with at most three changed lines, and compute what they computed before.
+
+Every case is a pair of whole small programs in `programs/`: NAME_before.py as its author wrote it for plain jit, nnx or
+pmap, and NAME_after.py under jdist. Changed are the decorator, the gradient and the data loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jdist
+
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+# A pmap program's state, and nothing else, carries a leading axis of devices; the lines that add and remove it go.
+PMAP_AXIS = ("jax_utils.replicate(", "jax_utils.unreplicate(")
+# Float32 and SGD: eight devices sum in another order than one, and differ by about 1e-7 after these few steps.
+TOLERANCE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pair of programs.
+
+    Attributes:
+        name: what its files are called.
+        limit: how many lines may differ.
+        axis: the axis name that the program's own collectives use; None: it has none.
+        same: the strategies under which the result must be that of the program before.
+        accumulate: what two microbatches do: "same" result, "runs" (other draws or statistics), or "refused".
+        why: the reason where `same` lacks a strategy.
+    """
+
+    name: str
+    limit: int = 3
+    axis: str | None = None
+    same: tuple[str, ...] = ("default", "one_device", "mirrored")
+    accumulate: str = "same"
+    why: str = ""
+
+
+CASES = [
+    Case(name="flax_train_state"),
+    Case(
+        name="key_argument",
+        same=("default", "one_device"),
+        accumulate="runs",
+        why="the key draws a dropout mask for each replica's rows, not for the rows of the whole batch",
+    ),
+    Case(name="static_argument"),
+    Case(
+        name="rng_second",
+        same=("default", "one_device"),
+        accumulate="runs",
+        why="as key_argument",
+    ),
+    Case(name="keyword_argument"),
+    Case(name="raw_optax"),
+    Case(name="pmap_batch_norm", axis="batch", accumulate="refused"),
+    Case(
+        name="pmap_dynamic_scale",
+        axis="batch",
+        same=("mirrored",),
+        accumulate="refused",
+        why="on one device the float16 gradients are an eighth as large, so other steps overflow",
+    ),
+    Case(name="nnx_mutable", limit=4),
+    Case(
+        name="nnx_dropout",
+        limit=4,
+        same=("default",),
+        accumulate="runs",
+        why="each replica, also a single one, draws from keys of its own, and normalises by its own rows",
+    ),
+    Case(
+        name="ppo_minibatches",
+        same=("default", "one_device"),
+        accumulate="refused",
+        why="each replica shuffles its own rows into minibatches and normalises their advantages",
+    ),
+    Case(name="norm_of_updated"),
+    Case(name="averaged_twice", axis="batch"),
+]
+by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
+
+
+def load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"existing_steps_{name}", PROGRAMS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def before(name: str) -> dict[str, Any]:
+    return load(f"{name}_before").main(None)
+
+
+def after(name: str, strategy: jdist.Strategy, **options: Any) -> dict[str, Any]:
+    module = load(f"{name}_after")
+    if options:
+        module.jdist = with_options(options)  # ty: the module's own `jdist`
+    return module.main(strategy)
+
+
+def with_options(options: dict[str, Any]) -> types.SimpleNamespace:
+    """`jdist` as a program sees it, with further options for every step that it distributes."""
+    nnx = types.SimpleNamespace(
+        distribute=functools.partial(jdist.nnx.distribute, **options), value_and_grad=jdist.nnx.value_and_grad
+    )
+    distribute = functools.partial(jdist.distribute, **options)
+    return types.SimpleNamespace(distribute=distribute, value_and_grad=jdist.value_and_grad, nnx=nnx)
+
+
+def strategies(case: Case) -> dict[str, Callable[[], jdist.Strategy]]:
+    if case.axis is None:
+        return {"default": jdist.default, "one_device": jdist.one_device, "mirrored": jdist.mirrored}
+    return {  # no default: it binds no axis that the program's own collectives could name
+        "one_device": lambda: jdist.mirrored(jax.devices()[:1], axis=case.axis),
+        "mirrored": lambda: jdist.mirrored(axis=case.axis),
+    }
+
+
+def host(leaf: Any) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_same(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert results.keys() == expected.keys()
+    for key in expected:
+        pairs = zip(jax.tree.leaves(results[key]), jax.tree_util.tree_leaves_with_path(expected[key]), strict=True)
+        for leaf, (path, wanted) in pairs:
+            name = key + jax.tree_util.keystr(path)
+            np.testing.assert_allclose(host(leaf), host(wanted), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+
+
+def assert_learns(losses: list[float]) -> None:
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])
+
+
+def statements(lines: list[str]) -> list[str]:
+    """Lines that count: what a program does, not what it imports for it."""
+    return [line for line in lines if line.strip() and not line.startswith(("import ", "from "))]
+
+
+def changes(name: str) -> tuple[list[tuple[list[str], list[str]]], str]:
+    """The groups of lines that differ, before and after, and the diff to show."""
+    old, new = ((PROGRAMS / f"{name}_{when}.py").read_text().splitlines() for when in ("before", "after"))
+    groups = [
+        (statements(old[i1:i2]), statements(new[j1:j2]))
+        for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        if tag != "equal"
+    ]
+    return groups, "\n".join(difflib.unified_diff(old, new, f"{name}_before.py", f"{name}_after.py", lineterm="", n=0))
+
+
+@by_name(argvalues=CASES)
+def test_few_lines_change(case: Case) -> None:
+    groups, diff = changes(case.name)
+    count = sum(max(len(old), len(new)) for old, new in groups)
+    axis_lines = sum(mark in line for old, _ in groups for line in old for mark in PMAP_AXIS)
+    assert count > 0
+    assert count - axis_lines <= case.limit, f"{count} changed lines, {axis_lines} of them for pmap's axis:\n{diff}"
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [(case, kind) for case in CASES for kind in strategies(case)], ids=lambda x: getattr(x, "name", x)
+)
+def test_computes_what_it_did(case: Case, kind: str) -> None:
+    strategy = strategies(case)[kind]()
+    results = after(case.name, strategy)
+    strategy.check(results["state"])
+    assert_learns(results["losses"])
+    if kind in case.same:
+        assert_same(results, before(case.name))
+    else:
+        assert case.why
+
+
+@by_name(argvalues=[case for case in CASES if case.accumulate != "refused"])
+def test_accumulates(case: Case) -> None:
+    strategy = strategies(case)["mirrored"]()
+    results = after(case.name, strategy, accumulate=2)
+    strategy.check(results["state"])
+    assert_learns(results["losses"])
+    if case.accumulate == "same":
+        assert_same(results, before(case.name))
+
+
+@by_name(argvalues=[case for case in CASES if case.accumulate == "refused"])
+def test_says_why_it_cannot_accumulate(case: Case) -> None:
+    with pytest.raises(jdist.errors.BoundaryError, match=r"jdist\.value_and_grad"):
+        after(case.name, strategies(case)["mirrored"](), accumulate=2)

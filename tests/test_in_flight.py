@@ -1,0 +1,107 @@
+"""At most so many steps not waited for."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.transforms.in_flight import Window, wait_for
+
+
+class Token:
+    """Stands for a device array that counts who waited for it."""
+
+    def __init__(self, value=0):
+        self.value, self.waits = value, 0
+
+    def block_until_ready(self):
+        self.waits += 1
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        self.waits += 1
+        return np.asarray([self.value, 0], dtype)
+
+
+def window(limit, seen=None):
+    return Window(jdist.default(), limit, (seen if seen is not None else []).append)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 8])
+def test_never_more_than_the_limit_and_the_oldest_first(limit):
+    """Each wait is for the older half at most, so that the newer half keeps the devices busy."""
+    seen, most = [], 0
+    held = window(limit, seen)
+    tokens = [Token(value) for value in range(4 * limit)]
+    for number, token in enumerate(tokens):
+        held.add(token)
+        newest = int(seen[-1][0]) if seen else -1
+        assert not any(t.waits for t in tokens[newest + 1 :])
+        in_flight = number - newest
+        most = max(most, in_flight)
+        assert in_flight <= limit
+        assert in_flight >= limit // 2 or not seen
+    assert most == max(limit - 1, 0)
+
+
+def test_drain_looks_at_the_newest_and_forgets_all():
+    seen, tokens = [], [Token(1), Token(2)]
+    held = window(3, seen)
+    for token in tokens:
+        held.add(token)
+    held.drain()
+    assert [int(token[0]) for token in seen] == [2]
+    held.drain()
+    assert len(seen) == 1
+
+
+def test_an_error_of_inspect_reaches_the_caller_and_leaves_an_empty_window():
+    def inspect(token):
+        raise FloatingPointError(int(token[0]))
+
+    held = Window(jdist.default(), 3, inspect)
+    held.add(Token(5))
+    with pytest.raises(FloatingPointError, match="5"):
+        held.drain()
+    held.drain()
+
+
+def test_clear_forgets():
+    seen = []
+    held = window(3, seen)
+    held.add(Token())
+    held.clear()
+    held.drain()
+    assert not seen
+
+
+def test_wait_for_drains_the_windows_of_that_strategy_alone():
+    mine, other = jdist.one_device(), jdist.one_device()
+    seen, unseen = [], []
+    first, second = Window(mine, 3, seen.append), Window(mine, 3, seen.append)
+    third = Window(other, 3, unseen.append)
+    for held in (first, second, third):
+        held.add(jnp.zeros(2, jnp.int32))
+    wait_for(mine)
+    assert (len(seen), len(unseen)) == (2, 0)
+
+
+def test_a_dropped_window_is_forgotten():
+    strategy, seen = jdist.one_device(), []
+    held = Window(strategy, 3, seen.append)
+    held.add(Token())
+    del held
+    wait_for(strategy)
+    assert not seen
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_step_never_runs_further_ahead(limit):
+    step = jdist.distribute(lambda w, b: (w + 1, {}), jdist.one_device(), max_in_flight=limit)
+    state, most = jnp.float32(0), 0
+    for _ in range(3 * limit + 2):
+        state, _ = step(state, {"x": np.ones(1)})
+        most = max(most, len(step._window._tokens))
+    assert most == limit - 1
+    step.wait()
+    assert len(step._window._tokens) == 0

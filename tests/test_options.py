@@ -1,0 +1,78 @@
+"""The options of `jdist.distribute`."""
+
+import pytest
+
+import jdist
+from jdist.errors import StepError
+from jdist.transforms.options import StepOptions, make_options
+
+
+def test_defaults():
+    options = make_options()
+    assert options == StepOptions()
+    assert (options.args, options.returns, options.static_argnames) == (("state", "batch"), None, ())
+    assert (options.donate, options.accumulate, options.steps_per_call, options.max_in_flight) == (True, 1, 1, 8)
+    assert (options.check_replicas, options.non_finite) == (1000, "raise")
+
+
+def test_lists_become_tuples_and_a_string_a_tuple_of_one():
+    options = make_options(args=["state", "batch"], returns="metrics", static_argnames="train")
+    assert (options.args, options.returns, options.static_argnames) == (("state", "batch"), ("metrics",), ("train",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"acumulate": 2}, r"no option `acumulate`\. Did you mean `accumulate`\? It has: args, returns, static_argnames"),
+        ({"zzz": 2}, r"no option `zzz`\. It has: args,"),
+        ({"args": ("state", "bach")}, r"`args` has 'bach'; allowed are 'state', 'batch', .*Did you mean 'batch'\?"),
+        ({"args": ("metrics",)}, r"`args` has 'metrics'; allowed are"),
+        ({"args": ("state", "batch", "state")}, r"at most one \"state\"\. Put several states into a tuple"),
+        ({"args": None}, r"`args` is None; it must be a tuple of roles"),
+        ({"args": {"state": 0}}, r"`args` is \{'state': 0\}; it must be a tuple"),
+        ({"returns": ("state", "metric")}, r"`returns` has 'metric'.*Did you mean 'metrics'\?"),
+        ({"returns": ("batch",)}, r"`returns` has 'batch'; allowed are 'state', 'metrics', 'examples', 'per_replica'"),
+        ({"returns": ()}, r"`returns` is \(\); it needs one role or more"),
+        ({"returns": ("state", "state")}, r"at most one \"state\""),
+        ({"args": ("batch",), "returns": ("state",)}, r"but `args` is \('batch',\) without a \"state\" to update"),
+        ({"non_finite": "rise"}, r"`non_finite` has 'rise'; allowed are 'raise', 'skip', 'apply'\. Did you mean 'raise'"),
+        ({"accumulate": 0}, r"`accumulate` is 0; it must be an integer of at least 1"),
+        ({"accumulate": 2.0}, r"`accumulate` is 2\.0; it must be an integer"),
+        ({"accumulate": True}, r"`accumulate` is True"),
+        ({"steps_per_call": -1}, r"`steps_per_call` is -1; it must be an integer of at least 1"),
+        ({"max_in_flight": 0}, r"`max_in_flight` is 0; it must be an integer of at least 1"),
+        ({"check_replicas": -1}, r"`check_replicas` is -1; it must be an integer of at least 0"),
+        ({"check_replicas": None}, r"`check_replicas` is None"),
+        ({"steps_per_call": 2, "args": ("batch",)}, r"`steps_per_call` needs a \"state\""),
+        ({"steps_per_call": 2, "returns": ("state", "examples")}, r"\"examples\" needs `steps_per_call=1`"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_before_any_step(options, message):
+    with pytest.raises(StepError, match=message):
+        jdist.distribute(jdist.default(), **options)
+    with pytest.raises(StepError, match=message):
+        jdist.distribute(lambda state, batch: state, jdist.default(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"returns": ("state",)}, True),
+        ({"returns": ("metrics",)}, False),
+        ({"args": ("batch",)}, False),
+    ],
+)
+def test_may_update_state(options, expected):
+    assert make_options(**options).may_update_state is expected
+
+
+def test_distribute_refuses_what_is_no_strategy_or_no_step():
+    with pytest.raises(StepError, match=r"needs a strategy, it got None.*@jdist\.distribute\(jdist\.mirrored\(\)\)"):
+        jdist.distribute(lambda state, batch: state)
+    with pytest.raises(StepError, match=r"needs a strategy, it got 'mirrored'"):
+        jdist.distribute(lambda state, batch: state, "mirrored")
+    with pytest.raises(StepError, match=r"needs a function to distribute, it got 3"):
+        jdist.distribute(3, jdist.default())
+    with pytest.raises(StepError, match=r"two strategies"):
+        jdist.distribute(jdist.default(), jdist.default())

@@ -1,0 +1,116 @@
+"""Checks on the trees that go in and out of a step: every complaint names the leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist.errors import BatchError, DonatedStateError, StepError
+from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_same_state
+
+STATE = {"w": jnp.ones((2, 3)), "n": jnp.int32(1), "key": jax.random.key(0), "half": jnp.ones(2, jnp.bfloat16)}
+
+
+class TestSameState:
+    def test_the_same_passes(self):
+        after = check_same_state(STATE, {**STATE, "w": STATE["w"] + 1})
+        assert after["w"].sum() == 12
+        assert after["key"] is STATE["key"]
+
+    def test_python_numbers_take_the_dtype_of_before(self):
+        after = check_same_state({"n": jnp.int32(1), "x": jnp.bfloat16(1)}, {"n": 2, "x": 0.5})
+        assert (after["n"].dtype, after["x"].dtype) == (jnp.int32, jnp.bfloat16)
+        assert not jax.typeof(after["x"]).weak_type
+
+    def test_another_dtype_or_shape_names_each_leaf_before_and_after(self):
+        after = {**STATE, "w": jnp.ones((3, 2)), "half": jnp.ones(2, jnp.float32), "n": jnp.float32(1)}
+        with pytest.raises(StepError) as caught:
+            check_same_state(STATE, after)
+        lines = str(caught.value).splitlines()
+        assert "  ['half']: bfloat16[2] before, float32[2] after" in lines
+        assert "  ['n']: int32[] before, float32[] after" in lines
+        assert "  ['w']: float32[2, 3] before, float32[3, 2] after" in lines
+        assert "keep both" in lines[-1]
+
+    def test_a_state_that_is_one_array(self):
+        with pytest.raises(StepError, match=r"the state: float32\[2\] before, float32\[3\] after"):
+            check_same_state(jnp.ones(2), jnp.ones(3))
+
+    def test_another_tree_names_what_went_and_came(self):
+        with pytest.raises(StepError) as caught:
+            check_same_state({"w": 1, "b": 2}, {"w": 1, "bias": jnp.ones((2, 2))})
+        lines = str(caught.value).splitlines()[1:]
+        assert lines == ["  ['b']: gone", "  ['bias']: new, float32[2, 2]"]
+
+    def test_trees_that_differ_in_kind_only_show_both(self):
+        with pytest.raises(StepError, match=r"(?s)before: PyTreeDef\(\(.*after:  PyTreeDef\(\["):
+            check_same_state((1, 2), [1, 2])
+
+    def test_long_lists_are_cut(self):
+        with pytest.raises(StepError, match=r"and 15 more"):
+            check_same_state({f"a{i}": 1 for i in range(25)}, {})
+
+    @pytest.mark.xfail(strict=True, reason="BUG: more than 10 leaves of another dtype: the rest is left out unsaid")
+    def test_long_lists_of_dtypes_say_how_many_more(self):
+        before = {f"a{i:02}": jnp.ones((), jnp.bfloat16) for i in range(25)}
+        with pytest.raises(StepError, match=r"15 more"):
+            check_same_state(before, {name: jnp.float32(1) for name in before})
+
+    def test_a_key_of_another_kind(self):
+        with pytest.raises(StepError, match=r"\['key'\]: key<fry>\[\] before, key<rbg>\[\] after"):
+            check_same_state({"key": jax.random.key(0)}, {"key": jax.random.key(0, impl="rbg")})
+
+
+class TestNoDeleted:
+    def test_the_first_deleted_leaf_is_named(self):
+        gone = jnp.ones(3)
+        gone.delete()
+        check_no_deleted({"a": jnp.ones(2), "b": np.ones(2), "c": 3})
+        with pytest.raises(DonatedStateError, match=r"donated to an earlier call.*\['b'\].*last_state.*donate=False"):
+            check_no_deleted({"a": jnp.ones(2), "b": gone})
+        with pytest.raises(DonatedStateError, match=r"first: the state\)"):
+            check_no_deleted(gone)
+
+
+class TestArrays:
+    def test_arrays_and_numbers_pass(self):
+        check_arrays({"a": 1, "b": 1.5, "c": 1j, "d": True, "e": np.ones(2), "f": np.float32(1), **STATE}, "it")
+
+    @pytest.mark.parametrize(("leaf", "kind"), [("text", "str"), (len, "builtin"), (object(), "object"), ({1}, "set")])
+    def test_others_are_named(self, leaf, kind):
+        with pytest.raises(StepError, match=rf"the state has a leaf that is no array: \['a'\]\[1\] is a {kind}"):
+            check_arrays({"a": [1, leaf]}, "the state")
+        with pytest.raises(StepError, match="itself is a"):
+            check_arrays(leaf, "the state")
+
+
+class TestBatch:
+    def check(self, batch, parts=2, lead=0):
+        check_batch(batch, parts=parts, explanation="2 replicas", lead=lead)
+
+    def test_rows_that_agree_and_divide_pass(self):
+        self.check({"x": np.ones((4, 3)), "y": np.ones(4)})
+        self.check({"x": np.ones((3, 4)), "y": np.ones((3, 4, 5))}, lead=1)
+        self.check({})
+        self.check({"x": np.ones((0, 3))})
+
+    def test_rows_that_disagree(self):
+        with pytest.raises(BatchError, match=r"disagree on the number of rows: \['x'\] has 4, \['y'\] has 3"):
+            self.check({"x": np.ones((4, 3)), "y": np.ones(3)})
+
+    def test_rows_that_do_not_divide(self):
+        with pytest.raises(BatchError, match=r"5 rows does not divide by 4 \(2 replicas\)\. Use 4 or 8 rows.*\"pad\""):
+            self.check({"x": np.ones(5)}, parts=4)
+        with pytest.raises(BatchError, match=r"5 rows .* Use 4 or 6"):
+            self.check({"x": np.ones((3, 5))}, lead=1)
+
+    @pytest.mark.xfail(strict=True, reason="UGLY: 'Use 8 or 8 rows' where the batch is smaller than one part")
+    def test_fewer_rows_than_parts(self):
+        with pytest.raises(BatchError, match=r"Use 8 rows"):
+            self.check({"x": np.ones(5)}, parts=8)
+
+    def test_no_axis_of_rows(self):
+        with pytest.raises(BatchError, match=r"\['x'\] has shape \(\); it needs a leading axis of rows\. Pass.*replicated"):
+            self.check({"x": 3})
+        with pytest.raises(BatchError, match=r"the batch has shape \(3,\).*rows after the axis of steps"):
+            self.check(np.ones(3), lead=1)

@@ -36,9 +36,12 @@ def dependents(closed: Any, sources: Iterable[Var], starts: Callable[[Any], bool
 
 def uses_primitive(eqn: Any, name: str) -> bool:
     """Whether an equation, or one nested in it, applies the primitive of that name."""
-    return eqn.primitive.name == name or any(
-        uses_primitive(inner, name) for jaxpr in _nested(eqn.params.values()) for inner in body_of(jaxpr).eqns
-    )
+    return eqn.primitive.name == name or any(contains_primitive(j, name) for j in _nested(eqn.params.values()))
+
+
+def contains_primitive(closed: Any, name: str) -> bool:
+    """Whether a jaxpr applies the primitive of that name anywhere."""
+    return any(uses_primitive(eqn, name) for eqn in body_of(closed).eqns)
 
 
 def _nested(params: Iterable[Any]) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from jdist.errors import ConfigError, DeviceError
+from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 
 # deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
@@ -79,14 +79,6 @@ def check_devices() -> None:
     Raises:
         DeviceError: there are none of the kind that was asked for.
     """
-    import jax
+    from jdist.strategies.devices import find_devices
 
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as exc:  # JAX asserts where a platform is known but not installed
-        asked = os.environ.get("JAX_PLATFORMS")
-        reason = str(exc).partition("\n")[0] or "the platform is not installed"
-        raise DeviceError(
-            f"JAX finds no devices with JAX_PLATFORMS={asked}: {reason}. Unset JAX_PLATFORMS to take what is "
-            "there, or set JAX_PLATFORMS=cpu."
-        ) from exc
+    find_devices(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -19,10 +20,15 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
         DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
     """
     if devices is None:
-        found = tuple(jax.local_devices())
-        if not found:
-            raise DeviceError("JAX sees no device at all; `jax.devices()` shows what it found.")
-        return found
+        try:
+            return tuple(jax.local_devices())
+        except (RuntimeError, AssertionError) as exc:  # JAX asserts where a platform is known but not installed
+            asked = os.environ.get("JAX_PLATFORMS")
+            reason = str(exc).partition("\n")[0] or "the platform is not installed"
+            raise DeviceError(
+                f"JAX finds no devices with JAX_PLATFORMS={asked}: {reason}. Unset JAX_PLATFORMS to take what is there, "
+                "or set JAX_PLATFORMS=cpu."
+            ) from exc
     if isinstance(devices, str | jax.Device):
         devices = (devices,)
     found = tuple(find_device(d) for d in devices)

@@ -128,7 +128,8 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0)
             )
     if rows is not None and rows % parts:
         below, above = rows - rows % parts, rows - rows % parts + parts
+        sizes = f"{below} or {above}" if below else f"{above}"
         raise BatchError(
-            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {below or above} or {above} rows, "
+            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {sizes} rows, "
             'or feed it by `strategy.distribute_dataset(..., partial="pad")`, which fills up and masks the rest.'
         )

@@ -111,7 +111,7 @@ def before(name: str) -> dict[str, Any]:
 def after(name: str, strategy: jdist.Strategy, **options: Any) -> dict[str, Any]:
     module = load(f"{name}_after")
     if options:
-        module.jdist = with_options(options)  # ty: the module's own `jdist`
+        module.jdist = with_options(options)
     return module.main(strategy)
 
 

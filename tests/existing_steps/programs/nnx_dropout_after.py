@@ -25,7 +25,7 @@ def loss_fn(model, rngs, batch):
 
 def main(strategy):
     rng = np.random.default_rng(8)
-    xs = rng.normal(size=(6, 32, 6)).astype(np.float32)
+    xs = rng.normal(size=(6, 128, 6)).astype(np.float32)
     batches = [{"x": x, "y": np.tanh(x.sum(-1))} for x in xs]
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)

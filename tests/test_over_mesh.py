@@ -1,0 +1,143 @@
+"""A replica's function over the mesh: what goes to which replica and how results come back, by every transform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.errors import BatchError
+
+MESHES = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")}
+EVERY = {**MESHES, "one_device": jdist.one_device("cpu:3"), "default": jdist.default()}
+EACH = {name: EVERY[name] for name in ("shard_map", "pmap", "one_device", "default")}
+X = np.arange(8, dtype=np.float32)
+
+
+def step(state, batch, others):
+    new = jax.tree.map(lambda w: w + others["by"] * jdist.all_reduce(batch["x"].mean()), state)
+    return new, {"mean": batch["x"].mean()}, {"x": batch["x"] + state["w"]}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("numbers_of_leaves", [(1, 1, 1), (3, 1, 1), (1, 3, 1), (2, 3, 2)])
+def test_state_metrics_and_rows(name, numbers_of_leaves):
+    strategy = EVERY[name]
+    s, b, o = numbers_of_leaves
+    state = {"w": jnp.float32(1), **{f"w{i}": jnp.ones(3) for i in range(s - 1)}}
+    batch = {"x": X, **{f"x{i}": np.ones((8, i), np.int32) for i in range(b - 1)}}
+    others = {"by": jnp.float32(2), **{f"o{i}": jnp.ones(2) for i in range(o - 1)}}
+    run = jdist.distribute(step, strategy, args=("state", "batch", "replicated"), returns=("state", "metrics", "examples"))
+    for call in range(2):
+        state, metrics, rows = run(state, batch, others)
+        assert rows["x"].tolist() == (X + 1 + 7 * call).tolist()
+    assert all((np.asarray(leaf) == 15).all() for leaf in jax.tree.leaves(state))
+    assert float(metrics["mean"]) == 3.5
+    if strategy.mesh is not None:
+        for leaf in jax.tree.leaves((state, metrics)):
+            assert leaf.sharding == strategy.replicated_sharding
+        assert rows["x"].sharding.is_equivalent_to(strategy.batch_sharding, 1)
+
+
+PMAP_BUG = "BUG: with exactly 4 leaves in all, jax.pmap takes in_axes for one axis a leaf; write (None, None, 0, (None, None))"
+
+
+@pytest.mark.xfail(strict=True, reason=PMAP_BUG)
+@pytest.mark.parametrize(("s", "b"), [(2, 1), (1, 2)])
+def test_pmap_with_four_leaves_in_all(s, b):
+    def plus(state, batch):
+        return jax.tree.map(lambda w: w + jdist.all_reduce(batch["0"].mean()), state), {}
+
+    state = {str(i): jnp.float32(1) for i in range(s)}
+    state, _ = jdist.distribute(plus, MESHES["pmap"])(state, {str(i): X for i in range(b)})
+    assert float(state["0"]) == 4.5
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_per_replica_results_keep_the_order_of_the_replicas(name):
+    strategy = EACH[name]
+    run = jdist.distribute(
+        lambda batch: ({"own": jdist.PerReplica({"s": batch["x"].sum()}), "m": batch["x"].mean()}, batch["x"][:1]),
+        strategy,
+        args=("batch",),
+        returns=("metrics", "per_replica"),
+    )
+    metrics, first = run({"x": X, "y": X})
+    n = strategy.num_replicas
+    assert metrics["own"].value["s"].tolist() == X.reshape(n, -1).sum(1).tolist()
+    assert float(metrics["m"]) == 3.5
+    assert first.value[:, 0].tolist() == X.reshape(n, -1)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_steps_per_call(name):
+    def plus(state, batch):
+        return state + jdist.all_reduce(batch["x"].mean()), {"before": state, "x": batch["x"].mean()}
+
+    run = jdist.distribute(plus, EVERY[name], steps_per_call=3)
+    state, metrics = run(jnp.float32(1), {"x": np.arange(24, dtype=np.float32).reshape(3, 8), "y": np.ones((3, 8, 2))})
+    assert float(state) == 1 + 3.5 + 11.5 + 19.5
+    assert metrics["x"].tolist() == [3.5, 11.5, 19.5]
+    assert metrics["before"].tolist() == [1, 4.5, 16]
+
+
+@pytest.mark.parametrize("name", MESHES)
+class TestBatchesThatDoNotFit:
+    def run(self, name, batch, **options):
+        step = jdist.distribute(lambda w, b: (w, {}), MESHES[name], **options)
+        return step(1.0, batch)
+
+    @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+    def test_rows_that_do_not_divide(self, name, kind):
+        with pytest.raises(BatchError, match=r"7 rows does not divide by 2 \(2 replicas\)\. Use 6 or 8 rows"):
+            self.run(name, {"x": kind(X[:7])})
+
+    def test_rows_that_do_not_divide_among_microbatches(self, name):
+        with pytest.raises(BatchError, match=r"8 rows does not divide by 6 \(2 replicas x accumulate=3\)\. Use 6 or 12"):
+            self.run(name, {"x": X}, accumulate=3)
+
+    def test_steps_have_rows_too(self, name):
+        with pytest.raises(BatchError, match=r"7 rows does not divide by 2"):
+            self.run(name, {"x": np.ones((2, 7))}, steps_per_call=2)
+        with pytest.raises(BatchError, match=r"\['x'\] has shape \(8,\).*after the axis of steps"):
+            self.run(name, {"x": X}, steps_per_call=2)
+
+    def test_leaves_that_disagree(self, name):
+        with pytest.raises(BatchError, match=r"\['x'\] has 8, \['y'\] has 6"):
+            self.run(name, {"x": X, "y": X[:6]})
+
+    def test_a_scalar(self, name):
+        with pytest.raises(BatchError, match=r"\['temperature'\] has shape \(\).*replicated argument"):
+            self.run(name, {"x": X, "temperature": np.float32(2)} if name else {})
+
+
+def test_default_checks_rows_as_well():
+    with pytest.raises(BatchError, match=r"\['x'\] has 8, \['y'\] has 6"):
+        jdist.distribute(lambda w, b: (w, {}), jdist.default())(1.0, {"x": X, "y": X[:6]})
+
+
+def hlo(strategy, **options):
+    def train(state, batch):
+        f = lambda p: jdist.mean((batch["x"] * p["w"] + p["b"]) ** 2)  # noqa: E731
+        loss, grads = jdist.value_and_grad(f)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), {"loss": loss}
+
+    run = jdist.distribute(train, strategy, **options)
+    state = {"w": jnp.float32(1), "b": jnp.float32(0)}
+    return run.lower(state, {"x": X, "y": X}).as_text()
+
+
+@pytest.mark.parametrize("name", ["shard_map", "pmap"])
+def test_loss_and_all_gradients_go_in_one_all_reduce(name):
+    # One psum of the tree: StableHLO writes one all_reduce, of several operands or one for each leaf side by side.
+    text = hlo(MESHES[name])
+    assert 1 <= text.count("stablehlo.all_reduce") <= 3
+    assert "all_gather" not in text
+    assert "all_reduce" not in hlo(EVERY["default"])
+
+
+def test_donation_is_asked_for_exactly_where_wanted():
+    for name in ("shard_map", "jit", "default"):
+        donated = ("tf.aliasing_output", "jax.buffer_donor")
+        assert any(word in hlo(EVERY[name]) for word in donated)
+        assert not any(word in hlo(EVERY[name], donate=False) for word in donated)

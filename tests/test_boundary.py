@@ -173,7 +173,9 @@ def test_the_parts_equal_the_whole_step(name, at):
         lambda x: jax.random.key_data(x) if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key) else x, tree
     )
     for got, expected in ((new_state, expected_state), (outputs, expected_outputs)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), numbers(got), numbers(expected))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), numbers(got), numbers(expected)
+        )
     if at == "update" and name == "written_after_the_update":
         carried = carried | {".extra['best']"}  # the loss is known there before any optimiser is called
     assert names(expected_state, parts.carried) == carried
@@ -284,7 +286,9 @@ class Outer(TrainState):
     inner: Any = None
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: a TrainState inside another's field is not marked: its update stays where it is")
+@pytest.mark.xfail(
+    strict=True, reason="BUG: a TrainState inside another's field is not marked: its update stays where it is"
+)
 def test_a_train_state_within_another_is_split_as_well():
     inner = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
     state = Outer.create(apply_fn=None, params=params(), tx=optax.sgd(0.1), inner=inner)

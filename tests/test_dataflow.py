@@ -49,7 +49,7 @@ def test_uses_primitive_looks_into_nested_functions():
 
 
 def test_needed_stops_at_what_is_given():
-    closed, (a, b), (x, y, _) = traced()
+    closed, (a, b), (x, *_) = traced()
     equations, reads = dataflow.needed(closed, [x], given=set())
     assert [eqn.primitive.name for eqn in equations] == ["mul", "add"]
     assert (a in reads, b in reads) == (True, False)

@@ -23,7 +23,10 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"acumulate": 2}, r"no option `acumulate`\. Did you mean `accumulate`\? It has: args, returns, static_argnames"),
+        (
+            {"acumulate": 2},
+            r"no option `acumulate`\. Did you mean `accumulate`\? It has: args, returns, static_argnames",
+        ),
         ({"zzz": 2}, r"no option `zzz`\. It has: args,"),
         ({"args": ("state", "bach")}, r"`args` has 'bach'; allowed are 'state', 'batch', .*Did you mean 'batch'\?"),
         ({"args": ("metrics",)}, r"`args` has 'metrics'; allowed are"),
@@ -35,7 +38,10 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
         ({"returns": ()}, r"`returns` is \(\); it needs one role or more"),
         ({"returns": ("state", "state")}, r"at most one \"state\""),
         ({"args": ("batch",), "returns": ("state",)}, r"but `args` is \('batch',\) without a \"state\" to update"),
-        ({"non_finite": "rise"}, r"`non_finite` has 'rise'; allowed are 'raise', 'skip', 'apply'\. Did you mean 'raise'"),
+        (
+            {"non_finite": "rise"},
+            r"`non_finite` has 'rise'; allowed are 'raise', 'skip', 'apply'\. Did you mean 'raise'",
+        ),
         ({"accumulate": 0}, r"`accumulate` is 0; it must be an integer of at least 1"),
         ({"accumulate": 2.0}, r"`accumulate` is 2\.0; it must be an integer"),
         ({"accumulate": True}, r"`accumulate` is True"),

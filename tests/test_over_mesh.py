@@ -27,7 +27,9 @@ def test_state_metrics_and_rows(name, numbers_of_leaves):
     state = {"w": jnp.float32(1), **{f"w{i}": jnp.ones(3) for i in range(s - 1)}}
     batch = {"x": X, **{f"x{i}": np.ones((8, i), np.int32) for i in range(b - 1)}}
     others = {"by": jnp.float32(2), **{f"o{i}": jnp.ones(2) for i in range(o - 1)}}
-    run = jdist.distribute(step, strategy, args=("state", "batch", "replicated"), returns=("state", "metrics", "examples"))
+    run = jdist.distribute(
+        step, strategy, args=("state", "batch", "replicated"), returns=("state", "metrics", "examples")
+    )
     for call in range(2):
         state, metrics, rows = run(state, batch, others)
         assert rows["x"].tolist() == (X + 1 + 7 * call).tolist()
@@ -39,7 +41,9 @@ def test_state_metrics_and_rows(name, numbers_of_leaves):
         assert rows["x"].sharding.is_equivalent_to(strategy.batch_sharding, 1)
 
 
-PMAP_BUG = "BUG: with exactly 4 leaves in all, jax.pmap takes in_axes for one axis a leaf; write (None, None, 0, (None, None))"
+PMAP_BUG = (
+    "BUG: with exactly 4 leaves in all, jax.pmap takes in_axes for one axis a leaf; write (None, None, 0, (None, None))"
+)
 
 
 @pytest.mark.xfail(strict=True, reason=PMAP_BUG)
@@ -75,7 +79,8 @@ def test_steps_per_call(name):
         return state + jdist.all_reduce(batch["x"].mean()), {"before": state, "x": batch["x"].mean()}
 
     run = jdist.distribute(plus, EVERY[name], steps_per_call=3)
-    state, metrics = run(jnp.float32(1), {"x": np.arange(24, dtype=np.float32).reshape(3, 8), "y": np.ones((3, 8, 2))})
+    x = np.arange(24, dtype=np.float32).reshape(3, 8)
+    state, metrics = run(jnp.float32(1), {"x": x, "y": np.ones((3, 8, 2)), "z": np.ones((3, 8))})
     assert float(state) == 1 + 3.5 + 11.5 + 19.5
     assert metrics["x"].tolist() == [3.5, 11.5, 19.5]
     assert metrics["before"].tolist() == [1, 4.5, 16]
@@ -93,7 +98,9 @@ class TestBatchesThatDoNotFit:
             self.run(name, {"x": kind(X[:7])})
 
     def test_rows_that_do_not_divide_among_microbatches(self, name):
-        with pytest.raises(BatchError, match=r"8 rows does not divide by 6 \(2 replicas x accumulate=3\)\. Use 6 or 12"):
+        with pytest.raises(
+            BatchError, match=r"8 rows does not divide by 6 \(2 replicas x accumulate=3\)\. Use 6 or 12"
+        ):
             self.run(name, {"x": X}, accumulate=3)
 
     def test_steps_have_rows_too(self, name):
@@ -103,7 +110,7 @@ class TestBatchesThatDoNotFit:
             self.run(name, {"x": X}, steps_per_call=2)
 
     def test_leaves_that_disagree(self, name):
-        with pytest.raises(BatchError, match=r"\['x'\] has 8, \['y'\] has 6"):
+        with pytest.raises(BatchError, match=r"\['x'\] has 8, .*\['y'\] has 6"):
             self.run(name, {"x": X, "y": X[:6]})
 
     def test_a_scalar(self, name):
@@ -112,7 +119,7 @@ class TestBatchesThatDoNotFit:
 
 
 def test_default_checks_rows_as_well():
-    with pytest.raises(BatchError, match=r"\['x'\] has 8, \['y'\] has 6"):
+    with pytest.raises(BatchError, match=r"\['x'\] has 8, .*\['y'\] has 6"):
         jdist.distribute(lambda w, b: (w, {}), jdist.default())(1.0, {"x": X, "y": X[:6]})
 
 

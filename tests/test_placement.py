@@ -1,6 +1,8 @@
 """State into its place, and whole back to the host."""
 
 import functools
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -197,13 +199,6 @@ class TestFetchChecks:
         with pytest.raises(DonatedStateError, match=r"\['w'\]"):
             TWO.fetch(state)
 
-    @pytest.mark.skip(reason="BUG: strategy.check of a donated state ends the process with SIGSEGV")
-    def test_check_of_a_donated_state(self):
-        state = TWO.init(lambda: {"w": jnp.ones(2)})
-        state["w"].delete()
-        with pytest.raises(DonatedStateError, match=r"\['w'\]"):
-            TWO.check(state)
-
     def test_it_waits_for_the_steps_in_flight(self):
         strategy = jdist.mirrored(["cpu:0", "cpu:1"])
 
@@ -231,3 +226,32 @@ def test_distribute_dataset_pads_and_refuses():
     assert [b["mask"].tolist() for b in batches] == [[1, 1, 1, 0], [1, 1, 0, 0]]
     with pytest.raises(BatchError, match="3"):
         TWO.distribute_dataset(data, partial="error")
+
+
+CRASHES = {
+    "check of a donated state": """
+        state = two.init(lambda: {"w": jnp.ones(2)})
+        two.check(state)
+        state["w"].delete()
+        try:
+            two.check(state)
+        except jdist.errors.DonatedStateError as error:
+            assert "['w']" in str(error)
+        else:
+            raise SystemExit("not refused")
+    """,
+    "one array of the caller's twice in a state": """
+        x = jnp.ones(2)
+        step = jdist.distribute(lambda s, b: ({"a": s["a"] + 1, "b": s["b"] + 2}, {}), two)
+        state, _ = step({"a": x, "b": x}, {"x": jnp.ones(2)})
+        assert (state["a"].tolist(), state["b"].tolist()) == ([2, 2], [3, 3])
+    """,
+}
+
+
+@pytest.mark.xfail(strict=True, raises=subprocess.CalledProcessError, reason="BUG: ends the process: SIGSEGV")
+@pytest.mark.parametrize("name", CRASHES)
+def test_what_once_ended_the_process(name):
+    lines = [line[8:] for line in CRASHES[name].splitlines()]
+    program = ["import jax.numpy as jnp, jdist", 'two = jdist.mirrored(["cpu:0", "cpu:1"])', *lines]
+    subprocess.run([sys.executable, "-c", "\n".join(program)], check=True, timeout=120, capture_output=True)

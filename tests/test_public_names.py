@@ -7,11 +7,33 @@ import pytest
 
 import jdist
 
-NAMES = """
-PerReplica Strategy TrainState all_gather all_reduce data default distribute errors get_strategy grad has_strategy
-make_strategy mean mirrored nnx num_replicas one_device optimizer reduction replica_axes replica_id replica_rng
-set_strategy value_and_grad
-""".split()
+NAMES = [
+    "PerReplica",
+    "Strategy",
+    "TrainState",
+    "all_gather",
+    "all_reduce",
+    "data",
+    "default",
+    "distribute",
+    "errors",
+    "get_strategy",
+    "grad",
+    "has_strategy",
+    "make_strategy",
+    "mean",
+    "mirrored",
+    "nnx",
+    "num_replicas",
+    "one_device",
+    "optimizer",
+    "reduction",
+    "replica_axes",
+    "replica_id",
+    "replica_rng",
+    "set_strategy",
+    "value_and_grad",
+]
 
 
 def test_the_public_names_are_these():

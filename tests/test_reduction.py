@@ -17,7 +17,9 @@ def test_by_name_or_given():
 
 @pytest.mark.parametrize("value", ["ring", None, 3, ["psum"], psum])
 def test_what_is_no_algorithm_is_refused_with_what_is(value):
-    with pytest.raises(StrategyError, match=r"`all_reduce` is .*; allowed are the names 'psum' and a `jdist\.reduction"):
+    with pytest.raises(
+        StrategyError, match=r"`all_reduce` is .*; allowed are the names 'psum' and a `jdist\.reduction"
+    ):
         make_reduction(value)
 
 

@@ -145,7 +145,7 @@ def test_elements_far_apart_that_changed_places_change_the_hash():
     assert hash_one(before) != hash_one(before[::-1].copy())
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: after two rows of 2^20 changed places the hash differs in 12 bits at most")
+@pytest.mark.xfail(strict=True, reason="BUG: two rows of 2^18 that changed places: 14 bits tell it at most")
 def test_rows_that_changed_places_change_all_bits_of_the_hash():
     differences = set()
     for seed in range(4):
@@ -191,7 +191,9 @@ def test_a_long_list_is_cut_in_the_message_and_whole_in_the_attributes():
 class TestInAStep:
     """One leaf's all-reduce forgotten, under the transforms that run a step once for each replica."""
 
-    batch = {"x": np.arange(1, 5, dtype=np.float32)}
+    @property
+    def batch(self):
+        return {"x": np.arange(1, 5, dtype=np.float32)}
 
     @staticmethod
     def step(params, batch):
@@ -221,17 +223,18 @@ class TestInAStep:
         with pytest.raises(ReplicaDivergenceError):
             strategy.check(state)
 
-    @pytest.mark.parametrize(("every", "per_call", "expected"), [(3, 1, [0, 3, 6]), (1, 1, [*range(8)]), (4, 2, [0, 2, 4, 6])])
+    @pytest.mark.parametrize(
+        ("every", "per_call", "expected"), [(3, 1, [0, 3, 6]), (1, 1, [*range(8)]), (4, 2, [0, 2, 4, 6])]
+    )
     def test_it_is_made_after_the_first_step_and_every_so_many(self, every, per_call, expected, monkeypatch):
         strategy = jdist.mirrored(["cpu:0", "cpu:1"])
-        train_step = jdist.distribute(
-            lambda w, b: (w + 1, {}), strategy, check_replicas=every, steps_per_call=per_call
-        )
-        checked, state = [], strategy.init(lambda: jnp.float32(0))
-        monkeypatch.setattr(type(strategy), "check", lambda self, state: checked.append(call))
+        train_step = jdist.distribute(lambda w, b: (w + 1, {}), strategy, check_replicas=every, steps_per_call=per_call)
+        calls, checked, state = [], [], strategy.init(lambda: jnp.float32(0))
+        monkeypatch.setattr(type(strategy), "check", lambda self, state: checked.append(len(calls)))
         batch = {"x": np.ones(2)} if per_call == 1 else {"x": np.ones((per_call, 2))}
-        for call in range(8):
+        while len(calls) < 8:
             state, _ = train_step(state, batch)
+            calls.append(1)
         assert checked == expected
 
     def test_one_replica_is_never_checked(self, monkeypatch):

@@ -107,7 +107,9 @@ class TestByName:
             jdist.make_strategy(name)
 
     def test_an_unknown_option_lists_the_known_and_the_nearest(self):
-        message = r"'mirrored' has no option 'device'\. Did you mean 'devices'\? It has: devices, transform, all_reduce, axis"
+        message = (
+            r"'mirrored' has no option 'device'\. Did you mean 'devices'\? It has: devices, transform, all_reduce, axis"
+        )
         with pytest.raises(StrategyError, match=message):
             jdist.make_strategy("mirrored", device="cpu:0")
         with pytest.raises(StrategyError, match=r"'default' has no option 'axis'\. It has none\."):

@@ -104,13 +104,14 @@ class TestBatch:
         with pytest.raises(BatchError, match=r"5 rows .* Use 4 or 6"):
             self.check({"x": np.ones((3, 5))}, lead=1)
 
-    @pytest.mark.xfail(strict=True, reason="UGLY: 'Use 8 or 8 rows' where the batch is smaller than one part")
     def test_fewer_rows_than_parts(self):
         with pytest.raises(BatchError, match=r"Use 8 rows"):
             self.check({"x": np.ones(5)}, parts=8)
 
     def test_no_axis_of_rows(self):
-        with pytest.raises(BatchError, match=r"\['x'\] has shape \(\); it needs a leading axis of rows\. Pass.*replicated"):
+        with pytest.raises(
+            BatchError, match=r"\['x'\] has shape \(\); it needs a leading axis of rows\. Pass.*replicated"
+        ):
             self.check({"x": 3})
         with pytest.raises(BatchError, match=r"the batch has shape \(3,\).*rows after the axis of steps"):
             self.check(np.ones(3), lead=1)

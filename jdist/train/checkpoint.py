@@ -588,9 +588,15 @@ def _crc32(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _orbax(**options: Any) -> contextlib.closing[Any]:
-    # Any: its methods are annotated with etils' Path, though pathlib's serves as well.
-    return contextlib.closing(ocp.PyTreeCheckpointHandler(**options))
+@contextlib.contextmanager
+def _orbax(**options: Any) -> Iterator[Any]:  # Any: its methods are annotated with etils' Path; pathlib's does as well
+    before = set(threading.enumerate())
+    with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
+        yield handler
+    # Orbax closes its event loops without waiting for their worker threads, which are about to end.
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("asyncio_"):
+            thread.join(timeout=1.0)  # bounded: it may be somebody else's, born at the same time
 
 
 def _store_arrays(folder: Path, arrays: list[np.ndarray]) -> None:

@@ -191,6 +191,14 @@ def test_computes_what_it_did(case: Case, kind: str) -> None:
         assert case.why
 
 
+@by_name(argvalues=[case for case in CASES if case.axis is None and "mirrored" not in case.same])
+def test_the_global_view_draws_as_one_device_does(case: Case) -> None:
+    strategy = jdist.mirrored(transform="jit")
+    results = after(case.name, strategy)
+    strategy.check(results["state"])
+    assert_same(results, before(case.name))
+
+
 @by_name(argvalues=[case for case in CASES if case.accumulate != "refused"])
 def test_accumulates(case: Case) -> None:
     strategy = strategies(case)["mirrored"]()

@@ -56,7 +56,7 @@ def mesh(num_devices):
 def every_kind():
     odd = np.array([np.nan, -0.0, np.inf, 1e-45], np.float32).reshape(2, 2)
     return {
-        "node": Node(rng=jax.random.key(3), inner={"w": jnp.asarray(odd), 1: jnp.ones((3, 0))}, function=len),
+        "node": Node(rng=jax.random.key(3), inner={"w": jnp.asarray(odd), "1": jnp.ones((3, 0))}, function=len),
         "pair": Pair(jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3), None),
         "keys": (jax.random.split(jax.random.key(1, impl="rbg"), 4), jax.random.key(0, impl="unsafe_rbg")),
         "small": [jnp.array([1, 2], d) for d in ("int4", "uint4", "float8_e4m3fn", "int8", "bool", "float16")],

@@ -44,7 +44,7 @@ def main(strategy):
         train_state = train_state.apply_gradients(grads=grads)
         return train_state, {"loss": loss, "accuracy": accuracy}
 
-    rng = jax.random.key(1)
+    rng = jax.random.key(1, impl="rbg")
     losses = []
     for batch in batches:
         rng, step_rng = jax.random.split(rng)

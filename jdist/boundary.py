@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
@@ -135,19 +136,24 @@ def split(
         cuts.extend(recorder.cuts)
         return (new_state, outputs), [cut.inputs for cut in cuts], [cut.placeholders for cut in cuts]
 
-    try:
-        closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch, others, jnp.int32(0))
-    except jax.errors.UnexpectedTracerError as exc:
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch, others, jnp.int32(0))
+    # A value that was kept inside an inner trace is no variable of this one; JAX takes it for a constant.
+    if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
         raise BoundaryError(
             "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or its optimiser inside a `lax.scan`, "
             "`lax.cond`, `jax.jit` or `jax.checkpoint` of its own, where it cannot be split (`accumulate` needs that). "
             "Call it in the step itself: let the inner function return the loss of each example and take the mean "
             "outside of it."
-        ) from exc
+        )
     if not any(cut.kind != "count" for cut in cuts):
         what = "`jdist.value_and_grad` or `jdist.grad`" if at == "gradient" else "an optimiser"
-        hint = "jax.value_and_grad -> jdist.value_and_grad" if at == "gradient" else "tx -> jdist.optimizer(tx)"
-        raise BoundaryError(f"the step calls {what} nowhere, so there is nothing to split. Change: {hint}.")
+        hint = (
+            "Change `jax.value_and_grad` to `jdist.value_and_grad` (a DynamicScale takes gradients of its own and "
+            "cannot be split)."
+            if at == "gradient"
+            else "Change `tx` to `jdist.optimizer(tx)`."
+        )
+        raise BoundaryError(f"the step calls {what} nowhere, so there is nothing to split. {hint}")
     return _Analysis(closed, shapes[0], cuts, state, batch, others).split()
 
 
@@ -302,16 +308,24 @@ def _marking_optimizers(step: Step) -> Step:
 
 
 def _map_optimizers(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    def held(node: Any) -> dict[str, Any]:
-        if not dataclasses.is_dataclass(node):
-            return {}
-        fields = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
-        return {name: tx for name, tx in fields.items() if isinstance(tx, optax.GradientTransformation)}
+    def fields_of(node: Any) -> dict[str, Any]:
+        return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)} if is_holder(node) else {}
+
+    def is_holder(node: Any) -> bool:
+        return dataclasses.is_dataclass(node) and any(
+            isinstance(getattr(node, f.name), optax.GradientTransformation) for f in dataclasses.fields(node)
+        )
 
     def replaced(node: Any) -> Any:
-        return dataclasses.replace(node, **{k: change(tx) for k, tx in held(node).items()}) if held(node) else node
+        if not is_holder(node):
+            return node
+        changed = {
+            name: change(value) if isinstance(value, optax.GradientTransformation) else _map_optimizers(change, value)
+            for name, value in fields_of(node).items()
+        }
+        return dataclasses.replace(node, **changed)
 
-    return jax.tree.map(replaced, tree, is_leaf=lambda node: bool(held(node)))
+    return jax.tree.map(replaced, tree, is_leaf=is_holder)
 
 
 def _leaves(*trees: PyTree) -> list[jax.Array]:

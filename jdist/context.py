@@ -64,6 +64,7 @@ class ReplicaTrace:
         recorder: set while the step is being split into gradient part and update part.
         reduced: arrays that already hold the same value on every replica, so that averaging them again can be left out.
         finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
+        hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
     """
 
@@ -71,6 +72,7 @@ class ReplicaTrace:
     recorder: Recorder | None = None
     reduced: list[jax.Array] = field(default_factory=list)
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:

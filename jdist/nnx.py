@@ -20,8 +20,8 @@ from flax import nnx
 from jdist import replica
 from jdist.errors import StepError
 from jdist.strategy import Strategy
-from jdist.transforms.distribute import DistributedStep
 from jdist.transforms.distribute import distribute as distribute_pure
+from jdist.transforms.step import DistributedStep
 
 PyTree = Any
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
@@ -69,8 +69,8 @@ def grad(
 def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., Any]], NNXStep]:
     """Runs a step over mutable nnx objects on all replicas; takes the place of `@nnx.jit`.
 
-    The step's leading arguments that hold nnx objects are its state and are changed in place; the next argument is the
-    batch, further ones are replicated.
+    Arguments that hold nnx objects are the step's state and are changed in place; the first of the others is the batch,
+    further ones are replicated.
 
     Args:
         strategy: what `jdist.mirrored()` and its like return.
@@ -121,13 +121,13 @@ class NNXStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it; see `DistributedStep.lower`."""
-        graphdef, state, rest, _ = _split(args)
-        return self._distributed.lower(graphdef, state, *rest, **kwargs)
+        static, state, rest, _ = _split(args)
+        return self._distributed.lower(static, state, *rest, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        graphdef, state, rest, objects = _split(args)
+        static, state, rest, objects = _split(args)
         try:
-            state, *results = self._distributed(graphdef, state, *rest, **kwargs)
+            state, *results = self._distributed(static, state, *rest, **kwargs)
         finally:
             # Also after an interrupt or an error: the arrays that the objects held may have been donated.
             newest = self._distributed.last_state
@@ -138,18 +138,17 @@ class NNXStep:
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """`(graph definition, state by kind, other arguments, objects)`."""
-    count = 0
-    while count < len(args) and _holds_objects(args[count]):
-        count += 1
-    if count == 0:
+    """`((graph definition, which arguments are objects), state by kind, other arguments, objects)`."""
+    which = tuple(map(_holds_objects, args))
+    if not any(which[:1]):
         raise StepError(
             "jdist.nnx.distribute: the step's first argument holds no nnx object. It must be the model, the optimizer "
             "or a tuple of them; for steps over pure states use `jdist.distribute`."
         )
-    objects = args[:count]
+    objects = tuple(arg for arg, is_object in zip(args, which, strict=True) if is_object)
+    rest = tuple(arg for arg, is_object in zip(args, which, strict=True) if not is_object)
     graphdef, *state = nnx.split(objects, *_KINDS)
-    return graphdef, tuple(state), args[count:], objects
+    return (graphdef, which), tuple(state), rest, objects
 
 
 def _holds_objects(value: Any) -> bool:
@@ -159,7 +158,8 @@ def _holds_objects(value: Any) -> bool:
 
 def _pure(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def pure(graphdef: Any, state: tuple[Any, ...], batch: PyTree, *rest: Any, **kwargs: Any) -> Any:
+    def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
+        graphdef, which = static
         keys, metrics, statistics, others = state
         own_keys = jax.tree.map(replica.replica_rng, keys)
         # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
@@ -167,7 +167,8 @@ def _pure(step: Callable[..., Any]) -> Callable[..., Any]:
         objects = nnx.merge(graphdef, own_keys, *copies)
         if replica.replica_axes() is not None:
             _check_additive(objects)
-        result = step(*objects, batch, *rest, **kwargs)
+        mutable, others_of_step = iter(objects), iter(rest)
+        result = step(*(next(mutable if is_object else others_of_step) for is_object in which), **kwargs)
         new_graphdef, _, new_metrics, new_statistics, new_others = nnx.split(objects, *_KINDS)
         if new_graphdef != graphdef:
             raise StepError(

@@ -63,28 +63,35 @@ def replica_id() -> jax.Array:
 def replica_rng(key: jax.Array) -> jax.Array:
     """A key of this replica's own, so that dropout or noise differs from replica to replica.
 
-    With `accumulate=k` it also differs from microbatch to microbatch. In the global view, and outside a mesh, it is
-    `key` itself: one draw over the whole batch differs from row to row anyway.
+    With `accumulate=k` it also differs from microbatch to microbatch. With one replica, in the global view, and outside
+    a mesh it is `key` itself: one draw over the whole batch differs from row to row anyway.
 
     Args:
-        key: a PRNG key, the same on all replicas; scalar.
+        key: a PRNG key, or an array of keys, the same on all replicas.
 
     Returns:
-        A PRNG key; scalar.
+        Keys of the same shape.
     """
     trace = context.current_trace()
-    if replica_axes() is not None:
-        key = jax.random.fold_in(key, replica_id())
+    if replica_axes() is not None and num_replicas() > 1:
+        key = _fold_in(key, replica_id())
     recorder = _gradient_recorder(trace)
     if recorder is not None and recorder.num_microbatches > 1:
-        key = jax.random.fold_in(key, recorder.microbatch)
+        key = _fold_in(key, recorder.microbatch)
     return key
+
+
+def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim == 0:
+        return jax.random.fold_in(key, number)
+    return jax.vmap(jax.random.fold_in, (0, None))(key.ravel(), number).reshape(key.shape)
 
 
 def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
     """Reduces each leaf over the replicas; every replica receives the result.
 
-    Differentiable, with the meaning of `tf.distribute`'s all_reduce: the gradient of a sum is summed over replicas.
+    "mean" and "sum" are differentiable, with the meaning of `tf.distribute`'s all_reduce: the gradient of a sum is summed
+    over replicas.
 
     Args:
         tree: pytree of arrays of the same shapes on every replica.
@@ -184,7 +191,7 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     if weights.dtype == jnp.bool_:
         total = jnp.where(weights, values, 0).sum()  # where, not *: an infinite loss on padding stays out
     else:
-        total = (weights * values).sum()
+        total = jnp.where(weights != 0, weights * values, 0).sum()
     count = jax.lax.stop_gradient(weights.sum(dtype=values.dtype))
     axes, recorder = replica_axes(), _gradient_recorder(context.current_trace())
     parts = 1 if axes is None else num_replicas()
@@ -234,6 +241,12 @@ def value_and_grad(
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
+        if isinstance(result, tuple) != has_aux or (has_aux and len(result) != 2):
+            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else "one value"
+            raise StepError(
+                f"jdist.value_and_grad: with has_aux={has_aux} the function must return "
+                f"{'a pair (loss, aux)' if has_aux else 'the loss alone'}; it returned {got}."
+            )
         loss = result[0] if has_aux else result
         if not isinstance(loss, float | int) and jnp.shape(loss) != ():
             raise StepError(
@@ -306,7 +319,9 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     out = [leaf for _, leaf in leaves]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
-    if trace is not None and trace.at_step_level():
+    if trace is not None and not trace.at_step_level():
+        trace.hidden.append(op)
+    elif trace is not None:
         trace.finite.append(("the loss", all_finite(value)))
         trace.finite.extend(
             (f"the gradient of {paths[i] or 'the parameters'}", all_finite(out[i]))

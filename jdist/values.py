@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
@@ -37,10 +38,17 @@ class PerReplica:
         Returns:
             A tuple of `num_replicas` pytrees of numpy arrays.
         """
-        stacked = jax.tree.map(np.asarray, self.value)
+        stacked = jax.tree.map(to_host, self.value)
         leaves = jax.tree.leaves(stacked)
         num_replicas = leaves[0].shape[0] if leaves else 0
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
+
+
+def to_host(x: Any) -> Any:
+    """An array as a numpy array of its own; a typed PRNG key stays a key array."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+    return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
 
 
 def is_per_replica(node: object) -> bool:

@@ -26,11 +26,16 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
             asked = os.environ.get("JAX_PLATFORMS")
             reason = str(exc).partition("\n")[0] or "the platform is not installed"
             raise DeviceError(
-                f"JAX finds no devices with JAX_PLATFORMS={asked}: {reason}. Unset JAX_PLATFORMS to take what is there, "
-                "or set JAX_PLATFORMS=cpu."
+                f"JAX finds no devices with JAX_PLATFORMS={asked}: {reason}. Unset JAX_PLATFORMS to take what is "
+                "there, or set JAX_PLATFORMS=cpu."
             ) from exc
     if isinstance(devices, str | jax.Device):
         devices = (devices,)
+    if not isinstance(devices, Iterable):
+        raise DeviceError(
+            f"`devices` is {devices!r}; it must be a list of devices, for example jax.devices()[:2] or "
+            '["gpu:0", "gpu:1"].'
+        )
     found = tuple(find_device(d) for d in devices)
     if not found:
         raise DeviceError("`devices` is empty; name at least one, or leave it out to use every device JAX sees.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.strategy import Device, Operations, Strategy, Transform
 from jdist.transforms import placement
@@ -24,7 +25,13 @@ LOCAL = Operations(
 def strategy_over(
     devices: tuple[Device, ...], *, name: str, axis: str, transform: Transform, reduction: Reduction
 ) -> Strategy:
-    """A strategy with one replica a device, on a mesh of one axis in the order of `devices`."""
+    """A strategy with one replica a device, on a mesh of one axis in the order of `devices`.
+
+    Raises:
+        StrategyError: `axis` is no name.
+    """
+    if not isinstance(axis, str) or not axis.isidentifier():
+        raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
     # Auto, not the default Explicit: sharding must not become part of every array's type inside users' models.
     mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
     return Strategy(

@@ -39,8 +39,6 @@ def mirrored(
     """
     if transform not in get_args(Transform):
         raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, get_args(Transform)))}.")
-    if not isinstance(axis, str) or not axis.isidentifier():
-        raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
     return strategy_over(
         find_devices(devices),
         name="mirrored",

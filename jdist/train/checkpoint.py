@@ -1,6 +1,6 @@
 """Checkpoints: written behind the run's back, there whole or not at all, checked when read. The only importer of orbax.
 
-    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; what each leaf is, and its crc32
+    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf and file, with crc32
     DIRECTORY/step_00000500_save_00003/arrays/          the leaves, an orbax checkpoint of {"0": array, "1": array, ...}
     DIRECTORY/.saving_...  .deleting_...                what a killed process left half done; removed by the next one
 
@@ -15,8 +15,10 @@ used, on a thread of its own, over host copies.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
@@ -251,7 +253,7 @@ class Checkpointer:
             try:
                 body = _manifest(path)
                 order = _fit(path, body["leaves"], described)
-                reading = _Job(lambda path=path, body=body: _read_arrays(path, body["leaves"]))
+                reading = _Job(lambda path=path, body=body: _read_arrays(path, body))
                 arrays = reading.result(self._timeout_s, f"reading {path}")
             except _Damaged as error:
                 problems.append(str(error))
@@ -287,6 +289,7 @@ class Checkpointer:
                 for leaf, array in zip(body["leaves"], arrays, strict=True):
                     leaf["stored"] = {"shape": list(array.shape), "dtype": str(array.dtype)}
                     leaf["crc32"] = _crc32(array)
+                _check_room(part, arrays)
                 _store_arrays(part / "arrays", arrays)
                 _write_manifest(part, body)
                 _commit(part, path)
@@ -434,15 +437,23 @@ def _only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _flush(tree: Path) -> dict[str, int]:
-    """Have the disk hold all of a tree; returns the size of each file in bytes."""
-    sizes: dict[str, int] = {}
-    for folder, _, files in os.walk(tree):
-        for path in (*(Path(folder) / name for name in sorted(files)), Path(folder)):
+def _flush(tree: Path) -> dict[str, list[int]]:
+    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file."""
+    files: dict[str, list[int]] = {}
+    for folder, _, names in os.walk(tree):
+        for path in [Path(folder) / name for name in sorted(names)]:
             _fsync(path)
-            if path.name in files:
-                sizes[path.relative_to(tree).as_posix()] = path.stat().st_size
-    return sizes
+            files[path.relative_to(tree).as_posix()] = [path.stat().st_size, _file_crc32(path)]
+        _fsync(Path(folder))
+    return files
+
+
+def _file_crc32(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb", buffering=0) as handle:
+        while block := handle.read(1 << 20):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
 
 
 def _fsync(path: Path) -> None:
@@ -461,7 +472,10 @@ def _commit(part: Path, path: Path) -> None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return f"{type(error).__name__}: {str(error).strip()[:400]}"
+    text = str(error).strip()
+    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to say it, at the end of a long story
+        return os.strerror(int(code[1]))
+    return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
 
 
 # ---- the manifest ----------------------------------------------------------------------------------------------------
@@ -506,7 +520,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         )
     if digest != _digest(body):
         raise _Damaged(f"{file}: its checksum does not match")
-    for name, size_bytes in body["files"].items():
+    for name, (size_bytes, _) in body["files"].items():
         try:
             there_bytes = (path / name).stat().st_size
         except OSError as error:
@@ -588,15 +602,33 @@ def _crc32(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    # Orbax logs an error's traceback once a thread that it passes through, pages of it, and then raises it.
+    return "_SignalingThread.run() raised an exception" not in record.getMessage()
+
+
 @contextlib.contextmanager
 def _orbax(**options: Any) -> Iterator[Any]:  # Any: its methods are annotated with etils' Path; pathlib's does as well
     before = set(threading.enumerate())
-    with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
-        yield handler
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_news)
+    try:
+        with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
+            yield handler
+    finally:
+        logger.removeFilter(_is_news)
     # Orbax closes its event loops without waiting for their worker threads, which are about to end.
     for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("asyncio_"):
             thread.join(timeout=1.0)  # bounded: it may be somebody else's, born at the same time
+
+
+def _check_room(folder: Path, arrays: list[np.ndarray]) -> None:
+    """Refuse early: a save that fills the disk on its way to failing would take others' writes down with it."""
+    needed_bytes, disk = sum(array.nbytes for array in arrays), shutil.disk_usage(folder)
+    if disk.total and disk.free < needed_bytes:  # some file systems report nothing at all
+        text = f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes needed, {disk.free:,} free"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def _store_arrays(folder: Path, arrays: list[np.ndarray]) -> None:
@@ -609,8 +641,9 @@ def _store_arrays(folder: Path, arrays: list[np.ndarray]) -> None:
             handler.finalize(folder)
 
 
-def _read_arrays(path: Path, leaves: list[dict[str, Any]]) -> list[np.ndarray]:
+def _read_arrays(path: Path, body: dict[str, Any]) -> list[np.ndarray]:
     """The saved arrays in the manifest's order, each as it was saved to the bit."""
+    leaves, files = body["leaves"], body["files"]
     stored = {
         str(i): ocp.RestoreArgs(restore_type=np.ndarray)
         for i, leaf in enumerate(leaves)
@@ -618,9 +651,15 @@ def _read_arrays(path: Path, leaves: list[dict[str, Any]]) -> list[np.ndarray]:
     }
     tree: dict[str, np.ndarray] = {}
     try:
+        # Before orbax sees them: it may read garbage as lengths, and fails in threads that nobody listens to.
+        for name, (_, crc32) in files.items():
+            if _file_crc32(path / name) != crc32:
+                raise _Damaged(f"{path / name}: its checksum does not match")
         if stored:
             with _orbax() as handler:
                 tree = handler.restore(path / "arrays", args=ocp.args.PyTreeRestore(restore_args=stored))
+    except _Damaged:
+        raise
     except Exception as error:
         raise _Damaged(f"{path / 'arrays'}: cannot be read: {_reason(error)}") from error
     arrays: list[np.ndarray] = []

@@ -12,6 +12,16 @@ ArgRole = Literal["state", "batch", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
 NonFinite = Literal["raise", "skip", "apply"]
 
+# What jit and pmap call it, and where it is here.
+_ELSEWHERE = {
+    "donate_argnums": " The state is donated by default; `donate=False` keeps it.",
+    "donate_argnames": " The state is donated by default; `donate=False` keeps it.",
+    "static_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
+    "static_broadcasted_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
+    "axis_name": ' The strategy names the axis: `jdist.mirrored(axis="batch")`.',
+    "in_axes": ' Say it by role: `args=("state", "batch", "replicated")`.',
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
@@ -51,8 +61,8 @@ class StepOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
-        if self.steps_per_call > 1 and "state" not in self.args:
-            raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on.')
+        if self.steps_per_call > 1 and not {"state", "batch"} <= set(self.args):
+            raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on, and a "batch" each.')
         if self.steps_per_call > 1 and self.returns is not None and "examples" in self.returns:
             raise StepError('`returns` with "examples" needs `steps_per_call=1`: rows come back batch by batch.')
 
@@ -72,7 +82,7 @@ def make_options(**options: Any) -> StepOptions:
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
+            hint = _ELSEWHERE.get(name) or (f" Did you mean `{near[0]}`?" if near else "")
             raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
     for name in ("args", "returns", "static_argnames"):
         value = options.get(name)

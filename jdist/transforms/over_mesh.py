@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
-from jdist.transforms.replica_step import Traced, output_roles
-from jdist.transforms.trees import check_batch
+from jdist.transforms.placement import check_rows
+from jdist.transforms.replica_step import ReplicaFunction
+from jdist.transforms.results import Traced
 from jdist.values import PerReplica, put_per_replica, take_per_replica
 
 PyTree = Any
-ReplicaFunction = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
 
 
 class Program(Protocol):
@@ -56,7 +55,7 @@ def _plain(
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
-        return token, state, _join(same, jax.tree.map(lambda x: x[None], own), rows, traced)
+        return token, state, _join(same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows, traced)
 
     return jax.jit(program, donate_argnums=donate)
 
@@ -71,7 +70,7 @@ def _jit(
     whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_divides(batches, strategy, options)
+        check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, _, rows = _sort(outputs, traced)
         keep = jax.lax.with_sharding_constraint
@@ -94,7 +93,7 @@ def _shard_map(
     def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
-        return token, state, same, jax.tree.map(lambda x: x[None], own), rows
+        return token, state, same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows
 
     # check_vma=False: with it, averaged gradients come out num_replicas times too large and flax's RNN fails to
     # trace; jdist compares the replicas itself (replica_check.py).
@@ -107,7 +106,7 @@ def _shard_map(
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_divides(batches, strategy, options)
+        check_rows(batches, strategy, options)
         token, state, same, own, rows = mapped(token, state, batches, others)
         return token, state, _join(same, own, rows, traced)
 
@@ -136,7 +135,8 @@ class _pmap:
         self._mapped = jax.pmap(
             body,
             axis_name=axis,
-            in_axes=(None, None, 0, None),
+            # One entry for each part of `others`: with as many entries as leaves JAX would take them leaf by leaf.
+            in_axes=(None, None, 0, (None, None)),
             out_axes=(None, None, None, 0, 0),
             devices=list(strategy.mesh.devices.flat),
             donate_argnums=donate,
@@ -153,30 +153,19 @@ class _pmap:
         return x.reshape(*shape, *x.shape[lead + 1 :]).swapaxes(0, lead)
 
     def __call__(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_divides(batches, self.strategy, self.options)
+        check_rows(batches, self.strategy, self.options)
         token, state, same, own, rows = self._mapped(token, state, self._split(batches), others)
         return token, state, _join(same, own, self._merge(rows) if rows else rows, self.traced)
 
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered:
-        check_divides(batches, self.strategy, self.options)
+        check_rows(batches, self.strategy, self.options)
         return self._mapped.lower(token, state, jax.eval_shape(self._split, batches), others)
-
-
-def check_divides(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
-    """Refuses global batches whose rows do not divide among replicas and microbatches.
-
-    Raises:
-        BatchError: with the numbers and the remedy.
-    """
-    n, k = strategy.num_replicas, options.accumulate
-    explanation = f"{n} replicas" + (f" x accumulate={k}" if k > 1 else "")
-    check_batch(batches, parts=math.prod((n, k)), explanation=explanation, lead=int(options.steps_per_call > 1))
 
 
 def _sort(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[list[PyTree], list[PyTree], list[PyTree]]:
     """Outputs by how they leave the mesh: the same on all replicas, each replica's own, rows to be joined."""
     same, own, rows = [], [], []
-    for role, tree in zip(output_roles(traced), outputs, strict=True):
+    for role, tree in zip(traced.output_roles, outputs, strict=True):
         if role == "examples":
             rows.append(tree)
         elif role == "per_replica":
@@ -192,7 +181,7 @@ def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Tra
     """Undoes `_sort`; own values now lead with an axis of replicas."""
     same_, own_, rows_ = iter(same), iter(own), iter(rows)
     outputs = []
-    for role in output_roles(traced):
+    for role in traced.output_roles:
         if role == "examples":
             outputs.append(next(rows_))
         elif role == "per_replica":

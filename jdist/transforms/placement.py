@@ -14,10 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.context import scope
 from jdist.data.distribute import DistributedDataset, distributed_dataset
+from jdist.errors import BatchError
 from jdist.strategy import Strategy
 from jdist.transforms import in_flight
+from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
-from jdist.transforms.trees import check_arrays, check_no_deleted
+from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
+from jdist.values import to_host
 
 PyTree = Any
 
@@ -65,8 +68,9 @@ def _strong(x: Any) -> jax.Array:
 def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
     if sharding is None or (isinstance(x, jax.Array) and x.sharding == sharding):
         return x
-    # may_alias=False: the copy may be donated while the caller still holds the original
-    return jax.device_put(x, sharding, may_alias=False)
+    # A copy first: the shard on the array's own device would share its buffer (also with may_alias=False), and donating
+    # it would take the array from the caller, or fail where one array stands in two places of the state.
+    return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else np.array(x), sharding)
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
@@ -78,6 +82,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     """
     check_no_deleted(state)
     check_arrays(state, "the state")
+    check_whole(state)
     sharding = strategy.replicated_sharding
     seen: set[int] = set()
 
@@ -98,13 +103,7 @@ def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     in_flight.wait_for(strategy)
     check_no_deleted(state)
     check(strategy, state)
-    return jax.tree.map(_to_host, state)
-
-
-def _to_host(x: Any) -> Any:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-    return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
+    return jax.tree.map(to_host, state)
 
 
 _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
@@ -112,6 +111,7 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 def check(strategy: Strategy, state: PyTree) -> None:
     """`Strategy.check`: compares the replicas' copies of every replicated leaf."""
+    check_no_deleted(state)
     if strategy.num_replicas == 1:
         return
     sharding = strategy.replicated_sharding
@@ -126,6 +126,38 @@ def check(strategy: Strategy, state: PyTree) -> None:
         _checks[strategy] = make_check(strategy)
     hashes = _checks[strategy]([leaf for _, leaf in found])
     compare(np.asarray(hashes), [path for path, _ in found])
+
+
+def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
+    """Refuses global batches whose rows do not divide among replicas and microbatches.
+
+    Raises:
+        BatchError: with the numbers and the remedy.
+    """
+    n, k = strategy.num_replicas, options.accumulate
+    explanation = f"{n} replicas" + (f" x accumulate={k}" if k > 1 else "")
+    # One batch is the usual case; its leaves are then named without the place among several.
+    batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
+    check_batch(batches, parts=n * k, explanation=explanation, lead=int(options.steps_per_call > 1))
+
+
+def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, sharding: NamedSharding) -> PyTree:
+    """Puts batches that a step was called with on the devices, rows spread over the replicas.
+
+    Raises:
+        BatchError: the rows do not divide, or the batch was stacked for another `steps_per_call`.
+    """
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, strategy.axes))
+    wrong = stacked if options.steps_per_call == 1 else strategy.batch_sharding
+    if any(isinstance(leaf, jax.Array) and leaf.sharding == wrong for leaf in jax.tree.leaves(batches)):
+        raise BatchError(
+            f"the step was made with steps_per_call={options.steps_per_call}, the dataset with another value. Pass the "
+            "same `steps_per_call` to `jdist.distribute` and to `strategy.distribute_dataset`."
+        )
+    check_rows(batches, strategy, options)
+    # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
+    copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
+    return jax.device_put(copies, sharding)
 
 
 def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist.context import ReplicaTrace, tracing
-from jdist.errors import GlobalViewError
+from jdist.errors import GlobalViewError, StepError
 from jdist.strategy import Strategy
 from jdist.values import PerReplica, is_per_replica
 
@@ -21,25 +23,24 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
     if strategy.transform == "jit":
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
-    split = [isinstance(leaf, PerReplica) for leaf in leaves]
-    rows = [
-        isinstance(leaf, jax.Array) and strategy.mesh is not None and leaf.sharding == strategy.batch_sharding
-        for leaf in leaves
-    ]
-    own = [leaf for leaf, s, r in zip(leaves, split, rows, strict=True) if s or r]
-    whole = [leaf for leaf, s, r in zip(leaves, split, rows, strict=True) if not (s or r)]
+    own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
+    whole: dict[int, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, PerReplica):
+            _check_one_each(leaf, strategy.num_replicas)
+            own[i] = leaf
+        elif isinstance(leaf, jax.Array) and strategy.mesh is not None and leaf.sharding == strategy.batch_sharding:
+            own[i] = leaf
+        elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+            whole[i] = leaf
 
-    def body(own: list[Any], whole: list[Any]) -> PyTree:
-        own_, whole_ = iter(own), iter(whole)
-        parts = []
-        for s, r in zip(split, rows, strict=True):
-            if s:
-                parts.append(jax.tree.map(lambda x: x[0], next(own_).value))
-            else:
-                parts.append(next(own_) if r else next(whole_))
+    def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
+        parts = list(leaves)  # what is no array stays as it is
+        for i, part in {**own, **whole}.items():
+            parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
         args, kwargs = jax.tree.unflatten(treedef, parts)
         with tracing(ReplicaTrace(strategy)):
-            return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], fn(*args, **kwargs))
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], fn(*args, **kwargs))
 
     if strategy.mesh is None:
         return PerReplica(jax.jit(body)(own, whole))
@@ -56,3 +57,12 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         jax.device_put(whole, strategy.replicated_sharding),
     )
     return PerReplica(jax.jit(mapped)(own, whole))
+
+
+def _check_one_each(value: PerReplica, num_replicas: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value.value):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_replicas:
+            raise StepError(
+                f"strategy.run: a PerReplica argument has shape {jnp.shape(leaf)} at "
+                f"{jax.tree_util.keystr(path) or 'its value'}; its leading axis must be the number of replicas, {num_replicas}."
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,7 +33,9 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
     def check(path: Any, old: Any, new: Any) -> Any:
         old_shape, new_shape = jnp.shape(old), jnp.shape(new)
         old_dtype, new_dtype = jax.typeof(old).dtype, jax.typeof(new).dtype
-        if old_shape != new_shape or (old_dtype != new_dtype and not jax.typeof(new).weak_type):
+        # A weakly typed value, made of Python numbers, takes the old dtype where that loses nothing.
+        adapts = jax.typeof(new).weak_type and jnp.promote_types(old_dtype, new_dtype) == old_dtype
+        if old_shape != new_shape or (old_dtype != new_dtype and not adapts):
             problems.append(
                 f"  {jax.tree_util.keystr(path) or 'the state'}: "
                 f"{old_dtype}{list(old_shape)} before, {new_dtype}{list(new_shape)} after"
@@ -44,7 +47,7 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
     if problems:
         raise StepError(
             "the step returned a state whose leaves have another shape or dtype than it received:\n"
-            + "\n".join(problems[:10])
+            + "\n".join(problems[:10] + ([f"  and {len(problems) - 10} more"] if len(problems) > 10 else []))
             + "\nA step must keep both; cast the leaf back, or create the state with the later dtype."
         )
     return result
@@ -74,11 +77,31 @@ def check_no_deleted(state: PyTree) -> None:
         DonatedStateError: names the first such leaf.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.core.Tracer):
+            raise StepError(
+                "a distributed step was called while JAX traces (inside `jax.jit`, `lax.scan`, ...); it is compiled "
+                "already and must be called from plain Python. For several steps in one call there is `steps_per_call`."
+            )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise DonatedStateError(
                 f"the state passed in was donated to an earlier call, its buffers are gone (first: "
                 f"{jax.tree_util.keystr(path) or 'the state'}). Go on with the state that the call returned, or with "
                 "`train_step.last_state`; `donate=False` keeps old states usable."
+            )
+
+
+def check_whole(state: PyTree) -> None:
+    """Refuses leaves of which each device holds another part: a state replicated by hand for `pmap`, or sharded.
+
+    Raises:
+        StepError: names the first such leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
+            raise StepError(
+                f"state leaf {jax.tree_util.keystr(path) or 'itself'}, {leaf.dtype}{list(leaf.shape)}, is spread over "
+                f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole, "
+                "without `jax_utils.replicate`, or create it by `strategy.init`."
             )
 
 
@@ -89,10 +112,14 @@ def check_arrays(tree: PyTree, what: str) -> None:
         StepError: names the leaf and its type.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        of_numpy = isinstance(leaf, np.ndarray | np.generic)
+        if not (of_numpy and leaf.dtype.kind not in "OSUMm") and not isinstance(
+            leaf, jax.Array | int | float | complex
+        ):
+            kind = f"{type(leaf).__name__} of {leaf.dtype}" if of_numpy else type(leaf).__name__
             raise StepError(
-                f"{what} has a leaf that is no array: {jax.tree_util.keystr(path) or 'itself'} is a "
-                f"{type(leaf).__name__}. Keep functions and settings out of the tree, or in static fields of a "
+                f"{what} has a leaf that is no array of numbers: {jax.tree_util.keystr(path) or 'itself'} is a "
+                f"{kind}. Keep functions and settings out of the tree, or in static fields of a "
                 "dataclass."
             )
 
@@ -130,6 +157,6 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0)
         below, above = rows - rows % parts, rows - rows % parts + parts
         sizes = f"{below} or {above}" if below else f"{above}"
         raise BatchError(
-            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {sizes} rows, "
-            'or feed it by `strategy.distribute_dataset(..., partial="pad")`, which fills up and masks the rest.'
+            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {sizes} rows. "
+            '`strategy.distribute_dataset(..., partial="pad")` fills a batch up to a multiple of the replicas.'
         )

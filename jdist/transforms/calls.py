@@ -1,0 +1,102 @@
+"""The arguments of one call, sorted by their roles and put back in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from jdist.errors import StepError
+from jdist.transforms.options import StepOptions
+
+PyTree = Any
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What of a call is known before any array: two calls that are equal share a compiled program.
+
+    Attributes:
+        roles: role of each positional argument.
+        static: values of the static positional arguments, in order.
+        static_kwargs: static keyword arguments.
+        static_types: types of both, as 1, 1.0 and True are equal.
+    """
+
+    roles: tuple[str, ...]
+    static: tuple[Hashable, ...] = ()
+    static_kwargs: tuple[tuple[str, Hashable], ...] = ()
+    static_types: tuple[type, ...] = ()
+
+    def apply(self, step: Step, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        """Calls `step` with every argument in its place."""
+        sources = {"batch": iter(batches), "replicated": iter(others[0]), "static": iter(self.static)}
+        args = [state if role == "state" else next(sources[role]) for role in self.roles]
+        return step(*args, **others[1], **dict(self.static_kwargs))
+
+
+class Signature:
+    """A step's parameters and their roles.
+
+    Args:
+        step: the user's step.
+        options: its roles.
+
+    Raises:
+        StepError: a name in `static_argnames` is no parameter of the step.
+    """
+
+    def __init__(self, step: Step, options: StepOptions):
+        parameters = inspect.signature(step).parameters.values()
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.name = getattr(step, "__name__", "the step")
+        self.positional = [p.name for p in parameters if p.kind in by_position]
+        self.options = options
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        for name in options.static_argnames:
+            if not open_ended and name not in {p.name for p in parameters}:
+                raise StepError(
+                    f"`static_argnames` has {name!r}, which is no parameter of {self.name}; it has "
+                    f"{', '.join(p.name for p in parameters)}."
+                )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
+        """Sorts the arguments of one call.
+
+        Returns:
+            `(call, state, batches, (replicated arguments, keyword arguments))`.
+
+        Raises:
+            StepError: a state or batch is missing, or a static argument cannot be hashed.
+        """
+        kwargs, static_names = dict(kwargs), self.options.static_argnames
+        while len(args) < len(self.positional) and self.positional[len(args)] in kwargs:
+            args = (*args, kwargs.pop(self.positional[len(args)]))
+        declared = self.options.args
+        if len(args) < sum(role in ("state", "batch") for role in declared):
+            raise StepError(
+                f"{self.name} was called with {len(args)} arguments by position; its roles are {declared}. Pass at least "
+                "the state and the batch."
+            )
+        by_role: dict[str, list[Any]] = {"state": [], "batch": [], "replicated": [], "static": []}
+        roles = []
+        for i, arg in enumerate(args):
+            role = declared[i] if i < len(declared) else "replicated"
+            if i < len(self.positional) and self.positional[i] in static_names:
+                role = "static"
+            roles.append(role)
+            by_role[role].append(arg)
+        static = tuple(by_role["static"])
+        static_kwargs = tuple((k, kwargs.pop(k)) for k in static_names if k in kwargs)
+        types = tuple(type(value) for value in (*static, *(value for _, value in static_kwargs)))
+        call = Call(tuple(roles), static, static_kwargs, types)
+        try:
+            hash(call)
+        except TypeError as exc:
+            raise StepError(
+                f"a static argument of {self.name} cannot be hashed: {exc}. Pass it as replicated."
+            ) from exc
+        state = by_role["state"][0] if by_role["state"] else ()
+        return call, state, tuple(by_role["batch"]), (tuple(by_role["replicated"]), kwargs)

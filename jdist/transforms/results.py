@@ -1,0 +1,139 @@
+"""What a step returned: told apart by role, and averaged over the replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist import replica
+from jdist.context import current_trace
+from jdist.errors import GlobalViewError, StepError
+from jdist.transforms.options import StepOptions
+from jdist.transforms.trees import check_same_state
+from jdist.values import PerReplica, is_per_replica
+
+PyTree = Any
+# How a result leaf comes together from the replicas: averaged, kept apart, or rows joined.
+METRIC, LOCAL, ROWS = "metric", "local", "rows"
+
+
+@dataclass
+class Traced:
+    """What tracing a step told about its results.
+
+    Attributes:
+        returns: the role of each result.
+        bare: whether the step returned its one result itself rather than a tuple.
+    """
+
+    returns: tuple[str, ...] = ()
+    bare: bool = False
+
+    @property
+    def output_roles(self) -> tuple[str, ...]:
+        """The roles without the state's."""
+        return tuple(role for role in self.returns if role != "state")
+
+
+def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Traced) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """Tells the roles of what the step returned.
+
+    Returns:
+        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back.
+
+    Raises:
+        StepError: the results do not fit their roles.
+    """
+    returns = options.returns or _guess_roles(result, state, options)
+    one = isinstance(result, tuple) and len(result) == 1
+    traced.returns, traced.bare = returns, len(returns) == 1 and not one
+    if traced.bare:
+        result = (result,)
+    if not isinstance(result, tuple) or len(result) != len(returns):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise StepError(f"the step returned {got}, but `returns` is {returns!r}.")
+    if "state" not in returns:
+        return state, result
+    i = returns.index("state")
+    return result[i], result[:i] + result[i + 1 :]
+
+
+def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str, ...]:
+    if "state" not in options.args:
+        return ("metrics",)
+    if jax.tree.structure(result) == jax.tree.structure(state):
+        return ("state",)
+    if isinstance(result, tuple) and len(result) == 2:
+        return ("state", "metrics")
+    if isinstance(result, tuple) and len(result) > 2:
+        raise StepError(
+            f"the step returned {len(result)} values; say what they are, for example "
+            '`returns=("state", "metrics", "metrics")`. Roles: "state", "metrics", "examples", "per_replica".'
+        )
+    # Neither the state's tree nor a pair: most likely a state that lost its form; this says where.
+    check_same_state(state, result)
+    raise AssertionError("unreachable: trees that differ are refused above")
+
+
+def kinds_of(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[PyTree, ...]:
+    """The tree of `outputs` with each leaf's kind in its place.
+
+    Raises:
+        GlobalViewError: per-replica values in a step that sees the whole batch.
+        StepError: a result that cannot have its role.
+    """
+    trace = current_trace()
+    global_view = trace is not None and trace.strategy.transform == "jit"
+
+    def of(role: str, tree: PyTree) -> PyTree:
+        nodes = jax.tree.leaves(tree, is_leaf=is_per_replica)
+        if global_view and (role == "per_replica" or any(map(is_per_replica, nodes))):
+            raise GlobalViewError(
+                'the step returns per-replica values, which have no meaning under transform="jit", where it sees the '
+                'whole batch. Return the value itself, or use transform="shard_map".'
+            )
+        if role == "examples" and any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(tree)):
+            raise StepError('a result with role "examples" is a scalar; it needs one row for each example.')
+        if role != "metrics":
+            return jax.tree.map(lambda _: ROWS if role == "examples" else LOCAL, tree)
+        return jax.tree.map(
+            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else METRIC,
+            tree,
+            is_leaf=is_per_replica,
+        )
+
+    return tuple(of(role, tree) for role, tree in zip(traced.output_roles, outputs, strict=True))
+
+
+def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
+    """Averages the metrics over the replicas, all in one all-reduce.
+
+    Args:
+        outputs: the results.
+        kinds: `kinds_of(outputs)`.
+        reduced: ids of arrays that are averages already and are left alone.
+    """
+    leaves, treedef = jax.tree.flatten(outputs)
+    kinds = jax.tree.leaves(kinds)
+    which = [i for i, kind in enumerate(kinds) if kind == METRIC and id(leaves[i]) not in reduced]
+    averaged = replica.all_reduce([countable(leaves[i]) for i in which], "mean") if which else []
+    for i, leaf in zip(which, averaged, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def countable(x: Any) -> jax.Array:
+    """A metric as an array that can be added up.
+
+    Raises:
+        StepError: it is a PRNG key.
+    """
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raise StepError(
+            "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
+        )
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

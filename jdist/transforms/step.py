@@ -1,0 +1,215 @@
+"""The callable that `jdist.distribute` makes of a step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdist.errors import NonFiniteError, StepError
+from jdist.strategy import Strategy
+from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.guard import Watched
+from jdist.transforms.in_flight import Window
+from jdist.transforms.options import StepOptions
+from jdist.transforms.over_mesh import Program, compile_over_mesh
+from jdist.transforms.placement import adopt_state, place_batches
+from jdist.transforms.replica_step import replica_step
+from jdist.transforms.results import Traced
+from jdist.transforms.trees import check_no_deleted
+
+PyTree = Any
+
+
+class DistributedStep:
+    """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
+
+    Attributes:
+        strategy: the strategy it runs under.
+        options: the options of `jdist.distribute`.
+    """
+
+    def __init__(self, step: Step, strategy: Strategy, options: StepOptions):
+        self.__name__ = "the step"
+        functools.update_wrapper(self, step)
+        self.strategy, self.options = strategy, options
+        self._step = step
+        self._signature = Signature(step, options)
+        self._programs: dict[Call, tuple[Program, Traced]] = {}
+        self._whole = strategy.replicated_sharding
+        lead = (None,) if options.steps_per_call > 1 else ()
+        mesh = strategy.mesh
+        self._by_rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(*lead, strategy.axes))
+        self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
+        self._last_state: PyTree = None
+        self._token = self._new_token()
+        self._watched = Watched()
+        self._steps_before = 0
+        self._window = Window(strategy, options.max_in_flight, self._inspect)
+        self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
+
+    @property
+    def last_state(self) -> PyTree:
+        """The newest state that a call returned; None before the first.
+
+        After an interrupt or a NonFiniteError it is there although the state passed in was donated.
+        """
+        return self._last_state
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps `non_finite="skip"` has left out so far; waits for the steps in flight."""
+        return int(np.asarray(self._token)[0]) if self.options.non_finite == "skip" else 0
+
+    def wait(self) -> None:
+        """Waits for every call in flight.
+
+        Raises:
+            NonFiniteError: one of them met a NaN or infinite gradient, and `non_finite` is "raise".
+        """
+        self._window.drain()
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Traces and lowers the step without running it.
+
+        Args:
+            *args: as in a call; arrays, or `jax.ShapeDtypeStruct`s in their place.
+            **kwargs: as in a call.
+
+        Returns:
+            JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        program, _ = self._program(call)
+        whole = self._whole
+        token = _shapes(self._token, whole)
+        return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
+            call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
+        else:
+            call, state, batches, others = self._signature.bind(args, kwargs)
+            if self._whole is not None:
+                others = jax.tree.map(self._replicate, others)
+        if state is not self._last_state:
+            state = adopt_state(self.strategy, state)
+        if self._by_rows is not None:
+            for leaf in jax.tree.leaves(batches):
+                if not isinstance(leaf, jax.Array) or leaf.sharding != self._by_rows:
+                    batches = place_batches(self.strategy, self.options, batches, self._by_rows)
+                    break
+        program, traced = self._program(call)
+        try:
+            token, state, outputs = program(self._token, state, batches, others)
+        except (RuntimeError, ValueError):
+            check_no_deleted(state)  # says it better than the runtime, if that was the reason
+            raise
+        except NameError as exc:
+            if "unbound axis name" not in str(exc):
+                raise
+            raise StepError(
+                f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
+                f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
+                "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
+            ) from exc
+        self._token = token
+        updated = "state" in traced.returns
+        if updated:
+            self._last_state = state
+        self._window.add(token)
+        if self._steps_to_check and updated:
+            self._check_replicas(state)
+        return _result(state, outputs, traced, batches)
+
+    def _check_replicas(self, state: PyTree) -> None:
+        self._steps_to_check -= self.options.steps_per_call
+        if self._steps_to_check <= 0:
+            self._steps_to_check = self.options.check_replicas
+            self.strategy.check(state)
+
+    def _inspect(self, token: np.ndarray) -> None:
+        code, count = int(token[0]), int(token[1])
+        if self.options.non_finite != "raise" or code == 0:
+            return
+        self._window.clear()
+        self._token = self._new_token()
+        step = self._steps_before + count
+        self._steps_before = step + 1
+        name = self._watched.names[code - 1]
+        raise NonFiniteError(
+            f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step "
+            f"(`{self.__name__}.last_state`), later calls changed nothing. Lower the learning rate, clip gradients, "
+            'look at the batch; or choose `non_finite="skip"` to leave such steps out, "apply" to let them through.',
+            name,
+            step,
+        )
+
+    def _new_token(self) -> jax.Array:
+        return jax.device_put(np.zeros(2, np.int32), self._whole)
+
+    def _program(self, call: Call) -> tuple[Program, Traced]:
+        found = self._programs.get(call)
+        if found is None:
+            traced = Traced()
+            function = replica_step(self._step, self.strategy, self.options, call, traced, self._watched)
+            donate = self.options.donate and self.options.may_update_state
+            found = compile_over_mesh(function, self.strategy, self.options, traced, donate), traced
+            self._programs[call] = found
+        return found
+
+    def _replicate(self, x: Any) -> Any:
+        if isinstance(x, jax.Array) and x.sharding != self._whole:
+            return jax.device_put(x, self._whole)
+        return x
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _shapes(tree: PyTree, sharding: Any) -> PyTree:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)
+
+
+def _result(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:
+    returns = traced.returns
+    if "examples" in returns:
+        outputs = _without_padding(outputs, traced, batches)
+    if returns == ("state", "metrics"):
+        return state, outputs[0]
+    if "state" in returns:
+        i = returns.index("state")
+        outputs = outputs[:i] + (state,) + outputs[i:]
+    return outputs[0] if traced.bare else outputs
+
+
+def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
+    """Drops the rows of "examples" results whose row of the batch was padding."""
+    masks = [mask for batch in batches if (mask := _mask_of(batch)) is not None]
+    if not masks:
+        return outputs
+    keep = np.asarray(masks[0]).astype(bool)
+    if keep.all():
+        return outputs
+    return tuple(
+        jax.tree.map(lambda x: x[keep], tree) if role == "examples" else tree
+        for role, tree in zip(traced.output_roles, outputs, strict=True)
+    )
+
+
+def _mask_of(batch: PyTree) -> Any:
+    """The mask that `distribute_dataset` put into a batch: a dict's "mask", or the second of `(batch, mask)`."""
+    mask = None
+    if isinstance(batch, dict):
+        mask = batch.get("mask")
+    elif isinstance(batch, tuple) and len(batch) == 2:
+        mask = batch[1] if isinstance(batch[1], jax.Array | np.ndarray) and batch[1].dtype == bool else None
+    return mask if mask is not None and jnp.ndim(mask) == 1 else None

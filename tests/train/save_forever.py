@@ -1,0 +1,69 @@
+"""Saves without end and says on standard output how far each save has come, so that a test can kill it anywhere.
+
+    python save_forever.py DIRECTORY [STAGE CALL]
+
+With STAGE ("before _commit", "after _store_arrays", ...) it kills itself there, at the CALL-th time.
+"""
+
+import itertools
+import os
+import signal
+import sys
+
+import numpy as np
+
+from jdist.train import checkpoint
+
+STAGES = ("_store_arrays", "_write_manifest", "_commit", "_remove")
+KEEP = 2
+
+
+def state_at(step: int) -> dict:
+    """A state that any step of it can be told by: every byte depends on the step."""
+    rng = np.random.default_rng(step)
+    return {
+        "w": rng.standard_normal((64, 64)),
+        "many": [rng.integers(0, 255, 100, np.uint8) for _ in range(4)],
+        "step": step,
+    }
+
+
+def announce(stage: str, kill_at: tuple[str, int] | None, calls: dict[str, int]) -> None:
+    calls[stage] = calls.get(stage, 0) + 1
+    if kill_at == (stage, calls[stage]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(stage, flush=True)
+
+
+def main() -> None:
+    directory = sys.argv[1]
+    kill_at = (sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else None
+    calls: dict[str, int] = {}
+    for name in STAGES:
+        function = getattr(checkpoint, name)
+
+        def spied(*args, function=function, name=name):
+            announce(f"before {name}", kill_at, calls)
+            result = function(*args)
+            announce(f"after {name}", kill_at, calls)
+            return result
+
+        setattr(checkpoint, name, spied)
+    rmtree = checkpoint.shutil.rmtree
+
+    def half_rmtree(path, **options):
+        # A folder that is half gone: its manifest is, its arrays are not.
+        (path / "manifest.json").unlink(missing_ok=True)
+        announce("inside rmtree", kill_at, calls)
+        rmtree(path, **options)
+
+    checkpoint.shutil.rmtree = half_rmtree
+    with checkpoint.Checkpointer(directory, keep=KEEP) as checkpoints:
+        first = max(checkpoints.steps(), default=0) + 1
+        for step in itertools.count(first):
+            checkpoints.save(step, state_at(step), data={"position": step}, wait=True)
+            print("saved", step, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,8 @@ state, and the objects receive the new state after it. Three kinds of variables 
 
 - random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
 - batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
-- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric`): what each replica added is summed.
+- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric`): what each replica added is summed. Call `reset()` outside of
+  the step: inside, it would count as something that every replica took away.
 """
 
 from __future__ import annotations

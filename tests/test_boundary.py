@@ -241,7 +241,7 @@ class TestRefused:
     def test_no_gradient_at_all(self):
         self.refuse(lambda s, b, o: (s, {}), 1.0, r"calls `jdist\.value_and_grad` or `jdist\.grad` nowhere")
         self.refuse(
-            lambda s, b, o: (s - jax.grad(lambda w: w**2)(s), {}), 1.0, r"jax\.value_and_grad -> jdist\.value_and_grad"
+            lambda s, b, o: (s - jax.grad(lambda w: w**2)(s), {}), 1.0, r"Change `jax\.value_and_grad` to `jdist\.value_and_grad`"
         )
 
     def test_a_mean_alone_is_no_gradient(self):
@@ -255,9 +255,8 @@ class TestRefused:
             updates, opt = tx.update(grads, state["opt"])
             return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
 
-        self.refuse(step, {"params": params(), "opt": tx.init(params())}, r"tx -> jdist\.optimizer\(tx\)", "update")
+        self.refuse(step, {"params": params(), "opt": tx.init(params())}, r"Change `tx` to `jdist\.optimizer\(tx\)`", "update")
 
-    @pytest.mark.xfail(strict=True, reason="BUG: not refused; the parts fail later with JAX's UnexpectedTracerError")
     @pytest.mark.parametrize(
         "inside",
         [
@@ -286,9 +285,6 @@ class Outer(TrainState):
     inner: Any = None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: a TrainState inside another's field is not marked: its update stays where it is"
-)
 def test_a_train_state_within_another_is_split_as_well():
     inner = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
     state = Outer.create(apply_fn=None, params=params(), tx=optax.sgd(0.1), inner=inner)

@@ -70,20 +70,6 @@ def test_sums_of_metrics_are_exact():
     assert int(metrics.count.get_value()) == 24
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: what a reset takes away is taken away once for each replica: then 0/0")
-def test_metrics_reset_inside_the_step():
-    metrics = nnx.metrics.Average("values")
-
-    def fresh(metrics, batch):
-        metrics.reset()
-        metrics.update(values=batch["x"])
-
-    step = jdist.nnx.distribute(TWO)(fresh)
-    for _ in range(2):
-        step(metrics, BATCH)
-    assert float(metrics.compute()) == 4.5
-
-
 def test_dropout_differs_by_replica_and_by_step_and_the_kept_key_is_the_same():
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     before = jax.random.key_data(jax.tree.leaves(nnx.state(dropout, nnx.RngKey))[0]).tolist()
@@ -96,7 +82,6 @@ def test_dropout_differs_by_replica_and_by_step_and_the_kept_key_is_the_same():
     TWO.check(step.last_state)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="BUG: fold_in accepts a single key: stacked keys fail")
 def test_keys_of_stacked_layers():
     class Stacked(nnx.Module):
         def __init__(self, rngs):

@@ -50,6 +50,7 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
         ({"check_replicas": -1}, r"`check_replicas` is -1; it must be an integer of at least 0"),
         ({"check_replicas": None}, r"`check_replicas` is None"),
         ({"steps_per_call": 2, "args": ("batch",)}, r"`steps_per_call` needs a \"state\""),
+        ({"steps_per_call": 2, "args": ("state",)}, r"`steps_per_call` needs a .* and a \"batch\" each"),
         ({"steps_per_call": 2, "returns": ("state", "examples")}, r"\"examples\" needs `steps_per_call=1`"),
     ],
 )
@@ -80,5 +81,5 @@ def test_distribute_refuses_what_is_no_strategy_or_no_step():
         jdist.distribute(lambda state, batch: state, "mirrored")
     with pytest.raises(StepError, match=r"needs a function to distribute, it got 3"):
         jdist.distribute(3, jdist.default())
-    with pytest.raises(StepError, match=r"two strategies"):
+    with pytest.raises(StepError, match=r"takes the step first: write `distribute\(step, strategy\)`"):
         jdist.distribute(jdist.default(), jdist.default())

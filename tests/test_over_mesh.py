@@ -41,14 +41,10 @@ def test_state_metrics_and_rows(name, numbers_of_leaves):
         assert rows["x"].sharding.is_equivalent_to(strategy.batch_sharding, 1)
 
 
-PMAP_BUG = (
-    "BUG: with exactly 4 leaves in all, jax.pmap takes in_axes for one axis a leaf; write (None, None, 0, (None, None))"
-)
-
-
-@pytest.mark.xfail(strict=True, reason=PMAP_BUG)
 @pytest.mark.parametrize(("s", "b"), [(2, 1), (1, 2)])
 def test_pmap_with_four_leaves_in_all(s, b):
+    """With as many axes as leaves `jax.pmap` would take `in_axes` leaf by leaf."""
+
     def plus(state, batch):
         return jax.tree.map(lambda w: w + jdist.all_reduce(batch["0"].mean()), state), {}
 

@@ -337,7 +337,6 @@ class TestResults:
         with pytest.raises(StepError, match=r"returned a dict, but"):
             run(1.0, self.batch)
 
-    @pytest.mark.xfail(strict=True, reason="UGLY: shard_map's own words about out_specs")
     def test_examples_without_rows(self):
         with pytest.raises(StepError, match="examples"):
             jdist.distribute(lambda s, b: b["y"].sum(), TWO, returns="examples")(1.0, self.batch)
@@ -466,7 +465,6 @@ class TestNonFinite:
             run.wait()
         assert float(run.last_state["w"]) == -1.0
 
-    @pytest.mark.xfail(strict=True, reason="BUG: with one gradient at the step's level those inside scans go unseen")
     def test_a_gradient_inside_a_scan_beside_one_outside(self):
         def step(state, batch):
             descend = lambda w, _: (w - jdist.grad(lambda w: (w * batch["x"]).mean())(w), None)  # noqa: E731

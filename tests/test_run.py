@@ -49,18 +49,15 @@ def test_on_one_replica_results_have_a_leading_axis_too(strategy):
     assert strategy.run(lambda x: x, batch).value.tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="BUG: 'is not a valid JAX type'; init takes such arguments")
 def test_arguments_that_are_no_arrays():
     assert TWO.run(lambda name: len(name), "abc").value.tolist() == [3, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: JAX's IndivisibleError; names neither the argument nor num_replicas")
 def test_per_replica_values_of_another_number_of_replicas_are_refused():
     with pytest.raises(jdist.errors.JDistError, match="3"):
         TWO.run(lambda x: x, jdist.PerReplica(jnp.ones(3)))
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: rows of two replicas are taken as one replica's, silently")
 def test_twice_the_number_of_replicas_is_refused():
     with pytest.raises(jdist.errors.JDistError, match="4"):
         TWO.run(lambda x: x, jdist.PerReplica(jnp.arange(4.0)))

@@ -53,7 +53,6 @@ def test_devices_that_cannot_serve_are_refused(devices, message):
         jdist.mirrored(devices)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="BUG: TypeError: 'int' object is not iterable")
 def test_a_number_of_devices_is_refused_with_what_to_write():
     with pytest.raises(DeviceError, match="2"):
         jdist.mirrored(2)

@@ -50,7 +50,6 @@ class TestSameState:
         with pytest.raises(StepError, match=r"and 15 more"):
             check_same_state({f"a{i}": 1 for i in range(25)}, {})
 
-    @pytest.mark.xfail(strict=True, reason="BUG: more than 10 leaves of another dtype: the rest is left out unsaid")
     def test_long_lists_of_dtypes_say_how_many_more(self):
         before = {f"a{i:02}": jnp.ones((), jnp.bfloat16) for i in range(25)}
         with pytest.raises(StepError, match=r"15 more"):
@@ -78,7 +77,7 @@ class TestArrays:
 
     @pytest.mark.parametrize(("leaf", "kind"), [("text", "str"), (len, "builtin"), (object(), "object"), ({1}, "set")])
     def test_others_are_named(self, leaf, kind):
-        with pytest.raises(StepError, match=rf"the state has a leaf that is no array: \['a'\]\[1\] is a {kind}"):
+        with pytest.raises(StepError, match=rf"the state has a leaf that is no array of numbers: \['a'\]\[1\] is a {kind}"):
             check_arrays({"a": [1, leaf]}, "the state")
         with pytest.raises(StepError, match="itself is a"):
             check_arrays(leaf, "the state")

@@ -18,7 +18,6 @@ def test_local_results_are_host_trees_in_the_order_of_the_replicas():
     assert PerReplica({}).local_results() == ()
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="BUG: numpy cannot hold PRNG keys")
 def test_local_results_of_keys():
     results = PerReplica(jax.random.split(jax.random.key(0), 2)).local_results()
     assert len(results) == 2

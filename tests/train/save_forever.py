@@ -2,7 +2,7 @@
 
     python save_forever.py DIRECTORY [STAGE CALL]
 
-With STAGE ("before _commit", "after _store_arrays", ...) it kills itself there, at the CALL-th time.
+With STAGE ("before commit", "after _store_arrays", ...) it kills itself there, at the CALL-th time.
 """
 
 import itertools
@@ -13,8 +13,9 @@ import sys
 import numpy as np
 
 from jdist.train import checkpoint
+from jdist.train import checkpoint_disk as disk
 
-STAGES = ("_store_arrays", "_write_manifest", "_commit", "_remove")
+STAGES = {"_store_arrays": checkpoint, "write_manifest": disk, "commit": disk, "remove": disk}
 KEEP = 2
 
 
@@ -39,8 +40,8 @@ def main() -> None:
     directory = sys.argv[1]
     kill_at = (sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else None
     calls: dict[str, int] = {}
-    for name in STAGES:
-        function = getattr(checkpoint, name)
+    for name, module in STAGES.items():
+        function = getattr(module, name)
 
         def spied(*args, function=function, name=name):
             announce(f"before {name}", kill_at, calls)
@@ -48,8 +49,8 @@ def main() -> None:
             announce(f"after {name}", kill_at, calls)
             return result
 
-        setattr(checkpoint, name, spied)
-    rmtree = checkpoint.shutil.rmtree
+        setattr(module, name, spied)
+    rmtree = disk.shutil.rmtree
 
     def half_rmtree(path, **options):
         # A folder that is half gone: its manifest is, its arrays are not.
@@ -57,7 +58,7 @@ def main() -> None:
         announce("inside rmtree", kill_at, calls)
         rmtree(path, **options)
 
-    checkpoint.shutil.rmtree = half_rmtree
+    disk.shutil.rmtree = half_rmtree
     with checkpoint.Checkpointer(directory, keep=KEEP) as checkpoints:
         first = max(checkpoints.steps(), default=0) + 1
         for step in itertools.count(first):

@@ -17,6 +17,7 @@ from save_forever import KEEP, state_at
 
 from jdist.errors import CheckpointError
 from jdist.train import checkpoint
+from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint import Checkpointer, CheckpointWarning
 
 SCRIPT = pathlib.Path(__file__).with_name("save_forever.py")
@@ -58,8 +59,8 @@ def test_a_kill_at_each_stage_of_a_save(tmp_path):
     stages = [
         ("before _store_arrays", 2),
         ("after _store_arrays", 2),
-        ("after _write_manifest", 2),
-        ("after _commit", 2),
+        ("after write_manifest", 2),
+        ("after commit", 2),
         ("inside rmtree", 1),
     ]
     committed = 0
@@ -71,7 +72,7 @@ def test_a_kill_at_each_stage_of_a_save(tmp_path):
         # Before the parent cleans up, the traces of the stage: else the kill fell elsewhere.
         left = [path.name for path in tmp_path.iterdir() if path.name.startswith((".saving", ".deleting"))]
         assert [name.split("_")[0] for name in left] == (
-            [] if stage == "after _commit" else [".deleting"] if stage == "inside rmtree" else [".saving"]
+            [] if stage == "after commit" else [".deleting"] if stage == "inside rmtree" else [".saving"]
         )
         committed = check_after_kill(tmp_path, committed)
     assert committed >= len(stages)
@@ -260,8 +261,10 @@ def test_a_read_only_disk(small_disk):
         assert checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize("stage", ["_store_arrays", "_write_manifest", "_commit"])
-def test_an_error_of_the_disk_at_any_stage(tmp_path, monkeypatch, stage):
+@pytest.mark.parametrize(
+    ("module", "stage"), [(checkpoint, "_store_arrays"), (disk, "write_manifest"), (disk, "commit")]
+)
+def test_an_error_of_the_disk_at_any_stage(tmp_path, monkeypatch, module, stage):
     state = {"w": jnp.arange(10.0)}
 
     def fail(*_):
@@ -270,7 +273,7 @@ def test_an_error_of_the_disk_at_any_stage(tmp_path, monkeypatch, stage):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, wait=True)
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, stage, fail)
+            patch.setattr(module, stage, fail)
             with pytest.raises(CheckpointError, match=rf"{tmp_path}/step_00000002.*Input/output error \(/dev/disk\)"):
                 checkpoints.save(2, state, wait=True)
         assert checkpoints.restore(state).step == 1

@@ -1,0 +1,146 @@
+"""The leaves of a state as a checkpoint holds them: described, copied to the host, compared, and placed again."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.errors import CheckpointError, DonatedStateError
+from jdist.train.checkpoint_disk import Damaged
+
+PyTree = Any
+SCALARS = (bool, int, float, complex)
+
+
+def flatten(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    if len(flat) != len(leaves):
+        raise CheckpointError("two leaves of the tree have the same path; give its nodes distinct keys")
+    return flat
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def described(path: str, leaf: Any) -> dict[str, Any]:
+    """What a leaf is, for the manifest and for comparing: a number of Python's own has a dtype as "python int"."""
+    if type(leaf) in SCALARS:
+        return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        known = is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+        if known:
+            impl = {"key": str(jax.random.key_impl(leaf))} if is_key(leaf) and isinstance(leaf, jax.Array) else {}
+            return {"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype), **impl}
+    dtype = getattr(leaf, "dtype", "")
+    raise CheckpointError(
+        f"leaf {path} is a {type(leaf).__name__} {dtype}: only arrays, PRNG keys and numbers are saved"
+    )
+
+
+def check_savable(path: str, leaf: Any) -> None:
+    """Refuses a leaf that cannot be saved, by name."""
+    described(path, leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise CheckpointError(f"leaf {path} is a ShapeDtypeStruct, which has no value to save")
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        raise CheckpointError(f"leaf {path} is {leaf}: an integer must fit in 64 bits")
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise DonatedStateError(f"leaf {path} was donated to a step already: save the state that the step returned")
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            text = "is spread over processes, which cannot be saved yet: gather it, or keep it replicated"
+            raise CheckpointError(f"leaf {path} {text}. Its sharding is {leaf.sharding}")
+
+
+def host_copy(leaf: Any) -> np.ndarray:
+    """A copy that is nobody else's: a view of a CPU buffer would make the next step's donation copy instead."""
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf, order="C")
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    copy = np.empty(leaf.shape, leaf.dtype)
+    if leaf.is_fully_replicated:
+        copy[...] = np.asarray(leaf.addressable_data(0))
+    else:
+        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for shard in shards:
+            shard.data.copy_to_host_async()
+        for shard in shards:
+            copy[shard.index] = np.asarray(shard.data)
+    return copy
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """As orbax can store it: it does not know every one-byte type of JAX (uint4, some float8), so those as bytes."""
+    return array.view(np.uint8) if array.dtype.kind == "V" and array.dtype.itemsize == 1 else array
+
+
+def crc32(array: np.ndarray) -> int:
+    """crc32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
+    """An array as orbax returned it, with the dtype and shape that it was saved with."""
+    dtype, shape = jnp.dtype(leaf["stored"]["dtype"]), tuple(leaf["stored"]["shape"])
+    array = np.empty(shape, dtype) if stored is None else np.asarray(stored)
+    array = array if array.dtype == dtype else array.view(dtype)
+    if array.shape != shape:
+        raise Damaged(f"leaf {leaf['path']}: has shape {array.shape} instead of {shape}")
+    return array
+
+
+def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int]:
+    """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one."""
+    places = {leaf["path"]: i for i, leaf in enumerate(saved)}
+    names = {leaf["path"] for leaf in wanted}
+    problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in wanted if leaf["path"] not in places]
+    problems += [f"leaf {name}: in the checkpoint, not in `like`" for name in places if name not in names]
+    for leaf in wanted:
+        there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
+        shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
+        # A counter that starts as Python's 0 comes back from the first step as an array: `placed` converts it.
+        number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
+        if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
+            problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, `like` has {dtypes[1]}{shapes[1]}")
+    if problems:
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        text = "\n  ".join([*problems[:5], *more])
+        raise CheckpointError(f"{path}: does not fit `like`, which is left as it is:\n  {text}")
+    return [places[leaf["path"]] for leaf in wanted]
+
+
+def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
+    """The saved value as a leaf like `like`."""
+    if type(like) in SCALARS:
+        return type(like)(cast(path, array, np.array(like).dtype).item())
+    if key is not None:
+        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), like.sharding)
+    array = cast(path, array, like.dtype)
+    if isinstance(like, (np.ndarray, np.generic)):
+        return array if isinstance(like, np.ndarray) else array[()]
+    if like.weak_type and array.shape == ():
+        # A Python number is the public way to a weak type; without it the resumed step compiles a second time.
+        weak = jax.device_put(array.item(), like.sharding)
+        if weak.dtype == like.dtype:
+            return weak
+    return jax.device_put(array, like.sharding)
+
+
+def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Only a number of Python's own meets another dtype here; a float is rounded, as JAX does when it takes one."""
+    cast = array.astype(dtype, copy=False)
+    rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)
+    if not rounded and cast.astype(array.dtype).tobytes() != array.tobytes():
+        raise CheckpointError(f"leaf {path}: saved {array.dtype} {array}, which {dtype} cannot hold exactly")
+    return cast

@@ -1,0 +1,185 @@
+"""A checkpoint's folder: its name, its manifest, and how it comes to be there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jdist.errors import CheckpointError
+
+FORMAT = 1
+NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
+UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
+
+
+class Damaged(CheckpointError):
+    """This checkpoint cannot be read; an older one may do."""
+
+
+def step(path: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(path.name.split("_")[1])
+
+
+def number(path: Path) -> int:
+    """The number of the save in a checkpoint folder's name."""
+    return int(path.name.split("_")[3])
+
+
+def committed(directory: Path) -> list[Path]:
+    """Committed checkpoints in the order of saving."""
+    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number)
+
+
+def next_number(directory: Path) -> int:
+    """A number that no save in the directory has had."""
+    found = (NAME.search(path.name) for path in directory.iterdir())
+    return 1 + max((int(match[2]) for match in found if match), default=0)
+
+
+def is_ours_alone(path: Path) -> bool:
+    """Whether nothing is lost to a person if this folder goes."""
+    inside = {"arrays", "manifest.json"}
+    return path.is_dir() and not path.is_symlink() and inside.issuperset(p.name for p in path.iterdir())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: unnamed first, so that a kill half way leaves no half checkpoint."""
+    if is_ours_alone(path):
+        shutil.rmtree(path.rename(path.with_name(f".deleting_{path.name}")))
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove what killed processes left; returns what looks like it but holds something else."""
+    strangers: list[Path] = []
+    # Another process may be saving right now, or the disk be read-only: either way there is nothing to clean up.
+    with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
+        for path in sorted(directory.iterdir()):
+            if UNFINISHED.fullmatch(path.name):
+                if is_ours_alone(path):
+                    shutil.rmtree(path)
+                else:
+                    strangers.append(path)
+    return strangers
+
+
+@contextlib.contextmanager
+def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the directory's lock: a folder under a hidden name is then known to be no live writer's."""
+    import fcntl  # POSIX only: imported here so that checkpoints can be read anywhere
+
+    deadline_s = time.monotonic() + timeout_s
+    with (directory / ".lock").open("a") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the system however the process ends
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
+                    raise CheckpointError(text) from error
+                time.sleep(0.02)
+        yield
+
+
+def flush(tree: Path) -> dict[str, list[int]]:
+    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file."""
+    files: dict[str, list[int]] = {}
+    for folder, _, names in os.walk(tree):
+        for path in [Path(folder) / name for name in sorted(names)]:
+            fsync(path)
+            files[path.relative_to(tree).as_posix()] = [path.stat().st_size, file_crc32(path)]
+        fsync(Path(folder))
+    return files
+
+
+def file_crc32(path: Path) -> int:
+    """crc32 of a file's bytes."""
+    crc32 = 0
+    with path.open("rb", buffering=0) as handle:
+        while block := handle.read(1 << 20):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
+
+
+def fsync(path: Path) -> None:
+    """Has the disk hold a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(part: Path, path: Path) -> None:
+    """Gives a finished folder its name: from here on the checkpoint exists."""
+    part.rename(path)
+    fsync(path.parent)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    text = str(error).strip()
+    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to say it, at the end of a long story
+        return os.strerror(int(code[1]))
+    return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
+
+
+def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The value as JSON would give it back; refused if that is another value."""
+    value = dict(value)
+    try:
+        same = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"`{name}` cannot be saved as JSON: {error}. It is {value!r}") from error
+    if same != value:
+        text = "JSON would change it (a tuple to a list, a key to a string, or a NaN)"
+        raise CheckpointError(f"`{name}` is not plain JSON: {text}. It is {value!r}")
+    return same
+
+
+def digest_of(body: dict[str, Any]) -> str:
+    """sha256 of a manifest's body."""
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+
+
+def write_manifest(part: Path, body: dict[str, Any]) -> None:
+    """Writes what is in a checkpoint, last of all its files."""
+    body = {**body, "files": flush(part)}
+    text = json.dumps({"format": FORMAT, "sha256": digest_of(body), "body": body})
+    (part / "manifest.json").write_text(text, encoding="ascii")
+    fsync(part / "manifest.json")
+    fsync(part)
+
+
+def manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there in full length."""
+    file = path / "manifest.json"
+    try:
+        whole = json.loads(file.read_text(encoding="ascii"))
+        version, digest, body = whole["format"], whole["sha256"], whole["body"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{file}: cannot be read: {reason(error)}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{file}: has format {version!r}; this jdist reads {FORMAT}. Use the jdist that saved it")
+    if digest != digest_of(body):
+        raise Damaged(f"{file}: its checksum does not match")
+    for name, (size_bytes, _) in body["files"].items():
+        try:
+            there_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{path / name}: {reason(error)}") from error
+        if there_bytes != size_bytes:
+            raise Damaged(f"{path / name}: has {there_bytes:,} bytes of {size_bytes:,}")
+    return body

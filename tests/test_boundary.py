@@ -241,7 +241,9 @@ class TestRefused:
     def test_no_gradient_at_all(self):
         self.refuse(lambda s, b, o: (s, {}), 1.0, r"calls `jdist\.value_and_grad` or `jdist\.grad` nowhere")
         self.refuse(
-            lambda s, b, o: (s - jax.grad(lambda w: w**2)(s), {}), 1.0, r"Change `jax\.value_and_grad` to `jdist\.value_and_grad`"
+            lambda s, b, o: (s - jax.grad(lambda w: w**2)(s), {}),
+            1.0,
+            r"Change `jax\.value_and_grad` to `jdist\.value_and_grad`",
         )
 
     def test_a_mean_alone_is_no_gradient(self):
@@ -255,7 +257,9 @@ class TestRefused:
             updates, opt = tx.update(grads, state["opt"])
             return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
 
-        self.refuse(step, {"params": params(), "opt": tx.init(params())}, r"Change `tx` to `jdist\.optimizer\(tx\)`", "update")
+        self.refuse(
+            step, {"params": params(), "opt": tx.init(params())}, r"Change `tx` to `jdist\.optimizer\(tx\)`", "update"
+        )
 
     @pytest.mark.parametrize(
         "inside",

@@ -72,14 +72,3 @@ def test_what_is_not_allowed_is_refused_before_any_step(options, message):
 )
 def test_may_update_state(options, expected):
     assert make_options(**options).may_update_state is expected
-
-
-def test_distribute_refuses_what_is_no_strategy_or_no_step():
-    with pytest.raises(StepError, match=r"needs a strategy, it got None.*@jdist\.distribute\(jdist\.mirrored\(\)\)"):
-        jdist.distribute(lambda state, batch: state)
-    with pytest.raises(StepError, match=r"needs a strategy, it got 'mirrored'"):
-        jdist.distribute(lambda state, batch: state, "mirrored")
-    with pytest.raises(StepError, match=r"needs a function to distribute, it got 3"):
-        jdist.distribute(3, jdist.default())
-    with pytest.raises(StepError, match=r"takes the step first: write `distribute\(step, strategy\)`"):
-        jdist.distribute(jdist.default(), jdist.default())

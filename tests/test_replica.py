@@ -329,6 +329,19 @@ class TestReplicaRng:
         assert not np.isclose(first, second).any()
         assert each(step, np.ones(2), strategy).tolist() == [first.tolist(), second.tolist()]
 
+    def test_an_array_of_keys(self, strategy):
+        keys = jax.random.split(jax.random.key(0), (2, 3))
+        got = each(lambda x: jax.random.key_data(jdist.replica_rng(keys)), np.ones(2), strategy)
+        assert got.shape == (2, 2, 3, 2)
+        assert len({tuple(key) for key in got.reshape(-1, 2).tolist()}) == 12
+
+    @pytest.mark.parametrize("strategy", [jdist.default(), ONE_EACH, jdist.mirrored(["cpu:1"])], ids=lambda s: s.name)
+    @pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["new", "legacy"])
+    def test_with_one_replica_it_is_the_key_itself(self, strategy, key):
+        """So that one device draws what plain JAX draws."""
+        draw = each(lambda x: jax.random.normal(jdist.replica_rng(key), (4,)), np.ones(2), strategy)
+        np.testing.assert_allclose(draw, [jax.random.normal(key, (4,))], rtol=1e-6)
+
     def test_differs_by_microbatch_under_accumulate(self):
         def step(w, batch):
             noise = jax.random.normal(jdist.replica_rng(jax.random.key(0)), batch["x"].shape)

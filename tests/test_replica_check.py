@@ -172,6 +172,9 @@ def test_compare_names_the_replicas_outside_the_majority():
         compare(hashes, ["a", "b"])
     assert caught.value.leaves == ("a", "b")
     assert caught.value.replicas == ((1, 3), (4,))
+    with pytest.raises(ReplicaDivergenceError) as caught:
+        compare(hashes[:4], ["a", "b"])
+    assert (caught.value.leaves, caught.value.replicas) == (("a",), ((0, 1, 2, 3),))  # no majority: all of them
     compare(hashes[:, :0], [])
     compare(hashes[[0, 2]], ["a", "b"])
 
@@ -205,7 +208,7 @@ class TestInAStep:
         with pytest.raises(ReplicaDivergenceError) as caught:
             train_step(state, self.batch | {"y": self.batch["x"]})
         assert caught.value.leaves == ("['bad']",)
-        assert caught.value.replicas == ((1,),)
+        assert caught.value.replicas == ((0, 1),)  # of two, neither is the majority
         with pytest.raises(ReplicaDivergenceError):
             strategy.fetch(train_step.last_state)
 

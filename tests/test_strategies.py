@@ -22,6 +22,13 @@ def test_one_device_takes_devices_and_names(device):
     assert dict(strategy.mesh.shape) == {"replica": 1}
 
 
+def test_one_device_names_its_axis():
+    assert jdist.one_device("cpu:1", axis="batch").axes == ("batch",)
+    assert jdist.one_device().axes == jdist.mirrored().axes
+    with pytest.raises(StrategyError, match=r"`axis` is 'my axis'; it must be a name"):
+        jdist.one_device(axis="my axis")
+
+
 def test_without_a_number_the_first_device_is_meant():
     assert jdist.one_device().devices == jdist.one_device("cpu").devices == (CPUS[0],)
 

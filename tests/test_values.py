@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jdist
 from jdist.values import PerReplica, is_per_replica, put_per_replica, take_per_replica

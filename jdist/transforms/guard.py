@@ -49,6 +49,11 @@ class Flags:
         return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
 
 
+def step_done(token: jax.Array) -> jax.Array:
+    """The token after a step with nothing to report; computed, as a token that is merely passed on cannot be waited for."""
+    return token + jnp.array([0, 1], jnp.int32)
+
+
 def guard(
     token: jax.Array, old: PyTree, new: PyTree, flags: Flags, policy: NonFinite, watched: Watched
 ) -> tuple[jax.Array, PyTree]:
@@ -70,7 +75,7 @@ def guard(
         The new token, and the state to go on with.
     """
     if policy == "apply":
-        return token, new
+        return step_done(token), new
     names, finite = list(flags.names), list(flags.finite)
     if flags.hidden or not finite:
         changed = [
@@ -81,7 +86,7 @@ def guard(
         names += [name for name, _, _ in changed]
         finite += [jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed]
     if not finite:
-        return token + jnp.array([0, 1], jnp.int32), new
+        return step_done(token), new
     base = watched.add(names)
     code, count = token[0], token[1]
     bad = ~jnp.stack(finite)

@@ -11,7 +11,7 @@ from jdist.context import ReplicaTrace, current_trace, tracing
 from jdist.strategy import Strategy
 from jdist.transforms.accumulate import accumulated
 from jdist.transforms.calls import Call, Step
-from jdist.transforms.guard import Flags, Watched, guard
+from jdist.transforms.guard import Flags, Watched, guard, step_done
 from jdist.transforms.loops import scan
 from jdist.transforms.options import StepOptions
 from jdist.transforms.results import METRIC, Traced, average, kinds_of, sort_results
@@ -69,7 +69,7 @@ def replica_step(
     def once(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         new_state, outputs, flags = run(state, batches, others)
         if "state" not in traced.returns:
-            return token, state, outputs
+            return step_done(token), state, outputs
         new_state = check_same_state(state, new_state)
         token, new_state = guard(token, state, new_state, flags, options.non_finite, watched)
         return token, new_state, outputs

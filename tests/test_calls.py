@@ -1,0 +1,154 @@
+"""The arguments of a call, sorted by their roles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.errors import StepError
+from jdist.transforms.calls import Call, Signature
+from jdist.transforms.options import make_options
+
+TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+EVERY = {
+    "default": jdist.default(),
+    "one_device": jdist.one_device("cpu:2"),
+    "shard_map": TWO,
+    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
+    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
+}
+BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
+
+
+@pytest.fixture(params=EVERY)
+def strategy(request):
+    return EVERY[request.param]
+
+
+def test_bind_sorts_and_apply_puts_back():
+    def step(kind, w, a, scale, b, *rest, shift, train):
+        return kind, w, a, scale, b, rest, shift, train
+
+    options = make_options(args=("static", "state", "batch", "replicated", "batch"), static_argnames="train")
+    call, state, batches, others = Signature(step, options).bind(
+        ("add", 1, "a", 2, "b", 3), {"shift": 4, "train": True}
+    )
+    assert (state, batches, others) == (1, ("a", "b"), ((2, 3), {"shift": 4}))
+    assert call.roles == ("static", "state", "batch", "replicated", "batch", "replicated")
+    assert (call.static, call.static_kwargs, call.static_types) == (("add",), (("train", True),), (str, bool))
+    assert call.apply(step, state, batches, others) == ("add", 1, "a", 2, "b", (3,), 4, True)
+    assert Call(("state", "batch")) == Signature(lambda w, b: w, make_options()).bind((1, 2), {})[0]
+
+
+class TestRoles:
+    def test_every_role(self, strategy):
+        def step(scale, kind, w, batch, extra, more):
+            assert kind == "add"
+            assert batch["x"].shape[0] * (strategy.num_replicas if strategy.transform != "jit" else 1) == 4
+            assert extra["t"].shape == (4,)
+            return w + scale * extra["t"].sum() + more.sum(), {"x": batch["x"].mean()}
+
+        run = jdist.distribute(step, strategy, args=("replicated", "static", "state", "batch", "replicated"))
+        extra = {"t": np.arange(4.0, dtype=np.float32)}
+        state, metrics = run(jnp.float32(2), "add", 1.0, BATCH, extra, np.ones(3, np.float32))
+        assert (float(state), float(metrics["x"])) == (16.0, 1.5)
+        state, _ = run(0.5, "add", state, BATCH, extra, np.ones(3, np.float32))
+        assert float(state) == 22.0
+
+    def test_two_batches(self, strategy):
+        def step(w, a, b):
+            return w, {"product": (a["x"] * b).mean()}
+
+        run = jdist.distribute(step, strategy, args=("state", "batch", "batch"))
+        assert float(run(1.0, BATCH, np.full(4, 2.0, np.float32))[1]["product"]) == 3.0
+
+    def test_further_arguments_and_keywords_are_replicated(self, strategy):
+        def step(w, batch, key, *, scale=1.0, shift):
+            assert scale.shape == ()
+            return w + scale * shift.sum(), {"draw": jax.random.normal(key)}
+
+        run = jdist.distribute(step, strategy)
+        key = jax.random.key(1)
+        for scale in (2.0, jnp.float32(2)):
+            state, metrics = run(0.0, BATCH, key, scale=scale, shift=np.ones(4, np.float32))
+            assert float(state) == 8.0
+            assert float(metrics["draw"]) == pytest.approx(float(jax.random.normal(key)))
+
+    def test_positional_arguments_by_keyword(self):
+        def step(w, batch, shift, kind):
+            assert kind == "add"
+            return w + shift, {"x": batch["x"].mean()}
+
+        run = jdist.distribute(step, TWO, args=("state", "batch", "replicated", "static"))
+        for args, kwargs in (
+            ((1.0, BATCH, 2.0), {"kind": "add"}),
+            ((1.0, BATCH), {"kind": "add", "shift": 2.0}),
+            ((1.0,), {"kind": "add", "shift": 2.0, "batch": BATCH}),
+            ((), {"kind": "add", "shift": 2.0, "batch": BATCH, "w": 1.0}),
+        ):
+            state, metrics = run(*args, **kwargs)
+            assert (float(state), float(metrics["x"])) == (3.0, 1.5)
+
+    def test_another_static_value_is_traced_again_and_the_same_is_not(self):
+        traced = []
+
+        def step(w, batch, power):
+            traced.append(power)
+            return w, {"x": (batch["x"] ** power).mean()}
+
+        run = jdist.distribute(step, TWO, args=("state", "batch", "static"))
+        state = TWO.init(lambda: jnp.float32(1))
+        results = []
+        for power in (1, 2, 1, 2, 1):
+            state, metrics = run(state, BATCH, power)
+            results.append(metrics["x"])
+        assert [float(x) for x in results] == [1.5, 3.5, 1.5, 3.5, 1.5]
+        assert traced == [1, 2]
+
+    def test_static_values_that_are_equal_but_of_another_type(self):
+        run = jdist.distribute(
+            lambda w, b, one: (w, {"kind": len(type(one).__name__)}), TWO, args=("state", "batch", "static")
+        )
+        assert [float(run(1.0, BATCH, one)[1]["kind"]) for one in (1, 1.0, True)] == [3, 5, 4]
+
+    def test_static_keywords(self):
+        traced = []
+
+        def step(w, batch, *, train):
+            traced.append(train)
+            return w + (1 if train else 0), {}
+
+        run = jdist.distribute(step, TWO, static_argnames=("train",))
+        state = 0.0
+        for train in (True, False, True):
+            state, _ = run(state, BATCH, train=train)
+        assert float(state) == 2.0
+        assert traced == [True, False]
+
+    def test_static_names_by_position(self):
+        run = jdist.distribute(lambda w, batch, train: (w + (1 if train else 0), {}), TWO, static_argnames="train")
+        assert float(run(0.0, BATCH, True)[0]) == 1.0
+
+    def test_static_names_that_the_step_has_not(self):
+        with pytest.raises(StepError, match="trian"):
+            jdist.distribute(lambda w, batch, train: (w, {}), TWO, static_argnames="trian")
+
+    def test_a_static_value_that_cannot_be_hashed(self):
+        run = jdist.distribute(lambda w, b, s: (w, {}), TWO, args=("state", "batch", "static"))
+        with pytest.raises(
+            StepError, match=r"static argument of .* cannot be hashed: unhashable.*Pass it as replicated"
+        ):
+            run(1.0, BATCH, [1])
+
+    def test_too_few_arguments(self):
+        def add(w, batch):
+            return w, {}
+
+        with pytest.raises(
+            StepError, match=r"add was called with 1 arguments by position; its roles are \('state', 'batch'"
+        ):
+            jdist.distribute(add, TWO)(1.0)
+
+    def test_the_state_alone_may_be_the_argument(self):
+        assert float(jdist.distribute(lambda w: w + 1, TWO, args=("state",))(1.0)) == 2.0

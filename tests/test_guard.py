@@ -1,0 +1,175 @@
+"""A NaN or infinite gradient: the state stays as it was, and the host learns which value it was, and when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.errors import NonFiniteError
+from jdist.transforms.guard import Flags, Watched, guard
+
+TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+EVERY = {
+    "default": jdist.default(),
+    "shard_map": TWO,
+    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
+    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
+}
+
+
+def guarded(state, batch):
+    loss, grads = jdist.value_and_grad(lambda p: jdist.mean(p["w"] * batch["x"] + p["b"]))(state["params"])
+    params = jax.tree.map(lambda p, g: p - g, state["params"], grads)
+    return {"params": params, "n": state["n"] + 1, "rng": jax.random.split(state["rng"])[0]}, {"loss": loss}
+
+
+class TestNonFinite:
+    def state(self):
+        return {"params": {"w": 0.0, "b": 0.0}, "n": 0, "rng": jax.random.key(0)}
+
+    def good(self, value=1.0):
+        return {"x": np.full(4, value, np.float32), "z": np.ones(4)}
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_raise_keeps_the_state_and_names_step_and_leaf(self, name):
+        step = jdist.distribute(guarded, EVERY[name])
+        state = self.state()
+        for _ in range(2):
+            state, _ = step(state, self.good())
+        bad = self.good()
+        bad["x"][3] = np.inf  # one row, on the last replica only
+        for batch in (bad, self.good()):
+            state, _ = step(state, batch)
+        with pytest.raises(NonFiniteError, match=r"step 2: the loss is NaN or infinite.*guarded\.last_state") as caught:
+            step.wait()
+        assert (caught.value.step, caught.value.leaf) == (2, "the loss")
+        kept = step.last_state
+        assert (int(kept["n"]), float(kept["params"]["w"])) == (2, -2.0)
+        state, _ = step(kept, self.good())
+        step.wait()
+        assert (int(state["n"]), float(state["params"]["w"])) == (3, -3.0)
+        step(state, bad)
+        with pytest.raises(NonFiniteError) as again:
+            step.wait()
+        assert again.value.step == 4
+
+    def test_a_gradient_is_named_where_the_loss_is_finite(self):
+        def step(w, batch):
+            grads = jdist.grad(lambda w: jnp.sqrt(w["a"]["b"]) + w["c"])(w)
+            return jax.tree.map(lambda p, g: p - g, w, grads), {}
+
+        run = jdist.distribute(step, TWO)
+        run({"a": {"b": 0.0}, "c": 1.0}, self.good())
+        with pytest.raises(NonFiniteError, match=r"the gradient of \['a'\]\['b'\]"):
+            run.wait()
+        assert float(run.last_state["c"]) == 1.0
+
+    def test_it_is_raised_within_max_in_flight_calls(self):
+        step = jdist.distribute(guarded, TWO, max_in_flight=3)
+        state, calls = self.state(), []
+
+        def until_raised(state):
+            while len(calls) < 20:
+                calls.append(len(calls))
+                state, _ = step(state, self.good(np.nan))
+
+        with pytest.raises(NonFiniteError):
+            until_raised(state)
+        assert len(calls) <= 6
+
+    def test_at_step_3_of_4_in_one_call(self):
+        step = jdist.distribute(guarded, TWO, steps_per_call=4)
+        x = np.ones((4, 4), np.float32)
+        step(self.state(), {"x": x, "z": x})
+        x[2, 1] = np.nan
+        step(step.last_state, {"x": x.copy(), "z": x})
+        with pytest.raises(NonFiniteError) as caught:
+            step.wait()
+        assert caught.value.step == 6
+        assert int(step.last_state["n"]) == 6
+        state, _ = step(step.last_state, {"x": np.ones((4, 4), np.float32), "z": x})
+        step.wait()
+        assert int(state["n"]) == 10
+
+    def test_skip_leaves_out_and_counts(self):
+        step = jdist.distribute(guarded, TWO, non_finite="skip")
+        state = self.state()
+        assert step.num_skipped == 0
+        for value in (1, np.nan, 1, np.inf, 1):
+            state, metrics = step(state, self.good(value))
+        assert step.num_skipped == 2
+        assert (int(state["n"]), float(state["params"]["w"])) == (3, -3.0)
+        assert np.isfinite(metrics["loss"])
+
+    def test_apply_lets_through(self):
+        step = jdist.distribute(guarded, TWO, non_finite="apply")
+        state, metrics = step(self.state(), self.good(np.nan))
+        step.wait()
+        assert np.isnan(state["params"]["w"])
+        assert np.isnan(metrics["loss"])
+        assert int(state["n"]) == 1
+        assert step.num_skipped == 0
+
+    def test_under_accumulate(self):
+        step = jdist.distribute(guarded, TWO, accumulate=2)
+        bad = self.good()
+        bad["x"][0] = np.nan
+        step(self.state(), bad)
+        with pytest.raises(NonFiniteError, match="the loss"):
+            step.wait()
+        assert int(step.last_state["n"]) == 0
+
+    def test_a_gradient_inside_a_scan_is_seen_by_what_it_does_to_the_state(self):
+        def step(state, batch):
+            descend = lambda w, _: (w - jdist.grad(lambda w: (w * batch["x"]).mean())(w), None)  # noqa: E731
+            return {**state, "w": jax.lax.scan(descend, state["w"], None, length=2)[0]}, {}
+
+        run = jdist.distribute(step, TWO)
+        run({"w": 1.0, "best": jnp.inf}, self.good())
+        run.wait()  # what was infinite before may be
+        run(run.last_state, self.good(np.nan))
+        with pytest.raises(NonFiniteError, match=r"state leaf \['w'\]"):
+            run.wait()
+        assert float(run.last_state["w"]) == -1.0
+
+    def test_a_gradient_inside_a_scan_beside_one_outside(self):
+        def step(state, batch):
+            descend = lambda w, _: (w - jdist.grad(lambda w: (w * batch["x"]).mean())(w), None)  # noqa: E731
+            inner = jax.lax.scan(descend, state["inner"], None, length=2)[0]
+            return {"inner": inner, "w": state["w"] - jdist.grad(lambda w: w**2)(state["w"])}, {}
+
+        run = jdist.distribute(step, TWO)
+        run({"inner": 1.0, "w": 1.0}, self.good(np.nan))
+        with pytest.raises(NonFiniteError):
+            run.wait()
+
+    def test_a_step_that_updates_nothing_is_not_guarded(self):
+        run = jdist.distribute(
+            lambda w, b: jdist.value_and_grad(lambda w: w * b["x"].mean())(w)[0], TWO, returns="metrics"
+        )
+        assert np.isnan(run(1.0, self.good(np.nan)))
+        run.wait()
+
+
+def test_codes_of_several_programs_do_not_mix():
+    watched = Watched()
+    assert watched.add(["the loss", "w"]) == 0
+    assert watched.add(["state leaf b"]) == 2
+    assert watched.add(["the loss", "w"]) == 0  # traced again, for other shapes
+    assert watched.names == ["the loss", "w", "state leaf b"]
+
+
+def run_guard(policy, token, *finite):
+    flags = Flags([f"value {i}" for i in range(len(finite))], [jnp.bool_(f) for f in finite], hidden=False)
+    token, kept = guard(jnp.array(token), {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, flags, policy, Watched())
+    return token.tolist(), kept["w"].tolist()
+
+
+def test_the_token_step_by_step():
+    assert run_guard("raise", [0, 0], True, True) == ([0, 1], [1, 1])
+    assert run_guard("raise", [0, 5], True, False) == ([2, 5], [0, 0])
+    assert run_guard("raise", [2, 5], True, True) == ([2, 5], [0, 0])  # nothing changes until the host has seen it
+    assert run_guard("skip", [1, 5], False) == ([2, 6], [0, 0])
+    assert run_guard("skip", [1, 5], True) == ([1, 6], [1, 1])
+    assert run_guard("apply", [0, 0], False) == ([0, 0], [1, 1])

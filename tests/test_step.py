@@ -1,0 +1,358 @@
+"""The distributed step: what a call returns, what it leaves behind, and how often it compiles."""
+
+import re
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import jax_utils
+
+import jdist
+from jdist.errors import DonatedStateError, ReplicaDivergenceError, StepError
+
+TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+EVERY = {
+    "default": jdist.default(),
+    "one_device": jdist.one_device("cpu:2"),
+    "shard_map": TWO,
+    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
+    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
+}
+BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
+
+_compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: _compiled.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+@pytest.fixture
+def compiled():
+    """Every compilation by XLA since it was last cleared."""
+    _compiled.clear()
+    return _compiled
+
+
+def add(w, batch):
+    """Adds the mean of x."""
+    return w + jdist.all_reduce(batch["x"].mean()), {"x": batch["x"].mean()}
+
+
+@pytest.fixture(params=EVERY)
+def strategy(request):
+    return EVERY[request.param]
+
+
+class TestEvaluation:
+    def data(self, strategy):
+        source = jdist.data.from_arrays({"x": np.arange(10, dtype=np.float32)}, global_batch=4)
+        return strategy.distribute_dataset(source)
+
+    def test_examples_come_in_input_order_without_padding(self, strategy):
+        def predict(w, batch):
+            return {"p": w["w"] * batch["x"], "pair": jnp.stack([batch["x"]] * 2, 1)}, jdist.mean(
+                batch["x"], batch["mask"]
+            )
+
+        run = jdist.distribute(predict, strategy, args=("state", "batch"), returns=("examples", "metrics"))
+        state = strategy.init(lambda: {"w": jnp.float32(2), "more": jnp.zeros(3)})
+        out = [run(state, batch) for batch in self.data(strategy)]
+        assert np.concatenate([rows["p"] for rows, _ in out]).tolist() == [2.0 * i for i in range(10)]
+        assert np.concatenate([rows["pair"] for rows, _ in out])[:, 1].tolist() == [float(i) for i in range(10)]
+        assert [float(m) for _, m in out] == [1.5, 5.5, 8.5]
+        assert not state["w"].is_deleted()
+
+    def test_examples_of_batches_that_are_no_dicts(self):
+        run = jdist.distribute(lambda w, batch: batch[0] * w, TWO, returns="examples")
+        batches = TWO.distribute_dataset([np.arange(4.0), np.arange(3.0)], with_mask=True)
+        assert [len(run(1.0, batch)) for batch in batches] == [4, 3]
+
+    def test_the_same_state_serves_many_evaluations(self, strategy):
+        train = jdist.distribute(add, strategy)
+        evaluate = jdist.distribute(lambda w, b: w * b["x"].mean(), strategy, returns="metrics")
+        state, _ = train(1.0, BATCH)
+        assert [float(evaluate(state, BATCH)) for _ in range(3)] == [3.75] * 3
+        state, _ = train(state, BATCH)
+        assert float(evaluate(state, BATCH)) == 6.0
+        assert evaluate.last_state is None
+
+
+class TestState:
+    def test_donated_unless_asked_otherwise(self, strategy):
+        for donate in (True, False):
+            step = jdist.distribute(add, strategy, donate=donate)
+            first = strategy.init(lambda: jnp.zeros(100))
+            second, _ = step(first, BATCH)
+            third, _ = step(second, BATCH)
+            assert first.is_deleted() is second.is_deleted() is donate
+            assert float(third[0]) == 3.0
+
+    def test_a_donated_state_used_again_is_refused_by_name(self, strategy):
+        step = jdist.distribute(lambda s, b: ({"w": s["w"] + 1, "n": s["n"]}, {}), strategy)
+        first = strategy.init(lambda: {"w": jnp.zeros(100), "n": jnp.int32(0)})
+        step(first, BATCH)
+        with pytest.raises(DonatedStateError, match=r"donated to an earlier call.*first: \['.'\].*last_state"):
+            step(first, BATCH)
+        evaluate = jdist.distribute(lambda s, b: s["w"].sum(), strategy, returns="metrics")
+        with pytest.raises(DonatedStateError):
+            evaluate(first, BATCH)
+        assert float(evaluate(step.last_state, BATCH)) == 100.0
+
+    def test_last_state_is_the_newest(self, strategy):
+        step = jdist.distribute(add, strategy)
+        assert step.last_state is None
+        state, _ = step(1.0, BATCH)
+        assert step.last_state is state
+
+    def test_after_an_interrupt_the_last_state_is_there(self, strategy, monkeypatch):
+        step = jdist.distribute(add, strategy)
+        state, _ = step(strategy.init(lambda: jnp.float32(1)), BATCH)
+
+        def interrupt(token):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(step._window, "add", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(state, BATCH)
+        assert float(step.last_state) == 4.0
+        assert float(step(step.last_state, BATCH)[0]) == 5.5
+
+    def test_after_an_error_in_the_step_the_state_is_as_it_was(self, strategy):
+        fail = []
+
+        def step(w, batch):
+            if fail:
+                raise KeyError("mine")
+            return w + 1, {}
+
+        run = jdist.distribute(step, strategy)
+        state, _ = run(strategy.init(lambda: jnp.float32(1)), BATCH)
+        fail.append(1)
+        with pytest.raises(KeyError, match="mine"):
+            run(state, jax.tree.map(lambda x: x[:2], BATCH))  # another shape is traced again
+        assert run.last_state is state
+        assert float(run(state, BATCH)[0]) == 3.0
+
+    def test_shardings_and_types_are_preserved(self, strategy):
+        def create():
+            return {"w": jnp.ones((4, 4), jnp.bfloat16), "n": 0, "key": jax.random.key(0), "x": jnp.float16(1)}
+
+        def step(s, batch):
+            key, _ = jax.random.split(s["key"])
+            return {"w": s["w"] * 2, "n": s["n"] + 1, "key": key, "x": s["x"]}, {}
+
+        state = strategy.init(create)
+        run = jdist.distribute(step, strategy)
+        new = state
+        for _ in range(2):
+            new, _ = run(new, BATCH)
+        for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
+            assert (after.shape, after.dtype, after.committed) == (before.shape, before.dtype, before.committed)
+            assert not jax.typeof(after).weak_type
+            if strategy.mesh is not None:
+                assert after.sharding == strategy.replicated_sharding
+
+    def test_a_state_the_user_changed_between_calls(self, strategy):
+        run = jdist.distribute(lambda s, b: ({**s, "w": s["w"] + 1}, {}), strategy)
+        state, _ = run({"w": jnp.ones(2), "epoch": 0}, BATCH)
+        state, _ = run({**state, "epoch": 5}, BATCH)
+        assert int(state["epoch"]) == 5
+        assert state["w"].tolist() == [3, 3]
+
+    def test_a_state_that_differs_is_not_healed_by_a_change_of_the_user(self):
+        def local(s, batch):
+            return {**s, "w": s["w"] + batch["x"].mean()}, {}
+
+        run = jdist.distribute(local, TWO, check_replicas=0)
+        state, _ = run({"w": jnp.ones(2), "epoch": 0}, BATCH)
+        state, _ = run({**state, "epoch": 5}, BATCH)
+        with pytest.raises(ReplicaDivergenceError) as caught:
+            TWO.fetch(state)
+        assert caught.value.leaves == ("['w']",)
+
+
+class TestCompilations:
+    def test_exactly_one_over_many_calls(self, strategy, compiled):
+        run = jdist.distribute(add, strategy, check_replicas=0)
+        source = jdist.data.from_arrays(
+            {"x": np.arange(10, dtype=np.float32), "y": np.ones(10)}, global_batch=4, epochs=2
+        )
+        batches = list(strategy.distribute_dataset(source))  # each epoch ends with a short one
+        assert len(batches) == 6
+        state = strategy.init(lambda: jnp.float32(1))
+        compiled.clear()
+        for batch in batches:
+            state, _ = run(state, batch)
+        run.wait()
+        assert len(compiled) == (2 if strategy.transform == "pmap" else 1)  # pmap: and one that cuts the batch
+
+    @pytest.mark.parametrize("kind", ["python", "numpy", "jax"])
+    def test_none_after_the_first_whatever_the_state_was_made_of(self, strategy, compiled, kind):
+        make = {"python": float, "numpy": np.float32, "jax": jnp.float32}[kind]
+        run = jdist.distribute(add, strategy)
+        state, _ = run(make(1), BATCH)
+        state, _ = run(state, BATCH)
+        compiled.clear()
+        for _ in range(10):
+            state, _ = run(state, BATCH)
+        run.wait()
+        assert compiled == []
+
+    def test_a_learning_rate_that_changes_compiles_nothing(self, compiled):
+        run = jdist.distribute(lambda w, b, lr: (w - lr, {}), TWO)
+        state, _ = run(1.0, BATCH, 0.1)
+        state, _ = run(state, BATCH, 0.2)
+        compiled.clear()
+        for lr in (0.3, 0.4, 0.5):
+            state, _ = run(state, BATCH, lr)
+        assert compiled == []
+
+
+class TestBatches:
+    @pytest.mark.parametrize("kind", ["numpy", "jax", "other device"])
+    def test_batches_need_not_be_placed(self, strategy, kind):
+        put = {"numpy": np.asarray, "jax": jnp.asarray, "other device": lambda x: jax.device_put(x, jax.devices()[5])}
+        if strategy.mesh is None and kind == "other device":
+            return
+        state, metrics = jdist.distribute(add, strategy)(1.0, jax.tree.map(put[kind], BATCH))
+        assert (float(state), float(metrics["x"])) == (2.5, 1.5)
+
+    def test_a_batch_is_never_donated(self, strategy):
+        batch = jax.tree.map(jnp.asarray, BATCH)
+        run = jdist.distribute(add, strategy)
+        state, _ = run(1.0, batch)
+        state, _ = run(state, batch)
+        assert float(state) == 4.0
+        assert batch["x"].tolist() == [0, 1, 2, 3]
+
+    def test_a_numpy_batch_may_be_refilled_after_the_call(self):
+        memory = np.zeros(4096 * 4 + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        x = memory[start : start + 4096 * 4].view(np.float32)
+
+        def slow(w, batch):  # the second call cannot start before the first has ended
+            w = jax.lax.fori_loop(0, 1000, lambda _, w: jnp.tanh(w @ w), w)
+            return w, {"x": batch["x"].mean()}
+
+        run = jdist.distribute(slow, TWO)
+        x[:] = 1
+        state, _ = run(jnp.ones((100, 100)), {"x": np.array(x)})
+        run.wait()
+        state, _ = run(state, {"x": np.array(x)})
+        state, metrics = run(state, {"x": x})
+        x[:] = 100
+        assert float(metrics["x"]) == 1.0
+
+
+class TestLower:
+    def test_it_runs_nothing_and_takes_arrays_or_shapes(self, strategy):
+        run = jdist.distribute(add, strategy)
+        arrays = run.lower(1.0, BATCH).as_text()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+        assert run.lower(jax.ShapeDtypeStruct((), jnp.float32), shapes).as_text() == arrays
+        assert run.last_state is None
+        state = strategy.init(lambda: jnp.float32(1))
+        run.lower(state, BATCH).compile()
+        assert float(run(state, BATCH)[0]) == 2.5
+
+    def test_roles_and_options_as_in_a_call(self):
+        def step(w, batch, kind, *, scale):
+            assert kind == "add"
+            return w + scale, {"x": batch["x"].mean()}
+
+        run = jdist.distribute(step, TWO, args=("state", "batch", "static"), steps_per_call=2)
+        text = run.lower(1.0, jax.tree.map(lambda x: np.stack([x, x]), BATCH), "add", scale=2.0).as_text()
+        assert "stablehlo.while" in text
+
+
+def test_wait_before_and_after_calls():
+    run = jdist.distribute(add, TWO)
+    run.wait()
+    run(1.0, BATCH)
+    run.wait()
+    run.wait()
+
+
+def test_the_name_in_an_error_is_of_the_program_that_met_it():
+    """Another static value is another program, which may watch other values."""
+
+    def step(w, batch, train):
+        if train:
+            loss, grad = jdist.value_and_grad(lambda w: (w * batch["x"]).mean())(w["a"])
+            return {**w, "a": w["a"] - grad}, {"loss": loss}
+        return {"a": w["a"] + 0, "b": w["b"] + 1}, {"loss": 0.0}
+
+    run = jdist.distribute(step, TWO, args=("state", "batch", "static"))
+    bad = {**BATCH, "x": BATCH["x"] * np.nan}
+    state, _ = run({"a": 1.0, "b": 1.0}, bad, True)
+    run(state, BATCH, False)
+    with pytest.raises(jdist.errors.NonFiniteError) as caught:
+        run.wait()
+    assert caught.value.leaf == "the loss"
+
+
+TRACED_BUG = (
+    "BUG: only the state is looked at: a traced batch or argument gives AttributeError: 'sharding', and under default "
+    "passes and leaves tracers behind in the step"
+)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "jit",
+            "scan",
+            *(
+                pytest.param(call, marks=pytest.mark.xfail(strict=True, reason=TRACED_BUG))
+                for call in ("a batch of jit", "a batch of jit, no state", "an argument of jit")
+            ),
+        ],
+    )
+    def test_a_call_while_jax_traces(self, strategy, call):
+        run = jdist.distribute(lambda w, batch, *more: (w + 1, {}), strategy)
+        evaluate = jdist.distribute(lambda batch: batch["x"].mean(), strategy, args=("batch",))
+        calls = {
+            "jit": lambda: jax.jit(lambda w: run(w, BATCH))(1.0),
+            "scan": lambda: jax.lax.scan(lambda w, _: run(w, BATCH), 1.0, None, length=2),
+            "a batch of jit": lambda: jax.jit(lambda batch: run(1.0, batch))(BATCH),
+            "a batch of jit, no state": lambda: jax.jit(evaluate)(BATCH),
+            "an argument of jit": lambda: jax.jit(lambda lr: run(1.0, BATCH, lr))(0.1),
+        }
+        with pytest.raises(StepError, match=r"called while JAX traces.*from plain Python.*`steps_per_call`"):
+            calls[call]()
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "call",
+            pytest.param(
+                "lower", marks=pytest.mark.xfail(strict=True, raises=NameError, reason="BUG: `lower` lets JAX's out")
+            ),
+        ],
+    )
+    def test_an_axis_that_nothing_binds(self, strategy, how):
+        run = jdist.distribute(lambda w, batch: (jax.lax.pmean(w, "batch"), {}), strategy)
+        binds = re.escape(str(strategy.axes or "none"))
+        with pytest.raises(StepError, match=rf"batch.*{strategy.name} does not bind; it binds {binds}.*axis=\.\.\."):
+            (run if how == "call" else run.lower)(1.0, BATCH)
+
+    def test_a_state_in_parts(self, strategy):
+        run = jdist.distribute(lambda s, batch: (s, {}), strategy)
+        state = {"n": 1, "w": jax_utils.replicate(jnp.ones(2))}
+        message = r"leaf \['w'\], float32\[8, 2\], is spread over 8 devices in parts.*without `jax_utils\.replicate`"
+        with pytest.raises(StepError, match=message):
+            run(state, BATCH)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: jdist.one_device("cpu:1", axis="batch"), lambda: jdist.mirrored(axis="batch")]
+)
+def test_an_axis_of_the_users_own_name(make):
+    def step(w, batch):
+        return w + jax.lax.pmean(batch["x"].mean(), axis_name="batch"), {}
+
+    assert float(jdist.distribute(step, make())(1.0, {"x": np.arange(8.0)})[0]) == 4.5

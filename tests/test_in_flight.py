@@ -104,3 +104,27 @@ def test_a_step_never_runs_further_ahead(limit):
     assert most == limit - 1
     step.wait()
     assert len(step._window._tokens) == 0
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "apply"])
+def test_every_kind_of_call_is_waited_for(kind):
+    """Some 200 calls in flight over eight virtual CPU devices end in an abort of the process."""
+    strategy = jdist.mirrored()
+    state = strategy.init(lambda: jnp.ones((256, 256)))
+
+    def measure(state, batch):
+        return jnp.mean(batch["x"] @ state)
+
+    def train(state, batch):
+        return state * 1.0, measure(state, batch)
+
+    if kind == "evaluation":
+        step = jdist.distribute(measure, strategy, returns=("metrics",))
+    else:
+        step = jdist.distribute(train, strategy, non_finite="apply", check_replicas=0)
+    batch = {"x": np.ones((512, 256), np.float32)}
+    for _ in range(300):
+        result = step(state, batch)
+        if kind == "apply":
+            state, result = result
+    assert float(result) == 256

@@ -82,9 +82,11 @@ def replica_rng(key: jax.Array) -> jax.Array:
 
 
 def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.ndim == 0:
+    own_axes = 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1  # an old-style key is a row of uint32
+    if key.ndim == own_axes:
         return jax.random.fold_in(key, number)
-    return jax.vmap(jax.random.fold_in, (0, None))(key.ravel(), number).reshape(key.shape)
+    rows = key.reshape(-1, *key.shape[key.ndim - own_axes :])
+    return jax.vmap(jax.random.fold_in, (0, None))(rows, number).reshape(key.shape)
 
 
 def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:

@@ -172,4 +172,4 @@ def test_the_token_step_by_step():
     assert run_guard("raise", [2, 5], True, True) == ([2, 5], [0, 0])  # nothing changes until the host has seen it
     assert run_guard("skip", [1, 5], False) == ([2, 6], [0, 0])
     assert run_guard("skip", [1, 5], True) == ([1, 6], [1, 1])
-    assert run_guard("apply", [0, 0], False) == ([0, 0], [1, 1])
+    assert run_guard("apply", [0, 0], False) == ([0, 1], [1, 1])

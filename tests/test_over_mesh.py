@@ -114,9 +114,6 @@ class TestBatchesThatDoNotFit:
             self.run(name, {"x": X, "temperature": np.float32(2)} if name else {})
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: `_plain` alone does not call `check_rows`: JAX's TypeError on reshape, or nothing at all"
-)
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [

@@ -294,22 +294,13 @@ def test_the_name_in_an_error_is_of_the_program_that_met_it():
     assert caught.value.leaf == "the loss"
 
 
-TRACED_BUG = (
-    "BUG: only the state is looked at: a traced batch or argument gives AttributeError: 'sharding', and under default "
-    "passes and leaves tracers behind in the step"
-)
-
-
 class TestRefused:
     @pytest.mark.parametrize(
         "call",
         [
             "jit",
             "scan",
-            *(
-                pytest.param(call, marks=pytest.mark.xfail(strict=True, reason=TRACED_BUG))
-                for call in ("a batch of jit", "a batch of jit, no state", "an argument of jit")
-            ),
+            *(call for call in ("a batch of jit", "a batch of jit, no state", "an argument of jit")),
         ],
     )
     def test_a_call_while_jax_traces(self, strategy, call):
@@ -329,9 +320,7 @@ class TestRefused:
         "how",
         [
             "call",
-            pytest.param(
-                "lower", marks=pytest.mark.xfail(strict=True, raises=NameError, reason="BUG: `lower` lets JAX's out")
-            ),
+            "lower",
         ],
     )
     def test_an_axis_that_nothing_binds(self, strategy, how):

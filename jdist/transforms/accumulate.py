@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,8 @@ def accumulated(
     if parts.crossing:
         raise BoundaryError(
             f"with `accumulate`, these results need values of a single microbatch together with the combined gradients: "
-            f"{'; '.join(parts.crossing)}. Compute each from the batch alone, or from the combined loss and gradients alone."
+            f"{'; '.join(map(_readable, parts.crossing))}. Compute each from "
+            "the batch alone, or from the combined loss and gradients alone."
         )
     state_leaves, state_treedef = jax.tree.flatten(state)
     numbers = jnp.arange(k)
@@ -115,6 +117,11 @@ def accumulated(
             outputs.append(jnp.divide(local, k))
     outputs = jax.tree.unflatten(parts.outputs_treedef, outputs)
     return jax.tree.unflatten(parts.state_treedef, new_leaves), outputs
+
+
+def _readable(names: str) -> str:
+    """Names of results as the user knows them: in the split step the state comes first, then outputs by role, then flags."""
+    return re.sub(r"\[1\]\[0\]\[\d+\]", "result ", re.sub(r"(^|, )\[0\]", r"\1state leaf ", names))
 
 
 def _wide(dtype: Any) -> Any:

@@ -53,6 +53,7 @@ def _plain(
     donate: tuple[int, ...],
 ) -> Program:
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
         return token, state, _join(same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows, traced)

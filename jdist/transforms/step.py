@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.errors import NonFiniteError, StepError
@@ -20,7 +23,7 @@ from jdist.transforms.over_mesh import Program, compile_over_mesh
 from jdist.transforms.placement import adopt_state, place_batches
 from jdist.transforms.replica_step import replica_step
 from jdist.transforms.results import Traced
-from jdist.transforms.trees import check_no_deleted
+from jdist.transforms.trees import check_no_deleted, check_not_traced
 
 PyTree = Any
 
@@ -87,36 +90,35 @@ class DistributedStep:
         program, _ = self._program(call)
         whole = self._whole
         token = _shapes(self._token, whole)
-        return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
+        with self._naming_axes():
+            return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
             call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
         else:
             call, state, batches, others = self._signature.bind(args, kwargs)
+            check_not_traced(others)
             if self._whole is not None:
                 others = jax.tree.map(self._replicate, others)
         if state is not self._last_state:
+            check_not_traced(state)
             state = adopt_state(self.strategy, state)
-        if self._by_rows is not None:
-            for leaf in jax.tree.leaves(batches):
-                if not isinstance(leaf, jax.Array) or leaf.sharding != self._by_rows:
-                    batches = place_batches(self.strategy, self.options, batches, self._by_rows)
-                    break
+        for leaf in jax.tree.leaves(batches):
+            if isinstance(leaf, Tracer):
+                check_not_traced(batches)
+            if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
+                batches = place_batches(self.strategy, self.options, batches, self._by_rows)
+                break
         program, traced = self._program(call)
         try:
             token, state, outputs = program(self._token, state, batches, others)
         except (RuntimeError, ValueError):
             check_no_deleted(state)  # says it better than the runtime, if that was the reason
             raise
-        except NameError as exc:
-            if "unbound axis name" not in str(exc):
+        except NameError:
+            with self._naming_axes():
                 raise
-            raise StepError(
-                f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
-                f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
-                "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
-            ) from exc
         self._token = token
         updated = "state" in traced.returns
         if updated:
@@ -125,6 +127,19 @@ class DistributedStep:
         if self._steps_to_check and updated:
             self._check_replicas(state)
         return _result(state, outputs, traced, batches)
+
+    @contextlib.contextmanager
+    def _naming_axes(self) -> Iterator[None]:
+        try:
+            yield
+        except NameError as exc:
+            if "unbound axis name" not in str(exc):
+                raise
+            raise StepError(
+                f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
+                f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
+                "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
+            ) from exc
 
     def _check_replicas(self, state: PyTree) -> None:
         self._steps_to_check -= self.options.steps_per_call

@@ -34,14 +34,15 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
         old_shape, new_shape = jnp.shape(old), jnp.shape(new)
         old_dtype, new_dtype = jax.typeof(old).dtype, jax.typeof(new).dtype
         # A weakly typed value, made of Python numbers, takes the old dtype where that loses nothing.
-        adapts = jax.typeof(new).weak_type and jnp.promote_types(old_dtype, new_dtype) == old_dtype
+        is_key = jnp.issubdtype(old_dtype, jax.dtypes.prng_key)
+        adapts = not is_key and jax.typeof(new).weak_type and jnp.result_type(old, new) == old_dtype
         if old_shape != new_shape or (old_dtype != new_dtype and not adapts):
             problems.append(
                 f"  {jax.tree_util.keystr(path) or 'the state'}: "
                 f"{old_dtype}{list(old_shape)} before, {new_dtype}{list(new_shape)} after"
             )
             return new
-        return new if jnp.issubdtype(old_dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(new, old_dtype)
+        return new if is_key else jax.lax.convert_element_type(new, old_dtype)
 
     result = jax.tree_util.tree_map_with_path(check, before, after)
     if problems:
@@ -77,17 +78,25 @@ def check_no_deleted(state: PyTree) -> None:
         DonatedStateError: names the first such leaf.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(leaf, jax.core.Tracer):
-            raise StepError(
-                "a distributed step was called while JAX traces (inside `jax.jit`, `lax.scan`, ...); it is compiled "
-                "already and must be called from plain Python. For several steps in one call there is `steps_per_call`."
-            )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise DonatedStateError(
                 f"the state passed in was donated to an earlier call, its buffers are gone (first: "
                 f"{jax.tree_util.keystr(path) or 'the state'}). Go on with the state that the call returned, or with "
                 "`train_step.last_state`; `donate=False` keeps old states usable."
             )
+
+
+def check_not_traced(arguments: PyTree) -> None:
+    """Refuses a call from inside a JAX transformation.
+
+    Raises:
+        StepError: an argument is a tracer.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        raise StepError(
+            "a distributed step was called while JAX traces (inside `jax.jit`, `lax.scan`, ...); it is compiled "
+            "already and must be called from plain Python. For several steps in one call there is `steps_per_call`."
+        )
 
 
 def check_whole(state: PyTree) -> None:

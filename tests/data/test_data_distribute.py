@@ -1,6 +1,5 @@
 """The distributed dataset: slices, positions, resuming, and what it refuses."""
 
-
 import jax
 import numpy as np
 import pytest

@@ -316,13 +316,7 @@ class TestRefused:
         with pytest.raises(StepError, match=r"called while JAX traces.*from plain Python.*`steps_per_call`"):
             calls[call]()
 
-    @pytest.mark.parametrize(
-        "how",
-        [
-            "call",
-            "lower",
-        ],
-    )
+    @pytest.mark.parametrize("how", ["call", "lower"])
     def test_an_axis_that_nothing_binds(self, strategy, how):
         run = jdist.distribute(lambda w, batch: (jax.lax.pmean(w, "batch"), {}), strategy)
         binds = re.escape(str(strategy.axes or "none"))

@@ -102,7 +102,7 @@ class DistributedStep:
             if self._whole is not None:
                 others = jax.tree.map(self._replicate, others)
         if state is not self._last_state:
-            check_not_traced(state)
+            check_not_traced((state, batches))
             state = adopt_state(self.strategy, state)
         for leaf in jax.tree.leaves(batches):
             if isinstance(leaf, Tracer):

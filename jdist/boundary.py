@@ -35,7 +35,7 @@ Step = Callable[..., tuple[PyTree, PyTree]]
 class Cut:
     """One place where a step was cut: the arrays that went in, the placeholders handed out, and how to combine."""
 
-    kind: Literal["gradient", "count", "update"]
+    kind: Literal["gradient", "count", "applied", "update"]
     op: str
     inputs: list[jax.Array]
     placeholders: list[jax.Array]
@@ -62,6 +62,9 @@ class _Recorder:
 
     def count(self, count: jax.Array) -> jax.Array:
         return self._cut("count", "sum", [count], [count])[0]
+
+    def applied(self, grads: PyTree) -> None:
+        self._cut("applied", "", jax.tree.leaves(grads), [])
 
     def update(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         leaves, treedef = jax.tree.flatten((grads, opt_state, params, extra))
@@ -126,8 +129,7 @@ def split(
             an earlier one of the same step has updated.
     """
     cuts: list[Cut] = []
-    if at == "update":
-        step = _marking_optimizers(step)
+    step = _marking_optimizers(step)
 
     def traced(state: PyTree, batch: PyTree, others: PyTree, microbatch: jax.Array) -> Any:
         recorder = _Recorder(at, num_microbatches, microbatch)
@@ -145,7 +147,7 @@ def split(
             "Call it in the step itself: let the inner function return the loss of each example and take the mean "
             "outside of it."
         )
-    if not any(cut.kind != "count" for cut in cuts):
+    if not any(cut.kind == at for cut in cuts):
         what = "`jdist.value_and_grad` or `jdist.grad`" if at == "gradient" else "an optimiser"
         hint = (
             "Change `jax.value_and_grad` to `jdist.value_and_grad` (a DynamicScale takes gradients of its own and "
@@ -238,6 +240,9 @@ class _Analysis:
     def _check_order(self) -> None:
         number = 0
         for cut, inputs in zip(self.cuts, self.inputs, strict=True):
+            if cut.kind == "applied":
+                self._check_combined(inputs)
+                continue
             number += cut.kind != "count"
             gradient = inputs if cut.kind != "update" else inputs[: self._num_gradient_leaves(cut)]
             if any(_is_var(v) and v in self.late for v in gradient):
@@ -247,6 +252,13 @@ class _Analysis:
                     "cannot be split into one gradient part and one update part. Compute all gradients from the "
                     "parameters as they came in, or make two steps of it, or leave `accumulate` at 1."
                 )
+
+    def _check_combined(self, gradients: list[Any]) -> None:
+        if any(_is_var(v) and v in self.varying and v not in self.late for v in gradients):
+            raise BoundaryError(
+                "an optimiser of the step is given gradients that did not come from `jdist.value_and_grad` or `jdist.grad`; it "
+                "would be called once for each microbatch. Take all gradients of the step by them, or leave `accumulate` at 1."
+            )
 
     @staticmethod
     def _num_gradient_leaves(cut: Cut) -> int:

@@ -46,6 +46,10 @@ class Recorder(Protocol):
         """Keeps one microbatch's weight, hands out a placeholder for the whole global batch's."""
         ...
 
+    def applied(self, grads: PyTree) -> None:
+        """Keeps gradients that an optimiser is given, to check where they come from."""
+        ...
+
     def update(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         """Keeps the gradients given to an optimiser, hands out placeholders for the updates."""
         ...
@@ -63,6 +67,7 @@ class ReplicaTrace:
         strategy: the strategy whose replicas run the step.
         recorder: set while the step is being split into gradient part and update part.
         reduced: arrays that already hold the same value on every replica, so that averaging them again can be left out.
+        reduced_by: the op of each array in `reduced`, by its id.
         finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
@@ -71,6 +76,7 @@ class ReplicaTrace:
     strategy: Strategy
     recorder: Recorder | None = None
     reduced: list[jax.Array] = field(default_factory=list)
+    reduced_by: dict[int, str] = field(default_factory=dict)
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)
     level: Any = field(default_factory=_trace_level)

@@ -112,10 +112,9 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
             'all_reduce(..., "sum")',
             "a sum over the whole batch is `jnp.sum`, there is nothing left to add up",
         )
-    axes = replica_axes()
+    axes, trace = replica_axes(), context.current_trace()
     if axes is None:
         return tree
-    trace = context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
     if op in ("max", "min"):
@@ -126,8 +125,14 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         if op == "mean":
             reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
     if trace is not None:
-        trace.reduced.extend(jax.tree.leaves(reduced))
+        _note(trace, reduced, op)
     return reduced
+
+
+def _note(trace: context.ReplicaTrace, reduced: PyTree, op: str) -> None:
+    leaves = jax.tree.leaves(reduced)
+    trace.reduced.extend(leaves)
+    trace.reduced_by.update((id(leaf), op) for leaf in leaves)
 
 
 def all_gather(tree: PyTree, axis: int = 0) -> PyTree:

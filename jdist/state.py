@@ -45,7 +45,10 @@ class _MarkedUpdate:
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         tx = optax.with_extra_args_support(self.tx)
         trace = context.current_trace()
-        if trace is None or trace.recorder is None or trace.recorder.at != "update":
+        if trace is None or trace.recorder is None:
+            return tx.update(updates, state, params, **extra)
+        if trace.recorder.at == "gradient":
+            trace.recorder.applied(updates)
             return tx.update(updates, state, params, **extra)
         return trace.recorder.update(tx, updates, state, params, extra)
 

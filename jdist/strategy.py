@@ -115,14 +115,15 @@ class Strategy:
 
         Raises:
             ReplicaDivergenceError: replicas hold different values.
-            NonFiniteError: one of the last steps made a NaN or infinite gradient.
+            NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
         """
         return self.operations.fetch(self, state)
 
     def check(self, state: PyTree) -> None:
-        """Compares the replicas' copies of `state` bit by bit; to be called before every save.
+        """Waits for the steps in flight and compares the replicas' copies of `state` bit by bit; call it before every save.
 
         Raises:
+            NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
             ReplicaDivergenceError: names the leaves and the replicas that differ.
         """
         self.operations.check(self, state)

@@ -287,3 +287,50 @@ class TestRefused:
 
     def test_neither_state_nor_gradient(self):
         self.run(lambda b: b["y"].sum(), None, "nowhere", args=("batch",))
+
+
+class TestMetricsThatAreNoMeans:
+    batch = {"x": np.arange(16, dtype=np.float32)}  # noqa: RUF012 - never changed
+
+    def run(self, op, accumulate):
+        def step(w, batch):
+            loss, grad = jdist.value_and_grad(lambda w: jnp.mean(batch["x"] * w))(w)
+            return w - 0.0 * grad, {"it": jdist.all_reduce(getattr(jnp, op)(batch["x"]), op), "loss": loss}
+
+        strategy = jdist.mirrored(jax.local_devices()[:2])
+        _, metrics = jdist.distribute(step, strategy, accumulate=accumulate)(1.0, self.batch)
+        return float(metrics["it"])
+
+    def test_sums_add_up(self):
+        assert self.run("sum", 1) == self.run("sum", 4) == 120
+
+    def test_extremes_are_refused(self):
+        assert self.run("max", 1) == 15
+        with pytest.raises(BoundaryError, match="maximum or minimum"):
+            self.run("max", 2)
+
+
+def test_an_optimiser_with_gradients_of_another_kind_is_refused():
+    """It would be called once for each microbatch, silently."""
+
+    def step(state, batch):
+        def loss(params):
+            return jdist.mean((batch["x"] * params["w"] - 1) ** 2)
+
+        value, grads = jdist.value_and_grad(loss)(state["a"].params)
+        other = jdist.all_reduce(jax.grad(loss)(state["b"].params), "mean")
+        return {
+            "a": state["a"].apply_gradients(grads=grads),
+            "b": state["b"].apply_gradients(grads=other),
+        }, {"loss": value}
+
+    def create():
+        make = jdist.TrainState.create
+        return {name: make(params={"w": jnp.ones(())}, tx=optax.sgd(0.1)) for name in ("a", "b")}
+
+    strategy = jdist.mirrored(jax.local_devices()[:2])
+    batch = {"x": np.arange(8, dtype=np.float32)}
+    state, _ = jdist.distribute(step, strategy)(strategy.init(create), batch)
+    assert float(state["a"].params["w"]) == pytest.approx(float(state["b"].params["w"]))
+    with pytest.raises(BoundaryError, match=r"did not come from `jdist\.value_and_grad`"):
+        jdist.distribute(step, strategy, accumulate=2)(strategy.init(create), batch)

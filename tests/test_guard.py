@@ -173,3 +173,23 @@ def test_the_token_step_by_step():
     assert run_guard("skip", [1, 5], False) == ([2, 6], [0, 0])
     assert run_guard("skip", [1, 5], True) == ([1, 6], [1, 1])
     assert run_guard("apply", [0, 0], False) == ([0, 1], [1, 1])
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 8])
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_nothing_hides_a_nan(limit, calls):
+    def step(w, batch):
+        loss, grad = jdist.value_and_grad(lambda w: jnp.mean(batch["x"] * w))(w)
+        return w - grad, {"loss": loss}
+
+    run = jdist.distribute(step, TWO, max_in_flight=limit)
+    state = jnp.float32(1)
+
+    def train():
+        now = state
+        for _ in range(calls):
+            now, _ = run(now, {"x": np.full(4, np.nan, np.float32)})
+        TWO.check(now)
+
+    with pytest.raises(NonFiniteError):
+        train()

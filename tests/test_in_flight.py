@@ -74,15 +74,20 @@ def test_clear_forgets():
     assert not seen
 
 
-def test_wait_for_drains_the_windows_of_that_strategy_alone():
-    mine, other = jdist.one_device(), jdist.one_device()
-    seen, unseen = [], []
-    first, second = Window(mine, 3, seen.append), Window(mine, 3, seen.append)
-    third = Window(other, 3, unseen.append)
-    for held in (first, second, third):
-        held.add(jnp.zeros(2, jnp.int32))
-    wait_for(mine)
-    assert (len(seen), len(unseen)) == (2, 0)
+def test_wait_for_waits_for_the_strategys_steps_and_looks_at_those_that_made_the_state():
+    mine, other, state = jdist.one_device(), jdist.one_device(), object()
+    seen, unseen, elsewhere = [], [], []
+    first = Window(mine, 3, seen.append, lambda: state)
+    second = Window(mine, 3, unseen.append, object)
+    third = Window(other, 3, elsewhere.append, lambda: state)
+    tokens = [Token(), Token(), Token()]
+    for held, token in zip((first, second, third), tokens, strict=True):
+        held.add(token)
+    wait_for(mine, state)
+    assert (len(seen), len(unseen), len(elsewhere)) == (1, 0, 0)
+    assert [token.waits for token in tokens] == [0, 1, 0]  # reading the first one's value is a wait as well
+    second.drain()
+    assert len(unseen) == 1
 
 
 def test_a_dropped_window_is_forgotten():
@@ -90,7 +95,7 @@ def test_a_dropped_window_is_forgotten():
     held = Window(strategy, 3, seen.append)
     held.add(Token())
     del held
-    wait_for(strategy)
+    wait_for(strategy, None)
     assert not seen
 
 

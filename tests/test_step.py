@@ -339,3 +339,27 @@ def test_an_axis_of_the_users_own_name(make):
         return w + jax.lax.pmean(batch["x"].mean(), axis_name="batch"), {}
 
     assert float(jdist.distribute(step, make())(1.0, {"x": np.arange(8.0)})[0]) == 4.5
+
+
+class TestExamplesAndMasks:
+    """Only rows that a mask leaves out are dropped, and only a mask is a mask."""
+
+    strategy = jdist.mirrored(jax.local_devices()[:4])
+
+    def predict(self, fn, batches, **options):
+        run = jdist.distribute(fn, self.strategy, args=("state", "batch"), returns=("examples",))
+        return [np.asarray(run(0.0, b)) for b in self.strategy.distribute_dataset(batches, **options)]
+
+    def test_labels_that_are_bool_are_no_mask(self):
+        x, y = np.arange(8.0, dtype=np.float32), np.arange(8) % 2 == 0
+        (rows,) = self.predict(lambda _, batch: batch[0], [(x, y)])
+        assert rows.tolist() == x.tolist()
+
+    def test_a_mask_of_tokens_tells_padding_too(self):
+        batch = {"x": np.arange(5.0, dtype=np.float32), "mask": np.ones((5, 3), bool)}
+        (rows,) = self.predict(lambda _, batch: batch["x"], [batch])
+        assert rows.tolist() == [0, 1, 2, 3, 4]
+
+    def test_another_number_of_rows_is_refused(self):
+        with pytest.raises(StepError, match=r"shape \(1,\).*each of the 2 rows"):
+            self.predict(lambda _, batch: batch["x"].sum(keepdims=True), [{"x": np.ones(8, np.float32)}])

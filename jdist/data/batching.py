@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -15,6 +15,13 @@ from jdist.errors import BatchError
 PyTree = Any
 Partial = Literal["pad", "drop", "error"]
 PARTIALS: tuple[str, ...] = get_args(Partial)
+
+
+class Masked(NamedTuple):
+    """A batch that is no dict, with its mask; a step takes it as the pair `(batch, mask)`."""
+
+    batch: PyTree
+    mask: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +158,7 @@ def fit(layout: BatchLayout, batch: PyTree, *, copy: bool) -> PyTree | None:
         rest = {key: leaf for key, leaf in batch.items() if key != MASK}
         return {**jax.tree.map(lambda leaf: _fill(leaf, layout.rows, copy=copy), rest), MASK: mask}
     filled = jax.tree.map(lambda leaf: _fill(leaf, layout.rows, copy=copy), batch)
-    return (filled, mask) if layout.with_mask else filled
+    return Masked(filled, mask) if layout.with_mask else filled
 
 
 def stack(batches: Sequence[PyTree]) -> PyTree:
@@ -179,7 +186,7 @@ def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
     mask = spec((), np.dtype(np.bool_))
     if layout.is_dict:
         return {MASK: mask, **tree}
-    return (tree, mask) if layout.with_mask else tree
+    return Masked(tree, mask) if layout.with_mask else tree
 
 
 def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np.ndarray:

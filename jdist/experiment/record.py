@@ -52,6 +52,10 @@ class RunFolder:
         """Whether a run got as far as a first checkpoint; hidden and temporary entries do not count."""
         return self.checkpoints.is_dir() and any(not p.name.startswith(".") for p in self.checkpoints.iterdir())
 
+    def has_rows(self) -> bool:
+        """Whether a run got as far as a first row of metrics."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[RunFolder]:

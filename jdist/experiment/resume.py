@@ -34,14 +34,14 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     """Refuse to go on from the checkpoints of a run whose config means another run.
 
     Args:
-        folder: the run folder; without a config or a checkpoint in it there is nothing to refuse.
+        folder: the run folder; without a config, or without a checkpoint or a row of metrics, there is nothing to lose.
         values: the whole config as plain values.
         document: what it was read from, for the origins in the message.
 
     Raises:
         ConfigError: names each key that differs, with both values, and what to do.
     """
-    if not folder.config.exists() or not folder.has_checkpoints():
+    if not folder.config.exists() or not (folder.has_checkpoints() or folder.has_rows()):
         return
     there = validate(load(folder.config)).model_dump()  # fills in keys that are newer than the run
     then, now = dict(leaves(there)), dict(leaves(values))

@@ -15,7 +15,7 @@ from jdist.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
 from jdist.strategy import Strategy
 from jdist.transforms.loops import scan
-from jdist.transforms.results import LOCAL, METRIC, ROWS, countable
+from jdist.transforms.results import EXTREME, LOCAL, METRIC, ROWS, TOTAL, countable
 
 PyTree = Any
 # (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
@@ -97,7 +97,7 @@ def accumulated(
     cuts, sums = jax.tree.map(lambda x, s: x.astype(s.dtype), total, shapes)
 
     with tracing(ReplicaTrace(strategy)):
-        metrics = [leaf if kind == METRIC else None for leaf, kind in zip(sums, kinds, strict=True)]
+        metrics = [leaf if kind in (METRIC, TOTAL) else None for leaf, kind in zip(sums, kinds, strict=True)]
         size = k
         if replica.replica_axes() is not None:
             size *= replica.num_replicas()
@@ -106,13 +106,14 @@ def accumulated(
         new_leaves, late = whole.update(state, others, cuts, carried, [])
 
     outputs = []
-    for metric, local, row, after in zip(metrics, sums, rows, late, strict=True):
+    for kind, metric, local, row, after in zip(kinds, metrics, sums, rows, late, strict=True):
         if after is not None:
             outputs.append(after)
         elif row is not None:
             outputs.append(row.swapaxes(0, 1).reshape(-1, *row.shape[2:]))
         elif metric is not None:
-            outputs.append(metric / size)
+            # A total of every microbatch is the same on all replicas, and the totals add up.
+            outputs.append(metric / (size // k) if kind == TOTAL else metric / size)
         else:
             outputs.append(jnp.divide(local, k))
     outputs = jax.tree.unflatten(parts.outputs_treedef, outputs)
@@ -130,6 +131,11 @@ def _wide(dtype: Any) -> Any:
 
 
 def _check_local(leaf: jax.Array | None, kind: str) -> None:
+    if leaf is not None and kind == EXTREME:
+        raise BoundaryError(
+            "with `accumulate`, a metric that is a maximum or minimum over the replicas would be averaged over microbatches. "
+            'Return it per example (role "examples"), or leave `accumulate` at 1.'
+        )
     if leaf is not None and kind == LOCAL and not (leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating)):
         raise BoundaryError(
             f"with `accumulate`, a per-replica result is averaged over microbatches and must be a floating-point scalar; "

@@ -29,7 +29,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
             replicas), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
             compiles again). Further arguments and keyword arguments are replicated.
         returns: role of each result: "state", "metrics" (averaged over the replicas unless wrapped in `PerReplica`),
-            "examples" (a row an example, in input order; rows whose `mask` is False are left out), "per_replica".
+            "examples" (a row an example, in input order; rows whose `mask` is False or zero are left out), "per_replica".
             By default ("state", "metrics"), or the state alone.
         static_argnames: keyword arguments that are static.
         donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.

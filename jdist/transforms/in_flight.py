@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,12 +27,20 @@ class Window:
         strategy: the step's strategy; `wait_for(strategy)` drains all its windows.
         limit: how many calls may be in flight.
         inspect: called with a token's value, int32[2], once it is known; raises where the step went wrong.
+        newest_state: returns the state that the step's newest call made.
     """
 
-    def __init__(self, strategy: Strategy, limit: int, inspect: Callable[[np.ndarray], None]):
-        self.strategy, self.limit, self._inspect = strategy, limit, inspect
+    def __init__(
+        self,
+        strategy: Strategy,
+        limit: int,
+        inspect: Callable[[np.ndarray], None],
+        newest_state: Callable[[], Any] = lambda: None,
+    ):
+        self.strategy, self.limit, self._inspect, self.newest_state = strategy, limit, inspect, newest_state
         self._tokens: collections.deque[jax.Array] = collections.deque()
         self._waits = 0
+        self._unread: jax.Array | None = None
         _windows.add(self)
 
     def add(self, token: jax.Array) -> None:
@@ -47,20 +56,31 @@ class Window:
             tokens.popleft()
         oldest = tokens.popleft().block_until_ready()
         self._waits += 1
+        self._unread = oldest
         if self._waits % 2 == 0:  # codes are sticky, so a token tells of all before it, and reading one takes time
-            self._inspect(_value(oldest))
+            self._read()
+
+    def _read(self) -> None:
+        token, self._unread = self._unread, None
+        if token is not None:
+            self._inspect(_value(token))
 
     def drain(self) -> None:
         """Waits for every call in flight and looks at the newest token."""
-        if not self._tokens:
-            return
-        newest = self._tokens[-1]
-        self._tokens.clear()
-        self._inspect(_value(newest))
+        if self._tokens:
+            self._unread = self._tokens[-1]
+            self._tokens.clear()
+        self._read()
+
+    def block(self) -> None:
+        """Waits for every call in flight, and leaves the looking for later."""
+        if self._tokens:
+            self._tokens[-1].block_until_ready()
 
     def clear(self) -> None:
         """Forgets the tokens, after an error was raised for them."""
         self._tokens.clear()
+        self._unread = None
 
 
 def _value(token: jax.Array) -> np.ndarray:
@@ -68,8 +88,14 @@ def _value(token: jax.Array) -> np.ndarray:
     return np.asarray(token.addressable_data(0))
 
 
-def wait_for(strategy: Strategy) -> None:
-    """Drains every window of a strategy."""
+def wait_for(strategy: Strategy, state: Any) -> None:
+    """Waits for every call in flight under a strategy, and looks at those that made `state`.
+
+    A step that went wrong says so when its own state is used, not when that of another step is.
+    """
     for window in list(_windows):
         if window.strategy is strategy:
-            window.drain()
+            if window.newest_state() is state:
+                window.drain()
+            else:
+                window.block()

@@ -21,9 +21,33 @@ PyTree = Any
 class Program(Protocol):
     """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays."""
 
-    def __call__(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any: ...
+    def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        """Runs the step and puts its results into `box`, the token and the state first."""
+        ...
+
+    def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
+        """The outputs among results that `run_into` put into a box."""
+        ...
 
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered: ...
+
+
+class _Jitted:
+    """A program of one jitted function.
+
+    The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning to
+    the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
+    """
+
+    def __init__(self, function: Any):
+        self._function = function
+        self.lower = function.lower
+
+    def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
+
+    def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
+        return results[2]
 
 
 def compile_over_mesh(
@@ -58,7 +82,7 @@ def _plain(
         same, own, rows = _sort(outputs, traced)
         return token, state, _join(same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows, traced)
 
-    return jax.jit(program, donate_argnums=donate)
+    return _Jitted(jax.jit(program, donate_argnums=donate))
 
 
 def _jit(
@@ -78,7 +102,7 @@ def _jit(
         token, state, same = keep((token, state, same), whole)
         return token, state, _join(same, [], [keep(x, by_rows) for x in rows], traced)
 
-    return jax.jit(program, donate_argnums=donate)
+    return _Jitted(jax.jit(program, donate_argnums=donate))
 
 
 def _shard_map(
@@ -111,7 +135,7 @@ def _shard_map(
         token, state, same, own, rows = mapped(token, state, batches, others)
         return token, state, _join(same, own, rows, traced)
 
-    return jax.jit(program, donate_argnums=donate)
+    return _Jitted(jax.jit(program, donate_argnums=donate))
 
 
 class _pmap:
@@ -153,10 +177,13 @@ class _pmap:
         shape = (*x.shape[:lead], self.strategy.num_replicas, x.shape[lead] // self.strategy.num_replicas)
         return x.reshape(*shape, *x.shape[lead + 1 :]).swapaxes(0, lead)
 
-    def __call__(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+    def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         check_rows(batches, self.strategy, self.options)
-        token, state, same, own, rows = self._mapped(token, state, self._split(batches), others)
-        return token, state, _join(same, own, self._merge(rows) if rows else rows, self.traced)
+        box.extend(map(self._mapped, (token,), (state,), (self._split(batches),), (others,)))
+
+    def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
+        _, _, same, own, rows = results
+        return _join(same, own, self._merge(rows) if rows else rows, self.traced)
 
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered:
         check_rows(batches, self.strategy, self.options)

@@ -100,8 +100,6 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
-    in_flight.wait_for(strategy)
-    check_no_deleted(state)
     check(strategy, state)
     return jax.tree.map(to_host, state)
 
@@ -110,8 +108,18 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 
 def check(strategy: Strategy, state: PyTree) -> None:
-    """`Strategy.check`: compares the replicas' copies of every replicated leaf."""
+    """`Strategy.check`: waits for the steps in flight, then compares the replicas."""
     check_no_deleted(state)
+    in_flight.wait_for(strategy, state)
+    compare_replicas(strategy, state)
+
+
+def compare_replicas(strategy: Strategy, state: PyTree) -> None:
+    """Compares the replicas' copies of every replicated leaf.
+
+    Raises:
+        ReplicaDivergenceError: names the leaves and the replicas that differ.
+    """
     if strategy.num_replicas == 1:
         return
     sharding = strategy.replicated_sharding

@@ -48,7 +48,7 @@ def replica_step(
     def plain(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         with tracing(ReplicaTrace(strategy)) as trace:
             new_state, outputs, flags = sorted_step(state, batches, others)
-            outputs = average(outputs, kinds_of(outputs, traced), {id(x) for x in trace.reduced})
+            outputs = average(outputs, kinds_of(outputs, traced, _rows(batches)), {id(x) for x in trace.reduced})
         return new_state, outputs, flags
 
     def in_microbatches(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
@@ -58,7 +58,7 @@ def replica_step(
             new_state, outputs, flags = sorted_step(state, batches, others)
             seen.append(flags)
             # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
-            kinds = [*jax.tree.leaves(kinds_of(outputs, traced)), *[METRIC] * len(flags.finite)]
+            kinds = [*jax.tree.leaves(kinds_of(outputs, traced, _rows(batches))), *[METRIC] * len(flags.finite)]
             return new_state, (outputs, flags.finite), kinds
 
         new_state, (outputs, finite) = accumulated(strategy, pure, options.accumulate, state, batches, others)
@@ -84,3 +84,8 @@ def replica_step(
         return token, state, outputs
 
     return once if options.steps_per_call == 1 else many
+
+
+def _rows(batches: PyTree) -> int | None:
+    leaves = jax.tree.leaves(batches)
+    return leaves[0].shape[0] if leaves else None

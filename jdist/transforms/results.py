@@ -16,8 +16,9 @@ from jdist.transforms.trees import check_same_state
 from jdist.values import PerReplica, is_per_replica
 
 PyTree = Any
-# How a result leaf comes together from the replicas: averaged, kept apart, or rows joined.
-METRIC, LOCAL, ROWS = "metric", "local", "rows"
+# How a result leaf comes together from the replicas: averaged, kept apart, or rows joined. A total is a metric that the
+# step summed over the replicas itself, by `jdist.all_reduce(x, "sum")`; an extreme one of which it took max or min.
+METRIC, LOCAL, ROWS, TOTAL, EXTREME = "metric", "local", "rows", "total", "extreme"
 
 
 @dataclass
@@ -78,8 +79,13 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
     raise AssertionError("unreachable: trees that differ are refused above")
 
 
-def kinds_of(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[PyTree, ...]:
+def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
     """The tree of `outputs` with each leaf's kind in its place.
+
+    Args:
+        outputs: the results without the state.
+        traced: their roles.
+        rows: the number of rows of the batch, which "examples" must have; None: not known.
 
     Raises:
         GlobalViewError: per-replica values in a step that sees the whole batch.
@@ -95,15 +101,24 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[PyTree, ...]:
                 'the step returns per-replica values, which have no meaning under transform="jit", where it sees the '
                 'whole batch. Return the value itself, or use transform="shard_map".'
             )
-        if role == "examples" and any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(tree)):
-            raise StepError('a result with role "examples" is a scalar; it needs one row for each example.')
+        for leaf in jax.tree.leaves(tree) if role == "examples" else ():
+            shape = jnp.shape(leaf)
+            if not shape or rows not in (None, shape[0]):
+                raise StepError(
+                    f'a result with role "examples" has shape {shape}; it needs one row for each of the {rows} rows of '
+                    "its part of the batch."
+                )
         if role != "metrics":
             return jax.tree.map(lambda _: ROWS if role == "examples" else LOCAL, tree)
         return jax.tree.map(
-            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else METRIC,
+            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else metric(node),
             tree,
             is_leaf=is_per_replica,
         )
+
+    def metric(leaf: Any) -> str:
+        op = trace.reduced_by.get(id(leaf)) if trace is not None else None
+        return {"sum": TOTAL, "max": EXTREME, "min": EXTREME}.get(op or "", METRIC)
 
     return tuple(of(role, tree) for role, tree in zip(traced.output_roles, outputs, strict=True))
 
@@ -118,7 +133,7 @@ def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(outputs)
     kinds = jax.tree.leaves(kinds)
-    which = [i for i, kind in enumerate(kinds) if kind == METRIC and id(leaves[i]) not in reduced]
+    which = [i for i, kind in enumerate(kinds) if kind in (METRIC, TOTAL, EXTREME) and id(leaves[i]) not in reduced]
     averaged = replica.all_reduce([countable(leaves[i]) for i in which], "mean") if which else []
     for i, leaf in zip(which, averaged, strict=True):
         leaves[i] = leaf

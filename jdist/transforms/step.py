@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdist.data.batching import Masked
 from jdist.errors import NonFiniteError, StepError
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
@@ -20,7 +20,7 @@ from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import Program, compile_over_mesh
-from jdist.transforms.placement import adopt_state, place_batches
+from jdist.transforms.placement import adopt_state, compare_replicas, place_batches
 from jdist.transforms.replica_step import replica_step
 from jdist.transforms.results import Traced
 from jdist.transforms.trees import check_no_deleted, check_not_traced
@@ -49,10 +49,12 @@ class DistributedStep:
         self._by_rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(*lead, strategy.axes))
         self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
         self._last_state: PyTree = None
+        self._results: list[Any] = []  # of the newest call, until they were taken
+        self._results_hold_state = False
         self._token = self._new_token()
         self._watched = Watched()
         self._steps_before = 0
-        self._window = Window(strategy, options.max_in_flight, self._inspect)
+        self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._last_state)
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
     @property
@@ -61,6 +63,7 @@ class DistributedStep:
 
         After an interrupt or a NonFiniteError it is there although the state passed in was donated.
         """
+        self._take_results()
         return self._last_state
 
     @property
@@ -93,7 +96,16 @@ class DistributedStep:
         with self._naming_axes():
             return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
 
+    def _take_results(self) -> None:
+        """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
+        if self._results:
+            self._token = self._results[0][0]
+            if self._results_hold_state:
+                self._last_state = self._results[0][1]
+            self._results.clear()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
             call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
         else:
@@ -111,19 +123,20 @@ class DistributedStep:
                 batches = place_batches(self.strategy, self.options, batches, self._by_rows)
                 break
         program, traced = self._program(call)
+        self._results_hold_state = self.options.may_update_state
         try:
-            token, state, outputs = program(self._token, state, batches, others)
+            program.run_into(self._results, self._token, state, batches, others)
         except (RuntimeError, ValueError):
             check_no_deleted(state)  # says it better than the runtime, if that was the reason
             raise
         except NameError:
             with self._naming_axes():
                 raise
-        self._token = token
-        updated = "state" in traced.returns
-        if updated:
-            self._last_state = state
-        self._window.add(token)
+        results = self._results[0]
+        updated = self._results_hold_state = "state" in traced.returns
+        self._take_results()
+        state, outputs = results[1], program.outputs_of(results)
+        self._window.add(results[0])
         if self._steps_to_check and updated:
             self._check_replicas(state)
         return _result(state, outputs, traced, batches)
@@ -145,7 +158,7 @@ class DistributedStep:
         self._steps_to_check -= self.options.steps_per_call
         if self._steps_to_check <= 0:
             self._steps_to_check = self.options.check_replicas
-            self.strategy.check(state)
+            compare_replicas(self.strategy, state)
 
     def _inspect(self, token: np.ndarray) -> None:
         code, count = int(token[0]), int(token[1])
@@ -211,7 +224,8 @@ def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTre
     masks = [mask for batch in batches if (mask := _mask_of(batch)) is not None]
     if not masks:
         return outputs
-    keep = np.asarray(masks[0]).astype(bool)
+    mask = np.asarray(masks[0])
+    keep = mask.reshape(len(mask), -1).astype(bool).any(axis=1)
     if keep.all():
         return outputs
     return tuple(
@@ -222,9 +236,6 @@ def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTre
 
 def _mask_of(batch: PyTree) -> Any:
     """The mask that `distribute_dataset` put into a batch: a dict's "mask", or the second of `(batch, mask)`."""
-    mask = None
     if isinstance(batch, dict):
-        mask = batch.get("mask")
-    elif isinstance(batch, tuple) and len(batch) == 2:
-        mask = batch[1] if isinstance(batch[1], jax.Array | np.ndarray) and batch[1].dtype == bool else None
-    return mask if mask is not None and jnp.ndim(mask) == 1 else None
+        return batch.get("mask")
+    return batch.mask if isinstance(batch, Masked) else None

@@ -1,0 +1,51 @@
+"""An interrupt at any moment leaves the newest state, although the one passed in was donated."""
+
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("make", [jdist.default, jdist.one_device, jdist.mirrored])
+def test_last_state_outlives_an_interrupt_at_any_moment(make):
+    strategy = make()
+
+    def step(state, batch):
+        loss, grad = jdist.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 1e-3 * grad, "n": state["n"] + 1}, {"loss": loss}
+
+    def interrupt(*_):
+        raise Interrupted
+
+    def train_until_interrupted(state, after_s):
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        while True:
+            state, _ = train_step(state, batch)
+
+    train_step = jdist.distribute(step, strategy)
+    batch = jax.device_put({"x": np.ones((16, 32), np.float32)}, strategy.batch_sharding)
+    state = strategy.init(lambda: {"w": jnp.ones((32, 32)), "n": jnp.int32(0)})
+    state, _ = train_step(state, batch)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(40):
+            calls = int(state["n"])
+            with pytest.raises(Interrupted):
+                train_until_interrupted(state, 0.002 + 0.0005 * i)
+            newest = train_step.last_state
+            assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(newest))
+            assert int(newest["n"]) >= calls
+            state = newest
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    state, _ = train_step(state, batch)
+    assert np.isfinite(strategy.fetch(state)["w"]).all()

@@ -22,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=64, help="size of a global batch of images")
+    parser.add_argument(
+        "--width", type=int, default=4, help="channels of the CNN; 32, as in its config, needs 27 GB here"
+    )
     parser.add_argument("--steps", type=int, default=6, help="steps in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--devices", type=int, default=1, help="number of virtual CPU devices; 0: those JAX sees")
@@ -37,7 +40,7 @@ def main() -> None:
     import jdist
     from jdist.tasks import digits
 
-    task = digits.make()
+    task = digits.make(width=args.width)
     strategy = jdist.mirrored()
     image = next(iter(task.train_data(8, 0, 1)))["image"][0]
     rows = args.megabytes * 1_000_000 // image.nbytes

@@ -12,7 +12,7 @@ from jdist.strategy import Strategy
 
 
 def scan(strategy: Strategy, body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
-    """As `lax.scan`; unrolled where XLA's CPU backend would run convolutions 25 times slower inside a loop.
+    """As `lax.scan`; unrolled where XLA's CPU backend would run convolutions more than 20 times slower inside a loop.
 
     `benchmarks/loops_on_cpu.py` measures it.
     """

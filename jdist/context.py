@@ -69,6 +69,7 @@ class ReplicaTrace:
         reduced: arrays that already hold the same value on every replica, so that averaging them again can be left out.
         reduced_by: the op of each array in `reduced`, by its id.
         finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
+        looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
     """
@@ -78,6 +79,7 @@ class ReplicaTrace:
     reduced: list[jax.Array] = field(default_factory=list)
     reduced_by: dict[int, str] = field(default_factory=dict)
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
+    looks_at_parts: bool = False
     hidden: list[str] = field(default_factory=list)
     level: Any = field(default_factory=_trace_level)
 

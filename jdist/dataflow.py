@@ -6,6 +6,7 @@ The only file that handles jaxprs, and so the only one that knows how they diffe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -71,7 +72,44 @@ def needed(closed: Any, wanted: Iterable[Var], given: Collection[Var]) -> tuple[
 
 def subfunction(closed: Any, given: Sequence[Var], wanted: Sequence[Var]) -> Callable[[Sequence[jax.Array]], list[Any]]:
     """The function that computes the variables `wanted` from the variables `given`, and nothing else."""
-    equations, _ = needed(closed, wanted, set(given))
+    return _piece(closed, given, needed(closed, wanted, set(given))[0], wanted)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a traced function: `run(values of reads) -> values of writes`."""
+
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    run: Callable[[Sequence[jax.Array]], list[Any]]
+
+
+def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
+    """A traced function as a few parts, one after another, between which the values of `replaced` can be changed.
+
+    Every equation is in the first part in which all it reads is known; what reads one of `replaced` is in a later part
+    than the one that writes it.
+    """
+    level: dict[Var, int] = {}
+    parts: list[list[Any]] = []
+    for eqn in body_of(closed).eqns:
+        number = max((level.get(v, 0) + (v in replaced) for v in eqn.invars if not is_literal(v)), default=0)
+        parts.extend([] for _ in range(number + 1 - len(parts)))
+        parts[number].append(eqn)
+        level.update((v, number) for v in eqn.outvars)
+    later = {v for v in body_of(closed).outvars if not is_literal(v)}
+    found = []
+    for equations in reversed(parts):
+        written = dict.fromkeys(v for eqn in equations for v in eqn.outvars)  # a dict keeps the order
+        own = {*written, *body_of(closed).constvars}
+        reads = tuple(dict.fromkeys(v for eqn in equations for v in eqn.invars if not is_literal(v) and v not in own))
+        writes = tuple(v for v in written if v in later)
+        later.update(reads)
+        found.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
+    return found[::-1]
+
+
+def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Callable[..., list[Any]]:
     jaxpr = body_of(closed)
     piece = jaxpr.replace(
         invars=list(given),
@@ -81,6 +119,17 @@ def subfunction(closed: Any, given: Sequence[Var], wanted: Sequence[Var]) -> Cal
     )
     run = jex.jaxpr_as_fun(jex.ClosedJaxpr(piece, closed.consts))
     return lambda values: list(run(*values))
+
+
+def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
+    """The values of the variables that no equation writes: a traced function's arguments and constants."""
+    jaxpr = body_of(closed)
+    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+
+
+def value_of(v: Var, known: dict[Var, Any]) -> Any:
+    """The value of an operand: of a literal its own, of a variable the known one."""
+    return v.val if isinstance(v, jex.Literal) else known[v]
 
 
 def is_literal(v: Var) -> bool:

@@ -329,13 +329,20 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     if trace is not None and not trace.at_step_level():
         trace.hidden.append(op)
     elif trace is not None:
+        own_part = _own_part if recorder is None and trace.looks_at_parts else lambda x: x
         trace.finite.append(("the loss", all_finite(value)))
         trace.finite.extend(
-            (f"the gradient of {paths[i] or 'the parameters'}", all_finite(out[i]))
+            (f"the gradient of {paths[i] or 'the parameters'}", all_finite(own_part(out[i])))
             for i in real
             if jnp.issubdtype(out[i].dtype, jnp.inexact)
         )
     return value, jax.tree_util.tree_unflatten(treedef, out)
+
+
+def _own_part(x: jax.Array) -> jax.Array:
+    """This replica's share of an array that all hold; the last shares overlap where it does not divide."""
+    size = -(-x.size // num_replicas())
+    return jax.lax.dynamic_slice_in_dim(x.reshape(-1), replica_id() * size, size)
 
 
 def all_finite(x: jax.Array) -> jax.Array:

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdist
 from jdist.errors import NonFiniteError
-from jdist.transforms.guard import Flags, Watched, guard
+from jdist.transforms import guard
+from jdist.transforms.guard import Flags, Watched, decide
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 EVERY = {
@@ -160,19 +162,108 @@ def test_codes_of_several_programs_do_not_mix():
     assert watched.names == ["the loss", "w", "state leaf b"]
 
 
-def run_guard(policy, token, *finite):
-    flags = Flags([f"value {i}" for i in range(len(finite))], [jnp.bool_(f) for f in finite], hidden=False)
-    token, kept = guard(jnp.array(token), {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, flags, policy, Watched())
-    return token.tolist(), kept["w"].tolist()
+def decided(policy, token, *finite):
+    token, keep = decide(jnp.array(token), [jnp.bool_(f) for f in finite], 0, policy)
+    return token.tolist(), bool(keep)
 
 
 def test_the_token_step_by_step():
-    assert run_guard("raise", [0, 0], True, True) == ([0, 1], [1, 1])
-    assert run_guard("raise", [0, 5], True, False) == ([2, 5], [0, 0])
-    assert run_guard("raise", [2, 5], True, True) == ([2, 5], [0, 0])  # nothing changes until the host has seen it
-    assert run_guard("skip", [1, 5], False) == ([2, 6], [0, 0])
-    assert run_guard("skip", [1, 5], True) == ([1, 6], [1, 1])
-    assert run_guard("apply", [0, 0], False) == ([0, 1], [1, 1])
+    assert decided("raise", [0, 0], True, True) == ([0, 1], True)
+    assert decided("raise", [0, 5], True, False) == ([2, 5], False)
+    assert decided("raise", [2, 5], True, True) == ([2, 5], False)  # nothing changes until the host has seen it
+    assert decided("skip", [1, 5], False) == ([2, 6], False)
+    assert decided("skip", [1, 5], True) == ([1, 6], True)
+
+
+def momentum_step(state, batch, others):
+    """Leaves that depend on each other, one leaf twice, two that change places, a constant, one left alone."""
+    trace = 0.9 * state["trace"] + batch
+    w = state["w"] - trace
+    new = {
+        **state,
+        "trace": trace,
+        "w": w,
+        "average": 0.5 * state["average"] + 0.5 * w,
+        "first": w,
+        "a": state["b"],
+        "b": state["a"],
+        "constant": jnp.float32(7),
+    }
+    return new, {"norm": jnp.sum(w**2)}, Flags(["the batch"], [jnp.isfinite(batch).all()], hidden=False)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_every_leaf_of_the_state_is_new_or_every_one_is_old(finite):
+    names = ["trace", "w", "average", "first", "a", "b", "constant", "alone"]
+    state = {name: jnp.full(2, i + 1.0) if i < 4 else jnp.float32(i) for i, name in enumerate(names)}
+    batch = jnp.array([1.0, 2.0 if finite else np.nan], jnp.float32)
+    run = jax.jit(
+        lambda state: guard.guarded(momentum_step, jnp.zeros(2, jnp.int32), state, (batch, ()), "raise", Watched())
+    )
+    token, new, outputs = run(state)
+    expected, metrics, _ = momentum_step(state, batch, ())
+    assert token.tolist() == ([0, 1] if finite else [1, 0])
+    jax.tree.map(np.testing.assert_array_equal, new, expected if finite else state)
+    if finite:
+        np.testing.assert_allclose(outputs["norm"], metrics["norm"])
+
+
+@pytest.mark.parametrize("place", range(11))
+def test_no_place_in_a_gradient_is_overlooked(place):
+    """Eleven elements do not divide among the eight replicas, of which each looks at its own part."""
+
+    def step(w, batch):
+        loss, gradient = jdist.value_and_grad(lambda w: jnp.sqrt(w[place]) + jdist.mean(batch["x"]))(w)
+        return w - gradient, {"loss": loss}
+
+    run = jdist.distribute(step, jdist.mirrored(jax.devices("cpu")))
+    run(np.zeros(11, np.float32), {"x": np.ones(8, np.float32)})
+    with pytest.raises(NonFiniteError, match="the gradient of the parameters"):
+        run.wait()
+    assert not np.asarray(run.last_state).any()
+
+
+def test_a_second_gradient_that_reads_the_first_update():
+    """The first update cannot wait for a flag that depends on it."""
+
+    def step(state, batch):
+        a = state["a"] - jdist.grad(lambda a: a * batch["x"].mean())(state["a"])
+        b = state["b"] - jdist.grad(lambda b: b * a * batch["z"].mean())(state["b"])
+        return {"a": a, "b": b}, {}
+
+    run = jdist.distribute(step, TWO)
+    ones = np.ones(4, np.float32)
+    run({"a": 0.0, "b": 0.0}, {"x": ones, "z": ones})
+    run(run.last_state, {"x": ones, "z": ones * np.inf})
+    with pytest.raises(NonFiniteError, match="step 1: the loss"):
+        run.wait()
+    assert {k: float(v) for k, v in run.last_state.items()} == {"a": -1.0, "b": 1.0}
+
+
+def test_the_choice_copies_nothing():
+    """XLA copies a donated momentum if the parameters are computed from the one that was not chosen."""
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def step(state, batch):
+        grads = jdist.grad(lambda w: jdist.mean((batch["x"] @ w) ** 2))(state["w"])
+        updates, opt = tx.update(grads, state["opt"], state["w"])
+        return {"w": state["w"] + updates, "opt": opt}, {}
+
+    state = TWO.init(lambda: {"w": jnp.ones((64, 64)), "opt": tx.init(jnp.ones((64, 64)))})
+    compiled = jdist.distribute(step, TWO).lower(state, {"x": np.ones((4, 64), np.float32)}).compile().as_text()
+    assert " all-reduce(" in compiled
+    assert "f32[64,64]{1,0} copy(" not in compiled
+
+
+def test_printing_in_a_step_goes_on_printing(capfd):
+    def step(w, batch):
+        w = w - jdist.grad(lambda w: w * batch["x"].mean())(w)
+        jax.debug.print("w is {}", w)
+        return w, {}
+
+    jdist.distribute(step, jdist.default())(jnp.float32(3), {"x": np.ones(4, np.float32)})
+    jax.effects_barrier()
+    assert "w is 2.0" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 8])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jdist import dataflow
 from jdist.context import ReplicaTrace
 from jdist.transforms.options import NonFinite
 
@@ -54,49 +56,100 @@ def step_done(token: jax.Array) -> jax.Array:
     return token + jnp.array([0, 1], jnp.int32)
 
 
-def guard(
-    token: jax.Array, old: PyTree, new: PyTree, flags: Flags, policy: NonFinite, watched: Watched
-) -> tuple[jax.Array, PyTree]:
-    """Keeps the old state where a gradient is not finite.
-
-    The flag comes from the all-reduced gradients, before the update, so that the choice fuses with the update. A step
-    whose gradients cannot be seen is judged by what it made of its state.
+def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
+    """Whether to go on with the new state.
 
     Args:
         token: int32[2]. Under "raise": the code of the first non-finite value (0: none), and the number of steps before
             it. Under "skip": the number of steps left out, and of steps.
-        old: the state before the step.
-        new: the state after it.
-        flags: what was seen of the gradients.
-        policy: "raise", "skip" or "apply".
-        watched: takes in the names that the codes stand for.
+        finite: the flags; bool scalars, at least one.
+        base: the code before that of the first flag.
+        policy: "raise" or "skip".
 
     Returns:
-        The new token, and the state to go on with.
+        The new token, and the answer, a bool scalar.
     """
-    if policy == "apply":
-        return step_done(token), new
-    names, finite = list(flags.names), list(flags.finite)
-    if flags.hidden or not finite:
-        changed = [
-            (f"state leaf {jax.tree_util.keystr(path) or 'itself'}", a, b)
-            for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
-            if jnp.issubdtype(b.dtype, jnp.inexact) and a is not b
-        ]
-        names += [name for name, _, _ in changed]
-        finite += [jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed]
-    if not finite:
-        return step_done(token), new
-    base = watched.add(names)
     code, count = token[0], token[1]
     bad = ~jnp.stack(finite)
     now = jnp.where(bad.any(), base + jnp.argmax(bad).astype(jnp.int32) + 1, 0)
     if policy == "raise":  # sticky: later steps change nothing until the host has seen it
         code = jnp.where(code == 0, now, code)
         keep = code == 0
-        count = count + keep
-    else:
-        keep = now == 0
-        code, count = code + ~keep, count + 1
-    kept = jax.tree.map(lambda a, b: b if a is b else jnp.where(keep, b, a), old, new)
-    return jnp.stack([code, count]), kept
+        return jnp.stack([code, count + keep]), keep
+    keep = now == 0
+    return jnp.stack([code + ~keep, count + 1]), keep
+
+
+def guarded(
+    run: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Flags]],
+    token: jax.Array,
+    state: PyTree,
+    rest: tuple[PyTree, PyTree],
+    policy: NonFinite,
+    watched: Watched,
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Runs a step and keeps the old state where a gradient is not finite.
+
+    The flags come from the all-reduced gradients, before the update, so that the choice between old and new fuses with
+    the update. A step whose gradients cannot be seen is judged by what it made of its state.
+
+    The step is traced first, and each part of the new state replaced by the chosen one as soon as it is computed: what
+    is computed from it in turn (parameters from a momentum) then reads the chosen one. Choosing at the end needs the
+    momentum before and after at the same time, for which XLA copies it.
+
+    Args:
+        run: the step, `(state, *rest) -> (state, outputs, flags)`.
+        token: see `decide`.
+        state: the state before the step.
+        rest: the step's other arguments.
+        policy: "raise" or "skip".
+        watched: takes in the names that the token's codes stand for.
+
+    Returns:
+        The new token, the state to go on with, and the outputs.
+    """
+    names: list[str] = []
+
+    def traced(state: PyTree, rest: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree, list[jax.Array]]:
+        new, outputs, flags = run(state, *rest)
+        if flags.hidden or not flags.finite:
+            flags = _flags_of_state(state, new, flags)
+        names[:] = flags.names
+        return new, outputs, flags.finite
+
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, rest)
+    invars, outvars = dataflow.body_of(closed).invars, dataflow.body_of(closed).outvars
+    old = jax.tree.leaves(state)
+    new_vars, flag_vars = outvars[: len(old)], outvars[len(outvars) - len(names) :]
+    _, before_flags = dataflow.needed(closed, flag_vars, given=())
+    taken = {v for v in (*invars, *before_flags)}
+    places = {v: i for i, v in enumerate(new_vars) if not dataflow.is_literal(v) and v not in taken}
+    places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1} if names else {}
+
+    known, keep = dataflow.values_at_start(closed, jax.tree.leaves((state, rest))), jnp.bool_(True)
+    for number, stage in enumerate(dataflow.stages(closed, places)):
+        known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
+        if number == 0 and names:
+            finite = [dataflow.value_of(v, known) for v in flag_vars]
+            token, keep = decide(token, finite, watched.add(names), policy)
+        for v in stage.writes:
+            if v in places:
+                known[v] = jnp.where(keep, known[v], old[places[v]])
+    values = [dataflow.value_of(v, known) for v in outvars]
+    for i, v in enumerate(new_vars):
+        if names and v is not invars[i] and (dataflow.is_literal(v) or v not in places):
+            values[i] = jnp.where(keep, values[i], old[i])
+    new, outputs, _ = jax.tree.unflatten(jax.tree.structure(shapes), values)
+    return token if names else step_done(token), new, outputs
+
+
+def _flags_of_state(old: PyTree, new: PyTree, flags: Flags) -> Flags:
+    """The flags with one more for each leaf of the state that the step changed: what was not finite before may stay so."""
+    changed = [
+        (f"state leaf {jax.tree_util.keystr(path) or 'itself'}", a, b)
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
+        if jnp.issubdtype(b.dtype, jnp.inexact) and a is not b
+    ]
+    names = [*flags.names, *(name for name, _, _ in changed)]
+    finite = [*flags.finite, *(jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed)]
+    return Flags(names, finite, flags.hidden)

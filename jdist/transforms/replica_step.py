@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jdist import replica
 from jdist.context import ReplicaTrace, current_trace, tracing
 from jdist.strategy import Strategy
 from jdist.transforms.accumulate import accumulated
 from jdist.transforms.calls import Call, Step
-from jdist.transforms.guard import Flags, Watched, guard, step_done
+from jdist.transforms.guard import Flags, Watched, guarded, step_done
 from jdist.transforms.loops import scan
 from jdist.transforms.options import StepOptions
 from jdist.transforms.results import METRIC, Traced, average, kinds_of, sort_results
@@ -39,6 +41,10 @@ def replica_step(
         for the token see `guard`.
     """
 
+    # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
+    # On devices with a memory of their own that exchange takes longer than reading all.
+    shares_memory = strategy.num_replicas > 1 and strategy.transform != "jit" and strategy.devices[0].platform == "cpu"
+
     def sorted_step(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         new_state, outputs = sort_results(call.apply(step, state, batches, others), state, options, traced)
         trace = current_trace()
@@ -46,8 +52,11 @@ def replica_step(
         return new_state, outputs, Flags.of(trace)
 
     def plain(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
-        with tracing(ReplicaTrace(strategy)) as trace:
+        with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory)) as trace:
             new_state, outputs, flags = sorted_step(state, batches, others)
+            if shares_memory and flags.finite:
+                finite = replica.all_reduce(jnp.stack(flags.finite).astype(jnp.int32), "min") > 0
+                flags = Flags(flags.names, list(finite), flags.hidden)
             outputs = average(outputs, kinds_of(outputs, traced, _rows(batches)), {id(x) for x in trace.reduced})
         return new_state, outputs, flags
 
@@ -66,13 +75,17 @@ def replica_step(
 
     run = plain if options.accumulate == 1 else in_microbatches
 
-    def once(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+    def checked(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         new_state, outputs, flags = run(state, batches, others)
         if "state" not in traced.returns:
+            return state, outputs, Flags([], [], hidden=False)
+        return check_same_state(state, new_state), outputs, flags
+
+    def once(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        if options.non_finite == "apply" or not options.may_update_state:
+            state, outputs, _ = checked(state, batches, others)
             return step_done(token), state, outputs
-        new_state = check_same_state(state, new_state)
-        token, new_state = guard(token, state, new_state, flags, options.non_finite, watched)
-        return token, new_state, outputs
+        return guarded(checked, token, state, (batches, others), options.non_finite, watched)
 
     def many(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         def body(carry: Any, batches: PyTree) -> Any:

@@ -11,7 +11,6 @@ live elsewhere.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +23,7 @@ import optax
 from jdist import dataflow
 from jdist.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
-from jdist.state import optimizer, unmarked_optimizer
+from jdist.state import map_optimizers, optimizer, unmarked_optimizer
 from jdist.strategy import Strategy
 
 PyTree = Any
@@ -178,6 +177,11 @@ class _Analysis:
 
         self.late_sources = self._flat(self.placeholders, lambda cut: cut.kind != "count")
         self.late = dataflow.dependents(closed, self.late_sources)
+        # A print or a callback belongs to the part in which what it shows is known.
+        self.late_effects, self.early_effects = [], []
+        for eqn in dataflow.effects_of(closed):
+            is_late = any(v in self.late for v in eqn.invars if _is_var(v))
+            (self.late_effects if is_late else self.early_effects).append(eqn)
         self.varying = dataflow.dependents(
             closed,
             [*self.batch, self.microbatch],
@@ -208,7 +212,10 @@ class _Analysis:
 
         run_counts = dataflow.subfunction(self.closed, arguments, counts_in)
         run_gradients = dataflow.subfunction(
-            self.closed, [*arguments, *counts_out], [*cut_in, *carried_vars, *crossing, *early_vars]
+            self.closed,
+            [*arguments, *counts_out],
+            [*cut_in, *carried_vars, *crossing, *early_vars],
+            self.early_effects,
         )
         run_update = self._update_function(
             [*self.state, *self.others, *cut_out, *carried_vars, *crossing], [*self.new_state, *late_vars]
@@ -273,18 +280,15 @@ class _Analysis:
         ]
         gradient_side = {v for v in self.varying if v not in self.late}
         given = {*self.state, *self.others, *self.late_sources, *carried, *gradient_side}
-        update_inputs = self._flat(self.inputs, lambda cut: cut.kind == "update")
+        wanted = [(v, name) for v, name in zip(results, names, strict=True) if not _is_var(v) or v not in gradient_side]
+        wanted += [(v, "the optimiser") for v in self._flat(self.inputs, lambda cut: cut.kind == "update")]
+        wanted += [(v, "a print or callback") for eqn in self.late_effects for v in eqn.invars]
         found: dict[Any, list[str]] = {}
-        for v, name in [*zip(results, names, strict=True), *((v, "the optimiser") for v in update_inputs)]:
-            if not _is_var(v) or v in gradient_side:
-                continue
-            _, reads = dataflow.needed(self.closed, [v], given)
-            for read in reads & gradient_side - carried:
-                found.setdefault(read, []).append(name)
-        if update_inputs:  # at="update": the gradients themselves cross, as whatever else an optimiser reads
-            for v in update_inputs:
-                if _is_var(v) and v in gradient_side - carried:
-                    found.setdefault(v, []).append("the optimiser")
+        for v, name in wanted:
+            if _is_var(v):
+                _, reads = dataflow.needed(self.closed, [v], given)
+                for read in reads & gradient_side - carried:
+                    found.setdefault(read, []).append(name)
         order = sorted(found, key=lambda v: (found[v], v.count if isinstance(getattr(v, "count", None), int) else 0))
         return order, tuple(", ".join(dict.fromkeys(found[v])) for v in order)
 
@@ -296,7 +300,7 @@ class _Analysis:
             if cut.kind == "update":
                 stages.append((cut, dataflow.subfunction(self.closed, known, inputs)))
                 known = [*known, *placeholders]
-        finish = dataflow.subfunction(self.closed, known, wanted)
+        finish = dataflow.subfunction(self.closed, known, wanted, self.late_effects)
 
         def run(values: Sequence[Any]) -> list[Any]:
             values = list(values)
@@ -313,31 +317,10 @@ def _marking_optimizers(step: Step) -> Step:
     """The step with every optimiser that a dataclass in its state holds marked, and unmarked again on return."""
 
     def marked(state: PyTree, batch: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
-        new_state, outputs = step(_map_optimizers(optimizer, state), batch, others)
-        return _map_optimizers(unmarked_optimizer, new_state), outputs
+        new_state, outputs = step(map_optimizers(optimizer, state), batch, others)
+        return map_optimizers(unmarked_optimizer, new_state), outputs
 
     return marked
-
-
-def _map_optimizers(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    def fields_of(node: Any) -> dict[str, Any]:
-        return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)} if is_holder(node) else {}
-
-    def is_holder(node: Any) -> bool:
-        return dataclasses.is_dataclass(node) and any(
-            isinstance(getattr(node, f.name), optax.GradientTransformation) for f in dataclasses.fields(node)
-        )
-
-    def replaced(node: Any) -> Any:
-        if not is_holder(node):
-            return node
-        changed = {
-            name: change(value) if isinstance(value, optax.GradientTransformation) else _map_optimizers(change, value)
-            for name, value in fields_of(node).items()
-        }
-        return dataclasses.replace(node, **changed)
-
-    return jax.tree.map(replaced, tree, is_leaf=is_holder)
 
 
 def _leaves(*trees: PyTree) -> list[jax.Array]:

@@ -55,8 +55,15 @@ def _nested(params: Iterable[Any]) -> Iterator[Any]:
             yield from _nested(param)
 
 
-def needed(closed: Any, wanted: Iterable[Var], given: Collection[Var]) -> tuple[list[Any], set[Var]]:
-    """What computing `wanted` from `given` takes.
+def effects_of(closed: Any) -> list[Any]:
+    """The equations that give no value: prints and callbacks."""
+    return [eqn for eqn in body_of(closed).eqns if not eqn.outvars]
+
+
+def needed(
+    closed: Any, wanted: Iterable[Var], given: Collection[Var], effects: Sequence[Any] = ()
+) -> tuple[list[Any], set[Var]]:
+    """What computing `wanted` from `given` takes, and what `effects` take.
 
     Returns:
         The equations, in order, and every variable that they and `wanted` read.
@@ -64,15 +71,17 @@ def needed(closed: Any, wanted: Iterable[Var], given: Collection[Var]) -> tuple[
     reads = {v for v in wanted if not isinstance(v, jex.Literal)}
     equations = []
     for eqn in reversed(body_of(closed).eqns):
-        if any(v in reads and v not in given for v in eqn.outvars):
+        if any(eqn is effect for effect in effects) or any(v in reads and v not in given for v in eqn.outvars):
             equations.append(eqn)
             reads.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
     return equations[::-1], reads
 
 
-def subfunction(closed: Any, given: Sequence[Var], wanted: Sequence[Var]) -> Callable[[Sequence[jax.Array]], list[Any]]:
-    """The function that computes the variables `wanted` from the variables `given`, and nothing else."""
-    return _piece(closed, given, needed(closed, wanted, set(given))[0], wanted)
+def subfunction(
+    closed: Any, given: Sequence[Var], wanted: Sequence[Var], effects: Sequence[Any] = ()
+) -> Callable[[Sequence[jax.Array]], list[Any]]:
+    """The function that computes the variables `wanted` from the variables `given`, has `effects`, and does nothing else."""
+    return _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted)
 
 
 @dataclass(frozen=True)

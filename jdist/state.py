@@ -38,6 +38,29 @@ def unmarked_optimizer(tx: optax.GradientTransformation) -> optax.GradientTransf
     return tx.update.tx if isinstance(tx.update, _MarkedUpdate) else tx
 
 
+def map_optimizers(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """A tree with `change` applied to every optax optimiser that a dataclass in it holds."""
+
+    def fields_of(node: Any) -> dict[str, Any]:
+        return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)} if is_holder(node) else {}
+
+    def is_holder(node: Any) -> bool:
+        return dataclasses.is_dataclass(node) and any(
+            isinstance(getattr(node, f.name), optax.GradientTransformation) for f in dataclasses.fields(node)
+        )
+
+    def replaced(node: Any) -> Any:
+        if not is_holder(node):
+            return node
+        changed = {
+            name: change(value) if isinstance(value, optax.GradientTransformation) else map_optimizers(change, value)
+            for name, value in fields_of(node).items()
+        }
+        return dataclasses.replace(node, **changed)
+
+    return jax.tree.map(replaced, tree, is_leaf=is_holder)
+
+
 @dataclasses.dataclass(frozen=True)
 class _MarkedUpdate:
     tx: optax.GradientTransformation

@@ -334,3 +334,25 @@ def test_an_optimiser_with_gradients_of_another_kind_is_refused():
     assert float(state["a"].params["w"]) == pytest.approx(float(state["b"].params["w"]))
     with pytest.raises(BoundaryError, match=r"did not come from `jdist\.value_and_grad`"):
         jdist.distribute(step, strategy, accumulate=2)(strategy.init(create), batch)
+
+
+def test_a_print_before_the_gradient_shows_each_microbatch_and_one_after_it_the_whole(capfd):
+    def step(w, batch):
+        jax.debug.print("rows {}", batch["x"].shape[0] * 10 + batch["x"][0].astype(int))
+        grad = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
+        jax.debug.print("gradient {}", grad)
+        return w - grad, {}
+
+    jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "gradient 1.5", "rows 20", "rows 21"]
+
+
+def test_a_print_of_one_microbatch_with_the_combined_gradient_is_refused():
+    def step(w, batch):
+        grad = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
+        jax.debug.print("{} {}", grad, batch["x"].max())
+        return w - grad, {}
+
+    with pytest.raises(BoundaryError, match="a print or callback"):
+        jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})

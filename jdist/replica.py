@@ -260,6 +260,11 @@ def value_and_grad(
                 f"jdist.value_and_grad: the loss has shape {jnp.shape(loss)}, it must be a scalar. If it holds one "
                 'loss an example, return `jdist.mean(losses, batch["mask"])`.'
             )
+        if not holomorphic and not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise StepError(
+                f"jdist.value_and_grad: the loss is {jnp.result_type(loss)}, which has no gradient; it must be floating point. "
+                "A count of right answers is a metric: return it beside the loss (`has_aux=True`)."
+            )
         return result
 
     local = jax.value_and_grad(checked, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)

@@ -283,6 +283,8 @@ class TestValueAndGrad:
             jdist.value_and_grad(lambda w: w * jnp.ones(3))(1.0)
         with pytest.raises(StepError, match=r"the loss has shape \(1,\)"):
             jdist.grad(lambda w: (w * jnp.ones(1), None), has_aux=True)(1.0)
+        with pytest.raises(StepError, match=r"the loss is int32, which has no gradient.*has_aux"):
+            jdist.value_and_grad(lambda w: (w > 0).sum())(1.0)
 
     @pytest.mark.parametrize(
         ("f", "has_aux"), [(lambda w: w, True), (lambda w: (w, {"a": w}), False)], ids=["no aux", "aux unasked"]

@@ -1,8 +1,13 @@
-# One virtual environment for each Python; `make run` and `make test` set it up themselves.
-PYTHON ?= python3
+# `make run` and `make test` set up the virtual environment themselves. PYTHON=python3.12 chooses its Python: an
+# environment of another version is made anew. Without PYTHON the one that is there serves, whatever its version.
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed-$(notdir $(PYTHON))
+STAMP  := $(VENV)/.installed
+
+version = $(shell $(1) -c 'import platform; print(platform.python_version())' 2>/dev/null)
+THERE  := $(call version,$(BIN)/python)
+WANTED := $(or $(if $(PYTHON),$(call version,$(PYTHON)),$(THERE)),unknown)
+PYTHON ?= python3
 CONFIG ?= configs/digits.yaml
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
@@ -16,10 +21,16 @@ test: lint types pytest
 
 setup: $(STAMP)
 
+ifneq ($(THERE),$(WANTED))
+.PHONY: $(STAMP)
+endif
+
 $(STAMP): pyproject.toml
+ifneq ($(THERE),$(WANTED))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jdist needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
+endif
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@

@@ -12,7 +12,7 @@
 is a whole config: `name`, `task.make`, `train.global_batch`, `train.optimizer.name` and one of `train.steps`
 and `train.epochs` have no default. A key that is not here is refused, at every level, except the options
 that are handed on to a function of the task, the strategy or optax: they are checked against that function's
-signature when the run starts.
+signature, names and annotated types, when the run starts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class TaskSection(Section):
         "The current folder can be imported from.",
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of that function, checked against its signature."
+        default_factory=dict,
+        description="Keyword arguments of that function, checked against its signature and its annotations.",
     )
 
 
@@ -67,7 +68,7 @@ class OptimizerSection(Section):
 class TrainSection(Section):
     """How long and how to train."""
 
-    global_batch: Count = Field(description="Rows of one step, over all replicas.")
+    global_batch: Count = Field(description="Rows of one step, over all replicas; at most twice those there are.")
     steps: Count | None = Field(default=None, description="Optimizer updates; or give `epochs`.")
     epochs: Count | None = Field(default=None, description="Passes over the data; or give `steps`.")
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seeds the parameters and the order of the data.")
@@ -94,7 +95,8 @@ class EvalSection(Section):
 
     every: Count | None = Field(default=None, description="Steps between evaluations; null for the end only.")
     global_batch: Count | None = Field(
-        default=None, description="Rows of one evaluation step; null for that of training."
+        default=None,
+        description="Rows of one evaluation step, at most those there are; null for as many as in training.",
     )
 
 

@@ -8,14 +8,18 @@ from typing import Any
 import yaml
 
 from jdist.experiment.load import Document, Key
+from jdist.experiment.parse import RESOLVERS
 
 
 class _OneLine(yaml.SafeDumper):
-    """Writes line breaks as escapes, and what occurs twice in full."""
+    """Writes line breaks as escapes, what occurs twice in full, and in quotes the text that `load` would not read so."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+
+for _tag, _pattern, _firsts in RESOLVERS:
+    _OneLine.add_implicit_resolver(_tag, _pattern, list(_firsts))
 
 _OneLine.add_representer(
     str,

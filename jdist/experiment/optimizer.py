@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections.abc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -11,13 +13,14 @@ import jax.numpy as jnp
 import optax
 
 from jdist.errors import ConfigError
-from jdist.experiment.load import Key
+from jdist.experiment.annotations import alternatives, is_number, misfit
 from jdist.experiment.names import nearest
 from jdist.experiment.options import check_options
+from jdist.experiment.parse import Key
+from jdist.experiment.schedule import REFUSALS, build_value, check_schedules, fill_length, is_schedule, reason
 from jdist.experiment.validate import Problem, show
 
 KEY: Key = ("train", "optimizer")
-_LENGTHS = ("decay_steps", "transition_steps")
 
 
 def fill_lengths(section: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
@@ -34,22 +37,18 @@ def fill_lengths(section: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
         >>> fill_lengths({"name": "sgd", "learning_rate": {"schedule": "cosine_decay_schedule"}}, steps=9)
         {'name': 'sgd', 'learning_rate': {'schedule': 'cosine_decay_schedule', 'decay_steps': 9}}
     """
-
-    def filled(value: Any) -> Any:
-        function = _schedules().get(value["schedule"]) if _is_schedule(value) else None
-        if function is None:
-            return value
-        needed = {n for n, p in inspect.signature(function).parameters.items() if p.default is p.empty}
-        return value | {name: steps for name in _LENGTHS if name in needed and name not in value}
-
-    return {name: filled(value) for name, value in section.items()}
+    return {name: fill_length(value, steps=steps) for name, value in section.items()}
 
 
-def check_optimizer(section: Mapping[str, Any]) -> Iterator[Problem]:
+def check_optimizer(
+    section: Mapping[str, Any], *, filled: Set[Key] = frozenset(), length: Key = ("train", "steps")
+) -> Iterator[Problem]:
     """Everything wrong with `train.optimizer`.
 
     Args:
         section: `train.optimizer` as plain values, with lengths filled in.
+        filled: the keys of those lengths.
+        length: the key that gives the length of the run.
 
     Yields:
         A problem for each unknown name or option, and each value that cannot be meant.
@@ -60,14 +59,10 @@ def check_optimizer(section: Mapping[str, Any]) -> Iterator[Problem]:
         remedy = nearest(name, _optimizers(), label="Among others")
         yield Problem(key=(*KEY, "name"), text=f"optax has no optimizer {show(name)}", remedy=remedy)
         return
-    found = list(check_options(function, options, called=f"optax.{name}", key=KEY))
-    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    found = list(check_options(function, options, called=f"optax.{name}", key=KEY, wrong=_wrong))
     for option, value in options.items():
-        if value is not None or defaults.get(option) is not None:
-            found += _check_value(value, (*KEY, option))
-    yield from found
-    if not found:
-        yield from _try_out(section)
+        found += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
+    yield from found or _try_out(name, options)
 
 
 def build_optimizer(section: Mapping[str, Any], *, clip_norm: float | None = None) -> optax.GradientTransformation:
@@ -89,57 +84,75 @@ def build_optimizer(section: Mapping[str, Any], *, clip_norm: float | None = Non
     function = _optimizers().get(section["name"])
     if function is None:
         raise ConfigError(f"optax has no optimizer {section['name']!r}.{nearest(section['name'], _optimizers())}")
-    tx = function(**{name: _value(value) for name, value in section.items() if name != "name"})
+    tx = function(**{name: build_value(value) for name, value in section.items() if name != "name"})
     return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
 
 
-def _value(value: Any) -> Any:
-    """An option's value: a schedule where one is described, else as it is written."""
-    if isinstance(value, list):
-        return [_value(item) for item in value]
-    if not _is_schedule(value):
-        return value
-    return _schedules()[value["schedule"]](**{k: _value(v) for k, v in value.items() if k != "schedule"})
+def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
+    """What is wrong with a value for a parameter of optax, by its annotation and its name; None if nothing is.
+
+    optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the parameters
+    (masks); a config can describe the first kind of function only.
+    """
+    types = alternatives(parameter.annotation)
+    if value is None and (parameter.default is None or any(each is type(None) for each in types)):
+        return None
+    by_function = any(typing.get_origin(each) is collections.abc.Callable for each in types)
+    if any(each is float for each in types):
+        if by_function and not is_number(value) and not is_schedule(value):
+            return f"{show(value)} is neither a number nor a schedule, {{schedule: NAME, ...}}"
+        if not by_function and not is_number(value):
+            return f"{show(value)} is not a number"
+        if parameter.name == "learning_rate" and is_number(value) and not value >= 0:
+            return f"{show(value)} is not >= 0"
+        return None
+    if by_function:
+        return (
+            None if isinstance(value, bool) else f"{show(value)} is not true or false, the masks that a config can say"
+        )
+    if "dtype" in parameter.name:
+        return None if _is_dtype(value) else f"{show(value)} is not a dtype, such as float32 or bfloat16"
+    return misfit(value, parameter)
 
 
-def _check_value(value: Any, key: Key) -> Iterator[Problem]:
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _check_value(item, (*key, str(index)))
-    elif _is_schedule(value):
-        name, options = value["schedule"], {k: v for k, v in value.items() if k != "schedule"}
-        function = _schedules().get(name) if isinstance(name, str) else None
-        if function is None:
-            remedy = nearest(str(name), _schedules(), label="Schedules", limit=20)
-            yield Problem(key=(*key, "schedule"), text=f"optax has no schedule {show(name)}", remedy=remedy)
-            return
-        yield from check_options(function, options, called=f"optax.{name}", key=key)
-        for option, inner in options.items():
-            yield from _check_value(inner, (*key, option))
-    elif key[-1] == "learning_rate":
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            yield Problem(
-                key=key,
-                text=f"{show(value)} is neither a number nor a schedule",
-                remedy=" A schedule is written {schedule: cosine_decay_schedule, init_value: 1e-3}.",
-            )
-        elif not value >= 0:
-            yield Problem(key=key, text=f"{show(value)} is not >= 0")
+def _is_dtype(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and jnp.dtype(value) is not None
+    except TypeError:
+        return False
 
 
-def _try_out(section: Mapping[str, Any]) -> Iterator[Problem]:
-    """Build it and trace one update, so that values which optax cannot use come to light now."""
+def _try_out(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Build the optimizer and trace one update, so that values which optax cannot use come to light now.
+
+    Where it fails, each option is tried by itself, with the defaults for the others.
+    """
+    whole = _failure(name, options)
+    if whole is None:
+        return
+    defaults = {option: p.default for option, p in inspect.signature(_optimizers()[name]).parameters.items()}
+    needed = {option: value for option, value in options.items() if defaults[option] is inspect.Parameter.empty}
+    plain = needed | ({"learning_rate": 1e-3} if "learning_rate" in needed else {})
+    alone = {option: _failure(name, plain | {option: value}) for option, value in options.items()}
+    if _failure(name, plain) is not None or not any(alone.values()):
+        yield Problem(key=KEY, text=f"optax.{name} cannot be used with these options: {whole}")
+        return
+    for option, failure in alone.items():
+        if failure is not None:
+            remedy = "" if option in needed else f" Its default is {show(defaults[option])}."
+            text = f"optax.{name} cannot use {show(options[option])}: {failure}"
+            yield Problem(key=(*KEY, option), text=text, remedy=remedy)
+
+
+def _failure(name: str, options: Mapping[str, Any]) -> str | None:
+    """Why an optimizer cannot be built or updated with these options; None if it can."""
     tree = {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     try:
-        tx = build_optimizer(section)
+        tx = build_optimizer({"name": name, **options})
         jax.eval_shape(lambda grads, params: tx.update(grads, tx.init(params), params), tree, tree)
-    except (TypeError, ValueError, AttributeError, KeyError) as exc:
-        reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-        yield Problem(key=KEY, text=f"optax.{section['name']} cannot be used with these options: {reason}")
-
-
-def _is_schedule(value: Any) -> bool:
-    return isinstance(value, Mapping) and "schedule" in value
+    except REFUSALS as exc:
+        return reason(exc)
+    return None
 
 
 def _optimizers() -> dict[str, Callable[..., Any]]:
@@ -150,13 +163,4 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
         if inspect.isfunction(member)
         and not name.startswith(("_", "scale_by"))
         and "learning_rate" in inspect.signature(member).parameters
-    }
-
-
-def _schedules() -> dict[str, Callable[..., Any]]:
-    """optax's schedules by name."""
-    return {
-        name: member
-        for name, member in vars(optax.schedules).items()
-        if inspect.isfunction(member) and not name.startswith(("_", "inject"))
     }

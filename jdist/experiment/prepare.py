@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +10,22 @@ import jax
 import optax
 
 from jdist.data.source import RandomAccessSource, resumable
-from jdist.errors import ConfigError, DeviceError, StrategyError
-from jdist.experiment.config import Config, TaskSection
-from jdist.experiment.load import Document, Key
+from jdist.errors import DeviceError, StrategyError
+from jdist.experiment.config import Config, TrainSection
+from jdist.experiment.load import Document
+from jdist.experiment.load_task import load_task
 from jdist.experiment.names import nearest
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths
 from jdist.experiment.options import check_options
+from jdist.experiment.parse import Key
 from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
 from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.strategy import Strategy
 from jdist.tasks.task import Task
+
+# Stands for the length of a run that is not known yet: long enough for every schedule.
+_LONG = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Parts:
         total_steps: steps of the whole run.
         steps_per_epoch: steps of one pass over the data; None if the data has no end.
         rows_per_epoch: rows of one pass; None if the data has no end.
+        eval_batch: rows of one evaluation step, at most those there are to evaluate on.
         values: the whole config as plain values, with lengths of schedules filled in.
         derived: where values came from that were worked out, by key.
     """
@@ -49,6 +52,7 @@ class Parts:
     total_steps: int
     steps_per_epoch: int | None
     rows_per_epoch: int | None
+    eval_batch: int
     values: dict[str, Any]
     derived: Mapping[Key, str]
 
@@ -78,11 +82,8 @@ def prepare(config: Config, document: Document) -> Parts:
     check_devices()
     values = config.model_dump()
     problems: list[Problem] = []
-    task = strategy = None
-    try:
-        task = _load_task(config.task, problems)
-    except ConfigError as exc:
-        problems.append(Problem(key=("task", "make"), text=str(exc)))
+    strategy = None
+    task = load_task(config.task, problems)
     name, options = config.strategy.name, {k: v for k, v in values["strategy"].items() if k != "name"}
     wrong = list(_check_strategy(name, options))
     problems += wrong
@@ -90,10 +91,12 @@ def prepare(config: Config, document: Document) -> Parts:
         try:
             strategy = make_strategy(name, **options)
         except (StrategyError, DeviceError) as exc:
-            problems.append(Problem(key=("strategy", *options)[:2], text=str(exc).rstrip(".")))
-    train, one_epoch, steps = config.train, None, config.train.steps
+            problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
+    train, one_epoch, rows, steps = config.train, None, None, config.train.steps
+    length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:
         one_epoch = resumable(task.train_data(train.global_batch, train.seed, 1))
+        rows = _rows(one_epoch)
         if steps is None and one_epoch.num_steps is None:
             problems.append(
                 Problem(
@@ -104,36 +107,27 @@ def prepare(config: Config, document: Document) -> Parts:
             )
         elif steps is None and train.epochs is not None and one_epoch.num_steps is not None:
             steps = train.epochs * one_epoch.num_steps
-    if strategy is not None and -(-train.global_batch // strategy.num_replicas) % train.accumulate:
-        rows = -(-train.global_batch // strategy.num_replicas)
-        text = f"a replica's {rows:,} rows cannot be worked through in {train.accumulate:,} equal parts"
-        problems.append(Problem(key=("train", "accumulate"), text=text))
-    if steps is not None and steps % train.steps_per_call:
-        problems.append(
-            Problem(
-                key=("train", "steps_per_call"),
-                text=f"{train.steps_per_call} does not divide the {steps:,} steps of the run",
-            )
-        )
+    problems += _check_numbers(train, strategy, rows=rows, steps=steps)
     train_data = None if task is None else resumable(task.train_data(train.global_batch, train.seed, None))
     if train_data is not None and steps is not None and (train_data.num_steps or steps) < steps:
         problems.append(
             Problem(
-                key=("train", "steps" if train.steps else "epochs"),
+                key=length,
                 text=f"the training data ends after {train_data.num_steps:,} of {steps:,} steps",
                 remedy=" A task's train_data(global_batch, seed, epochs=None) is to repeat without end.",
             )
         )
-    section = fill_lengths(values["train"]["optimizer"], steps=steps or 1)
-    problems += check_optimizer(section)
-    if problems or task is None or strategy is None or steps is None or one_epoch is None:
-        raise refusal(document, problems)
-    derived = {
-        (*KEY, option, name): f"the run's {steps} steps"
+    given = values["train"]["optimizer"]
+    section = fill_lengths(given, steps=steps or _LONG)
+    filled = {
+        (*KEY, option, name)
         for option, value in section.items()
         if isinstance(value, Mapping)
-        for name in value.keys() - values["train"]["optimizer"][option].keys()
+        for name in value.keys() - given[option].keys()
     }
+    problems += check_optimizer(section, filled=filled, length=length)
+    if problems or task is None or strategy is None or steps is None or one_epoch is None:
+        raise refusal(document, problems)
     values["train"]["optimizer"] = section
     return Parts(
         task=task,
@@ -142,9 +136,10 @@ def prepare(config: Config, document: Document) -> Parts:
         train_data=train_data,
         total_steps=steps,
         steps_per_epoch=one_epoch.num_steps,
-        rows_per_epoch=_rows(one_epoch),
+        rows_per_epoch=rows,
+        eval_batch=_eval_batch(task, config.eval.global_batch or train.global_batch),
         values=values,
-        derived=derived,
+        derived=dict.fromkeys(filled, f"the run's {steps} steps"),
     )
 
 
@@ -157,40 +152,36 @@ def _check_strategy(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
     yield from check_options(STRATEGIES[name], options, called=f"strategy {name}", key=("strategy",))
 
 
+def _check_numbers(
+    train: TrainSection, strategy: Strategy | None, *, rows: int | None, steps: int | None
+) -> Iterator[Problem]:
+    """Numbers of `train` that do not go together, or not with the data's rows or the run's steps; None: not known."""
+    if rows is not None and train.global_batch > 2 * rows:  # up to there a batch of all rows is filled up with padding
+        yield Problem(
+            key=("train", "global_batch"),
+            text=f"{train.global_batch:,} is more than twice the {rows:,} rows that there are to train on: most of every "
+            "step would be padding",
+            remedy=f" For all rows in every step say {rows}.",
+        )
+    share = -(-train.global_batch // strategy.num_replicas) if strategy is not None else 0
+    if share % train.accumulate:
+        text = f"a replica's {share:,} rows cannot be worked through in {train.accumulate:,} equal parts"
+        yield Problem(key=("train", "accumulate"), text=text)
+    if steps is not None and steps % train.steps_per_call:
+        text = f"{train.steps_per_call} does not divide the {steps:,} steps of the run"
+        yield Problem(key=("train", "steps_per_call"), text=text)
+
+
 def _rows(source: RandomAccessSource) -> int | None:
-    """Rows of a source in which all batches but the last are full."""
-    if source.num_steps is None:
+    """Rows of a source in which all batches but the last are full; None if it has no end, or nothing in it."""
+    if not source.num_steps:
         return None
     last = jax.tree.leaves(source.batch_at(source.num_steps - 1))[0]
     return (source.num_steps - 1) * source.global_batch + len(last)
 
 
-def _load_task(section: TaskSection, problems: list[Problem]) -> Task | None:
-    """Import and call `task.make`; what is wrong with its options is appended to `problems`."""
-    module_name, _, function_name = section.make.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-        function = vars(module).get(function_name)
-        if not callable(function):
-            functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-            remedy = nearest(function_name, functions, label="Its functions")
-            raise ConfigError(f"{module_name} has no function {function_name!r}.{remedy}".rstrip("."))
-        found = list(check_options(function, section.options, called=section.make, key=("task", "options")))
-        problems += found
-        if found:
-            return None
-        task = function(**section.options)
-    except ModuleNotFoundError as exc:
-        raise ConfigError(_not_found(module_name, exc.name or str(exc))) from exc
-    if not isinstance(task, Task):
-        raise ConfigError(f"{section.make} returned {show(type(task).__name__)}, not a jdist.tasks.Task")
-    return task
-
-
-def _not_found(wanted: str, missing: str) -> str:
-    if wanted == missing or wanted.startswith(f"{missing}."):
-        return f"no module {missing!r}; it must be installed, or lie in the current folder {os.getcwd()}"
-    install = "'jdist[examples]'" if missing.partition(".")[0] in ("sklearn", "matplotlib") else missing
-    return f"{wanted} needs the module {missing!r}, which is not installed: pip install {install}"
+def _eval_batch(task: Task, asked: int) -> int:
+    """Rows of one evaluation step: what is asked for, but no more than there are, as the rest would be padding."""
+    source = task.eval_data(asked)
+    rows = _rows(source) if isinstance(source, RandomAccessSource) else None
+    return asked if rows is None else min(asked, rows)

@@ -153,7 +153,17 @@ def open_report(console: Console, *, step: int, total: int) -> Reporter:
 
 def figures(metrics: Mapping[str, Any]) -> str:
     """Metrics on one line: `loss 0.3124  accuracy 0.91`."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return "  ".join(f"{name} {readable(value)}" for name, value in metrics.items())
+
+
+def readable(value: float) -> str:
+    """A number in about four digits, as people write it: `0.3124`, `400,000`; with an exponent only far off.
+
+    Example:
+        >>> readable(400_000.2), readable(0.01234567), readable(1e-7), readable(1e30)
+        ('400,000', '0.01235', '1e-07', '1e+30')
+    """
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:

@@ -76,11 +76,10 @@ def run(
             write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
 
         # State, data and steps, all laid out by the strategy.
-        eval_batch = config.eval.global_batch or train.global_batch
         key = jax.random.key(train.seed)
         state = strategy.init(lambda key: task.create_state(key, parts.optimizer), key)
         train_set = strategy.distribute_dataset(parts.train_data, steps_per_call=train.steps_per_call)
-        eval_set = strategy.distribute_dataset(task.eval_data(eval_batch))
+        eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
         train_step = jdist.distribute(
             task.train_step,
             strategy,
@@ -135,7 +134,7 @@ def run(
 
         # The best checkpoint needs a metric that one batch shows to be there, before time is spent on training.
         if config.checkpoint.best is not None:
-            one_batch = iter(strategy.distribute_dataset(task.eval_data(eval_batch), prefetch=0))
+            one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
             check_best(config, eval_step(state, next(one_batch)), document)
 
         # The loop. Steps run asynchronously: it waits for them only where it reports, evaluates or saves.

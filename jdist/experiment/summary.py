@@ -8,6 +8,7 @@ from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
 from jdist.experiment.metrics_file import Row
 from jdist.experiment.prepare import Parts
+from jdist.experiment.progress import readable
 
 
 def arithmetic(config: Config, parts: Parts) -> str:
@@ -23,7 +24,9 @@ def arithmetic(config: Config, parts: Parts) -> str:
     length = f"{parts.total_steps:,} steps = {examples:,} examples"
     if parts.steps_per_epoch is not None and parts.rows_per_epoch is not None:
         epochs = examples / parts.rows_per_epoch
-        length += f" = {epochs:,.4g} epochs of {parts.rows_per_epoch:,} ({parts.steps_per_epoch:,} steps each)"
+        each = f"{parts.steps_per_epoch:,} step{'s' if parts.steps_per_epoch > 1 else ''} each"
+        passes = readable(epochs) if epochs >= 1e-3 else "less than 0.001"
+        length += f" = {passes} epochs of {parts.rows_per_epoch:,} ({each})"
     return f"{parts.strategy}\n{batch}\n{length}"
 
 
@@ -52,4 +55,6 @@ def results(rows: Sequence[Row], baselines: Mapping[str, float]) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    if value is None:
+        return "not finite"
+    return f"{value:,.4f}" if value == 0 or 1e-3 <= abs(value) < 1e9 else readable(value)

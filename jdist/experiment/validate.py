@@ -23,11 +23,13 @@ class Problem:
         key: the path of the key.
         text: what is wrong, without the key.
         remedy: how to mend it; opens with a space, or is empty.
+        others: further keys that have to do with it; where they were given is told too.
     """
 
     key: Key
     text: str
     remedy: str = ""
+    others: tuple[Key, ...] = ()
 
 
 def validate(document: Document) -> Config:
@@ -61,11 +63,17 @@ def refusal(document: Document, problems: Sequence[Problem]) -> ConfigError:
     """The error that lists the document's own problems and `problems`, each with the origin of its key."""
     lines = [
         *document.problems,
-        *(f"{dotted(p.key)}: {p.text} ({document.origin(p.key)}).{p.remedy}" for p in problems),
+        *(f"{dotted(p.key)}: {p.text.rstrip('.')} ({_origins(document, p)}).{p.remedy}" for p in problems),
     ]
     if len(lines) == 1:
         return ConfigError(lines[0])
     return ConfigError(f"{len(lines)} problems with {document.file}:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _origins(document: Document, problem: Problem) -> str:
+    """Where a problem's keys were given; for a key that was not, the nearest above it."""
+    given = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
+    return " and ".join(dict.fromkeys(given)) or document.origin(problem.key)
 
 
 def show(value: Any) -> str:

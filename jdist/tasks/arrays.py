@@ -52,14 +52,15 @@ def make(
     """
     if kind is not None:
         kind = options.one_of("kind", kind, ("classification", "regression"))
-    widths = tuple(options.whole("hidden", width) for width in hidden)
-    data = table.load(
-        options.text("path", path),
-        kind=kind,
-        standardise=options.switch("standardise", standardise),
-        held_out=options.fraction("held_out", held_out, open_below=True),
-        split_seed=options.whole("split_seed", split_seed, least=0),
-    )
+    widths = tuple(options.whole(f"hidden.{index}", width) for index, width in enumerate(hidden))
+    with options.blaming("path"):
+        data = table.load(
+            options.text("path", path),
+            kind=kind,
+            standardise=options.switch("standardise", standardise),
+            held_out=options.fraction("held_out", held_out, open_below=True),
+            split_seed=options.whole("split_seed", split_seed, least=0),
+        )
     model = MLP(widths=widths, outputs=data.outputs, dropout=options.fraction("dropout", dropout))
     classify = data.classes is not None
 

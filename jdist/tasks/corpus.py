@@ -65,8 +65,8 @@ def load(patterns: Sequence[str] | None) -> Corpus:
                 contents[name if name not in contents else str(path)] = content + SEPARATOR
     if len(contents) < 2:
         raise ConfigError(
-            f"`task.options.files` ({_show(patterns)}) gives {len(contents)} file(s) that are not empty; at "
-            "least 2 are needed, since whole files are held out. Name more files, or cut the one into parts."
+            f"{_show(patterns)} gives {len(contents)} file(s) that are not empty; at least 2 are needed, since whole "
+            "files are held out. Name more files, or cut the one into parts."
         )
     held_out = held_out_names(contents)
     sides = {side: sorted(n for n in contents if (n in held_out) is side) for side in (False, True)}
@@ -114,7 +114,7 @@ def _matches(pattern: str) -> list[tuple[str, Path]]:
     files = sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
     if not files:
         raise ConfigError(
-            f"`task.options.files`: the pattern {pattern!r} matches no file below {root.resolve()}. "
+            f"the pattern {pattern!r} matches no file below {root.resolve()}. "
             "Check the folder and the wildcards: `*` stays in one folder, `**` goes to any depth."
         )
     return files
@@ -124,7 +124,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"`task.options.files`: {path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _show(patterns: Sequence[str] | None) -> str:

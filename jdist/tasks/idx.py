@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jdist.errors import ConfigError
+from jdist.tasks.options import OptionError, near
 
 _UNSIGNED_BYTE = 0x08
 _AGAIN = "Fetch the file again, or make it anew."
@@ -31,17 +32,23 @@ def find(folder: Path, stem: str, *, rank: int) -> Path:
         The first that is there of `STEM-idxN-ubyte`, `STEM.idxN-ubyte`, and both with `.gz`.
 
     Raises:
-        ConfigError: none of them is there.
+        OptionError: none of them is there.
     """
     plain = (f"{stem}-idx{rank}-ubyte", f"{stem}.idx{rank}-ubyte")
     candidates = [folder / f"{name}{suffix}" for suffix in ("", ".gz") for name in plain]
     for path in candidates:
         if path.is_file():
             return path
-    missing = "does not exist" if not folder.is_dir() else f"does not hold {plain[0]}"
-    raise ConfigError(
-        f"The folder {folder.resolve()} {missing}. Looked for {', '.join(path.name for path in candidates)}. "
-        "Name the folder of the four IDX files in `task.options.folder`."
+    if not folder.is_dir():
+        raise OptionError(
+            "folder", f"there is no folder {folder.resolve()} with the four IDX files", remedy=near(folder)
+        )
+    # No nearest name here: to a comparison of letters the labels are near to the images.
+    alike = sorted(path.name for path in folder.iterdir() if path.name.lower().startswith(stem))
+    raise OptionError(
+        "folder",
+        f"{folder.resolve()} does not hold {plain[0]}; looked for {', '.join(path.name for path in candidates)}",
+        remedy=f" Rename or unpack {', '.join(alike[:3])}." if alike else "",
     )
 
 

@@ -33,9 +33,10 @@ def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) 
         task = make(folder="data/mnist")
     """
     place = Path(options.text("folder", folder)).expanduser()
-    train, test = load(place, "train"), load(place, "t10k")
-    classes = int(train["label"].max()) + 1
-    _check_match(place, train, test, classes=classes)
+    with options.blaming("folder"):
+        train, test = load(place, "train"), load(place, "t10k")
+        classes = int(train["label"].max()) + 1
+        _check_match(place, train, test, classes=classes)
     model = ConvNet(
         width=options.whole("width", width),
         dropout=options.fraction("dropout", dropout),

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jdist.errors import ConfigError
+from jdist.tasks.options import OptionError, near
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,10 +100,11 @@ def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
             content = np.load(stream, allow_pickle=False)
             names = content.files if isinstance(content, np.lib.npyio.NpzFile) else None
             arrays = {name: content[name] for name in ("x", "y") if name in (names or ())}
+    except FileNotFoundError as error:
+        remedy = near(place, ending=".npz")
+        raise OptionError("path", f"there is no file {place.resolve()}", remedy=remedy) from error
     except OSError as error:
-        raise ConfigError(
-            f"`task.options.path`: {place.resolve()} cannot be read: {error.strerror or error}."
-        ) from error
+        raise ConfigError(f"{place.resolve()} cannot be read: {error.strerror or error}.") from error
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{place} is no sound .npz file of plain arrays ({error}). {how}") from error
     if names is None:

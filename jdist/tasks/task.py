@@ -17,7 +17,8 @@ class Task:
     """A model, its loss and its data, for `jdist run`.
 
     A config names a function that returns one, by import path (`my_package.my_task:make`); the
-    config's `task.options` are that function's keyword arguments.
+    config's `task.options` are that function's keyword arguments, checked against its annotations. What it finds
+    wrong with one it says by a `jdist.tasks.options.OptionError`, or by the checks in that module.
 
     Attributes:
         create_state: `(key, tx) -> state`; pure, so that a strategy can allocate it in its own layout.

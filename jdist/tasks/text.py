@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 import jdist
-from jdist.errors import ConfigError
 from jdist.tasks import byte_model, corpus, options
+from jdist.tasks.options import OptionError
 from jdist.tasks.task import Task
 from jdist.tasks.transformer import Transformer
 
@@ -55,7 +55,7 @@ def make(
         order-2 model of all training bytes and of `zlib -9`.
 
     Raises:
-        ConfigError: an option is out of range, or the files do not serve.
+        OptionError: an option is out of range, or the files do not serve.
 
     Example:
         >>> task = make(files="jdist/**/*.py", length=64)
@@ -65,12 +65,14 @@ def make(
     length = options.whole("length", length, least=2)
     context = length // 2 if eval_context is None else options.whole("eval_context", eval_context, least=0)
     if context >= length:
-        raise ConfigError(
-            f"`task.options.eval_context` is {context}, but it must be less than `length`, which is "
-            f"{length}: a row scores the bytes that are left."
+        raise OptionError(
+            "eval_context",
+            f"{context} is not less than length, which is {length}: a row scores the bytes that are left",
+            others=["length"],
         )
     model = _model(layers=layers, width=width, heads=heads, dropout=dropout, dtype=dtype)
-    data = corpus.load(_patterns(files))
+    with options.blaming("files"):
+        data = corpus.load(_patterns(files))
     train_rows = training_rows(data.train, length=length)
     scored = length - context
     held_out = _held_out_bytes(data.held_out, scored=scored, limit=eval_bytes)
@@ -132,12 +134,14 @@ def training_rows(data: np.ndarray, *, length: int) -> np.ndarray:
         BEGIN.
 
     Raises:
-        ConfigError: there are fewer bytes than one row predicts.
+        OptionError: there are fewer bytes than one row predicts.
     """
     if data.size < length:
-        raise ConfigError(
-            f"The training files hold {data.size} bytes, fewer than the {length} of one row. "
-            "Name more files in `task.options.files`, or lower `task.options.length`."
+        raise OptionError(
+            "length",
+            f"{length} bytes a row are more than the {data.size} that the training files hold",
+            remedy=" Lower it, or name more files in task.options.files.",
+            others=["files"],
         )
     return _windows(data, length=length, scored=length)
 
@@ -166,10 +170,12 @@ def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.n
     """At most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
     wanted = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
     if wanted < scored:
-        raise ConfigError(
-            f"There are {wanted} held-out bytes to evaluate on, fewer than the {scored} that one row scores. "
-            "Raise `task.options.eval_bytes`, name more files in `task.options.files`, or lower "
-            "`task.options.length`."
+        raise OptionError(
+            "length" if wanted == data.size else "eval_bytes",
+            f"there are {wanted} held-out bytes to evaluate on, fewer than the {scored} that one row scores",
+            remedy=" Raise task.options.eval_bytes, name more files in task.options.files, or lower "
+            "task.options.length.",
+            others=["eval_bytes", "files", "length"],
         )
     return data[: wanted // scored * scored]
 
@@ -177,9 +183,11 @@ def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.n
 def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str) -> Transformer:
     width, heads = options.whole("width", width), options.whole("heads", heads)
     if width % (2 * heads):
-        raise ConfigError(
-            f"`task.options.width` is {width} and `task.options.heads` is {heads}, but the width must be a "
-            f"multiple of twice the heads, {2 * heads}: rotary positions turn pairs of features of each head."
+        raise OptionError(
+            "width",
+            f"{width} is not a multiple of twice the heads, which are {heads}: rotary positions turn pairs of features "
+            "of each head",
+            others=["heads"],
         )
     return Transformer(
         vocabulary=VOCABULARY,
@@ -197,8 +205,7 @@ def _patterns(files: str | Sequence[str] | None) -> list[str] | None:
     if isinstance(files, str):
         return [options.text("files", files)]
     if not isinstance(files, list | tuple) or not files:
-        raise ConfigError(
-            f"`task.options.files` is {files!r}, but it must be a glob pattern, a list of at least one, or "
-            "null for the standard library."
+        raise OptionError(
+            "files", f"{files!r} is not a glob pattern, a list of at least one, or null for the standard library"
         )
-    return [options.text("files", pattern) for pattern in files]
+    return [options.text(f"files.{index}", pattern) for index, pattern in enumerate(files)]

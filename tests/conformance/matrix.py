@@ -13,6 +13,7 @@ import jdist
 
 STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "default": jdist.default,
+    "one_device": jdist.one_device,
     "mirrored_shard_map": jdist.mirrored,
     "mirrored_pmap": lambda: jdist.mirrored(transform="pmap"),
     "mirrored_jit": lambda: jdist.mirrored(transform="jit"),

@@ -69,6 +69,9 @@ def test_a_later_override_wins_and_levels_that_are_not_there_are_made(write):
         ("a =3", "an override is KEY=VALUE"),
         ("a=", "For no value write a=null"),
         ("a=[1", "override a=[1: no valid YAML"),
+        ("a=010", "a: 010 can be read in two ways (override a=010)"),
+        ("a={b: 1:30}", "a.b: 1:30 can be read in two ways (override a={b: 1:30})"),
+        ("a=!foo 3", "override a=!foo 3: the tag !foo is not known"),
         ("a={b: 1, b: 2}", "b: given twice"),
         ("a.b=3", "a.b: a holds the value 1 (a.yaml:1), which has no keys (override a.b=3). Override the whole"),
     ],
@@ -99,7 +102,7 @@ def test_anchors_and_merge_keys_work_and_own_keys_win(write):
         ("a: b: c\n", "a.yaml:1: no valid YAML"),
         ("a:\n\t- b\n", "a.yaml:2: no valid YAML"),
         ("a: 1\n---\nb: 2\n", "no valid YAML"),
-        ("a: !!python/object:os.system x\n", "no valid YAML"),
+        ("a: !!python/object:os.system x\n", "a.yaml:1: the tag !!python/object:os.system is not known"),
         ("a: *b\n", "a.yaml:1: no valid YAML"),
         ("a: &x [*x]\n", "a.yaml:1: an alias that contains itself"),
         ("? [1, 2]\n: 3\n", "a key must be a name"),
@@ -120,6 +123,15 @@ def test_a_missing_file_is_refused_with_the_nearest(write):
         load("digit.yaml")
     with pytest.raises(ConfigError, match=r"Files there: digits\.yaml"):
         load("z")
+
+
+def test_a_name_is_not_near_for_the_sake_of_its_folder_and_ending(write, tmp_path):
+    (tmp_path / "configs").mkdir()
+    write("a: 1", "configs/text.yaml")
+    with pytest.raises(ConfigError, match=r"no such config file\. Files there: configs/text\.yaml\.$"):
+        load("configs/mnist.yaml")
+    with pytest.raises(ConfigError, match=r"Did you mean configs/text\.yaml\?$"):
+        load("configs/texts.yml")
 
 
 def test_a_folder_is_no_config(tmp_path):

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import toy_regression
+from toy_regression import CONFIG
 
 from jdist.cli import main
 from jdist.errors import StepError
@@ -17,31 +19,6 @@ from jdist.experiment.prepare import prepare
 from jdist.experiment.run import newest
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
-
-CONFIG = """\
-name: toy
-task: {make: "toy_regression:make"}
-train:
-  global_batch: 16
-  steps: 24
-  optimizer: {name: adamw, learning_rate: 1e-2}
-eval: {every: 8, global_batch: 8}
-checkpoint: {every: 8, best: close}
-log: {every: 4}
-"""
-
-
-@pytest.fixture
-def jdist_run(tmp_path, monkeypatch, capfd):
-    """`jdist run` in an empty folder: `(overrides) -> (exit code, standard output, standard error)`."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
-
-    def run(*overrides):
-        code = main(["run", "toy.yaml", *overrides])
-        return code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +176,16 @@ def test_a_schedule_that_follows_the_length_of_the_run_keeps_it_from_growing(jdi
     assert (code, err) == (0, "")
 
 
+def test_a_different_config_is_refused_also_before_the_first_checkpoint(jdist_run):
+    jdist_run("train.steps=8")
+    shutil.rmtree("runs/toy/checkpoints")  # as after a kill between the first row and the first checkpoint
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
+    code, _, err = jdist_run("train.seed=1")
+    assert code == 2
+    assert "train.seed: 0 there, 1 now (override train.seed=1)" in err
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+
+
 def test_fewer_steps_than_are_done_already_is_refused(jdist_run):
     jdist_run("train.steps=8")
     code, _, err = jdist_run("train.steps=4")
@@ -221,50 +208,20 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_good_state_is_saved(jdist
     assert f"going on from step {step} of 24" in out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["task.make=toy_regresion:make"], "task.make: no module 'toy_regresion'; it must be installed, or lie in"),
-        (["task.make=toy_regression:mak"], "has no function 'mak'. Did you mean make? (override task.make="),
-        (["task.make=toy_regression:number"], "has no function 'number'"),
-        (["task.make=toy_regression:not_a_task"], 'returned "dict", not a jdist.tasks.Task'),
-        (["task.options.row=3"], "task.options.row: toy_regression:make has no such option (override"),
-        (["strategy.name=mirored"], 'no strategy "mirored" (override strategy.name=mirored). Did you mean mirrored?'),
-        (["strategy.tranform=jit"], "strategy mirrored has no such option (override strategy.tranform=jit). Did you"),
-        (["strategy.transform=jot"], "(override strategy.transform=jot)"),
-        (["train.accumulate=3"], "train.accumulate: a replica's 2 rows cannot be worked through in 3 equal parts"),
-        (["train.optimizer.name=adamv"], 'optax has no optimizer "adamv" (override train.optimizer.name=adamv)'),
-        (["train.steps_per_call=5"], "5 does not divide the 24 steps of the run"),
-        (["checkpoint.best=accuracy"], 'no metric "accuracy" (override checkpoint.best=accuracy). It has: close, loss'),
-        (["log.folder=toy.yaml"], "toy.yaml/toy: cannot be written: Not a directory"),
-        (["log.folder=/dev/full"], "/dev/full/toy: cannot be written: Not a directory"),
-    ],
-)
-def test_what_cannot_be_is_refused_without_a_traceback(jdist_run, overrides, message):
-    code, _, err = jdist_run(*overrides)
-    assert code == 2
-    assert err.startswith("jdist: ")
-    assert message in err
-    assert "Traceback" not in err
+@pytest.mark.parametrize("rows", [52, 104])
+def test_a_batch_of_all_rows_and_more_is_filled_up(jdist_run, rows):
+    code, out, err = jdist_run(f"train.global_batch={rows}", "train.steps=4")
+    assert (code, err) == (0, "")
+    assert "4 steps = 208 examples = 4 epochs of 52 (1 step each)" in out
 
 
-def test_problems_of_names_and_options_come_all_at_once(jdist_run):
-    code, _, err = jdist_run("task.options.row=3", "strategy.name=x", "train.optimizer.b1=x", "train.optimizer.z=1")
-    assert code == 2
-    assert err.startswith("jdist: 3 problems with toy.yaml:\n")
-
-
-def test_a_task_whose_module_needs_something_else_says_what(jdist_run, tmp_path):
-    (tmp_path / "needs_more.py").write_text("import not_there_at_all\n")
-    code, _, err = jdist_run("task.make=needs_more:make")
-    assert code == 2
-    assert "needs_more needs the module 'not_there_at_all', which is not installed" in err
-
-
-def test_a_traceback_can_be_asked_for(jdist_run, monkeypatch):
-    monkeypatch.setenv("JDIST_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="no such key"):
-        jdist_run("train.step=3")
+def test_an_evaluation_batch_larger_than_the_data_is_all_of_it(jdist_run):
+    jdist_run("train.steps=8", "name=parts")
+    code, _, err = jdist_run("train.steps=8", "name=whole", f"eval.global_batch={10**15}")
+    assert (code, err) == (0, "")
+    parts, whole = rows_of("runs/parts")[-1], rows_of("runs/whole")[-1]
+    assert whole["eval/loss"] == pytest.approx(parts["eval/loss"], rel=1e-5)
+    assert whole["eval/close"] == pytest.approx(parts["eval/close"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

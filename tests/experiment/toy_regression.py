@@ -6,11 +6,27 @@ import numpy as np
 
 import jdist
 from jdist.data import from_arrays
+from jdist.errors import ConfigError
 from jdist.tasks import Task
+from jdist.tasks.options import OptionError
+
+CONFIG = """\
+name: toy
+task: {make: "toy_regression:make"}
+train:
+  global_batch: 16
+  steps: 24
+  optimizer: {name: adamw, learning_rate: 1e-2}
+eval: {every: 8, global_batch: 8}
+checkpoint: {every: 8, best: close}
+log: {every: 4}
+"""
 
 
 def make(rows: int = 52, features: int = 3, noise: float = 0.1, poison_row: int | None = None) -> Task:
     """`rows` is no multiple of the batches used, so that every epoch ends in a short one; a poisoned row is NaN."""
+    if features < 1:
+        raise OptionError("features", f"{features} is not one or more", remedy=" Say 3.")
     draw = np.random.default_rng(7)
     x = draw.normal(size=(rows, features)).astype(np.float32)
     y = x @ np.arange(1, features + 1, dtype=np.float32) + noise * draw.normal(size=rows).astype(np.float32)
@@ -54,6 +70,10 @@ def make(rows: int = 52, features: int = 3, noise: float = 0.1, poison_row: int 
         eval_data=eval_data,
         baselines=lambda: {"loss of predicting the mean": float(np.var(held_out["y"]))},
     )
+
+
+def broken():
+    raise ConfigError("no data today.")
 
 
 def not_a_task():

@@ -7,6 +7,7 @@ import pytest
 
 from jdist.errors import ConfigError
 from jdist.tasks import arrays, table
+from jdist.tasks.options import OptionError
 
 
 def save(tmp_path, **values):
@@ -153,25 +154,35 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content):
 
 
 def test_a_missing_file_and_a_single_array_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.npz cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=rf"there is no file {tmp_path}/absent\.npz\.$"):
         load(str(tmp_path / "absent.npz"))
     np.save(tmp_path / "single.npy", np.ones(3))
     with pytest.raises(ConfigError, match=r"single\.npy holds a single array"):
         load(str(tmp_path / "single.npy"))
 
 
+def test_only_a_file_with_a_near_name_is_suggested(tmp_path):
+    for name in ("diabetes.npz", "cancer.npz", "diabets.csv"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"diabets\.npz\. Did you mean {tmp_path}/diabetes\.npz\?$"):
+        load(str(tmp_path / "diabets.npz"))
+    with pytest.raises(ConfigError, match=r"digits\.npz\.$"):  # the ending, which all names share, does not count
+        load(str(tmp_path / "digits.npz"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "clustering"}, r"`task\.options\.kind` is 'clustering'"),
-        ({"hidden": [0]}, r"`task\.options\.hidden` is 0"),
-        ({"held_out": 0}, r"`task\.options\.held_out` is 0"),
-        ({"held_out": 1.0}, r"`task\.options\.held_out` is 1\.0"),
-        ({"standardise": "yes"}, r"`task\.options\.standardise` is 'yes'"),
-        ({"path": ""}, r"`task\.options\.path` is ''"),
+        ({"kind": "clustering"}, "kind: 'clustering' is not one of classification, regression"),
+        ({"hidden": [8, 0]}, r"hidden\.1: 0 is not a whole number, 1 or more"),
+        ({"held_out": 0}, "held_out: 0 is not a number above 0 and below 1"),
+        ({"held_out": 1.0}, r"held_out: 1\.0 is not a number"),
+        ({"standardise": "yes"}, "standardise: 'yes' is not true or false"),
+        ({"path": ""}, "path: '' is not text"),
+        ({"path": __file__}, r"path: .* is no sound \.npz file"),
     ],
 )
 def test_wrong_options_are_named(tmp_path, options, message):
     x, y = example()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(OptionError, match=rf"^task\.options\.{message}"):
         arrays.make(**({"path": save(tmp_path, x=x, y=y)} | options))

@@ -10,6 +10,7 @@ import pytest
 
 from jdist.errors import ConfigError
 from jdist.tasks import idx, mnist_idx
+from jdist.tasks.options import OptionError
 
 NAMES = {
     "train-images-idx3-ubyte": ("image", 24),
@@ -79,8 +80,21 @@ def test_a_missing_file_is_named(folder, name):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere does not exist"):
+    with pytest.raises(OptionError, match=r"^task\.options\.folder: there is no folder .*/nowhere with .* files\.$"):
         mnist_idx.make(folder=str(tmp_path / "nowhere"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mnist_data").mkdir()
+    with pytest.raises(ConfigError, match=rf"Did you mean {tmp_path}/mnist_data\?$"):
+        mnist_idx.make(folder=str(tmp_path / "mnist-data"))
+
+
+def test_of_a_missing_file_only_its_own_under_another_name_is_told(folder):
+    (folder / "train-images-idx3-ubyte").rename(folder / "train-images.zip")
+    with pytest.raises(ConfigError, match=r"does not hold .*\. Rename or unpack train-images\.zip\.$"):
+        mnist_idx.make(folder=str(folder))
+    (folder / "train-images.zip").unlink()
+    with pytest.raises(ConfigError, match=r"looked for [^.]*train-images-idx3-ubyte, .*ubyte\.gz\.$"):
+        mnist_idx.make(folder=str(folder))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,7 +134,7 @@ def test_a_wrong_magic_number_is_named(folder):
 def test_bytes_after_the_end_are_refused(folder):
     path = folder / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(ConfigError, match="t10k-labels-idx1-ubyte: too long"):
+    with pytest.raises(OptionError, match=r"^task\.options\.folder: .*t10k-labels-idx1-ubyte: too long"):
         mnist_idx.make(folder=str(folder))
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdist.errors import ConfigError
 from jdist.tasks import text
+from jdist.tasks.options import OptionError
 from jdist.tasks.transformer import Transformer
 
 SMALL = {"length": 16, "layers": 1, "width": 16, "heads": 2}
@@ -127,16 +127,18 @@ def test_dropout_and_bfloat16_train_with_float32_parameters(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": 0}, r"`task\.options\.layers` is 0"),
-        ({"heads": 3}, r"`task\.options\.width` is 16 and `task\.options\.heads` is 3"),
-        ({"dtype": "float16"}, "one of float32, bfloat16"),
-        ({"eval_context": 16}, r"`task\.options\.eval_context` is 16"),
-        ({"eval_bytes": 3}, "3 held-out bytes"),
-        ({"length": 100_000}, "fewer than the 100000 of one row"),
-        ({"files": []}, "a list of at least one"),
-        ({"files": 7}, r"`task\.options\.files` is 7"),
+        ({"layers": 0}, "layers: 0 is not a whole number, 1 or more"),
+        ({"heads": 3}, "width: 16 is not a multiple of twice the heads, which are 3"),
+        ({"dtype": "float16"}, "dtype: 'float16' is not one of float32, bfloat16"),
+        ({"eval_context": 16}, "eval_context: 16 is not less than length, which is 16"),
+        ({"eval_bytes": 3}, "eval_bytes: there are 3 held-out bytes"),
+        ({"length": 100_000}, "length: 100000 bytes a row are more than the"),
+        ({"files": []}, "files: .* is not .* a list of at least one"),
+        ({"files": 7}, "files: 7 is not a glob pattern"),
+        ({"files": ["*.txt", 7]}, r"files\.1: 7 is not text"),
+        ({"files": "nowhere/*.txt"}, r"files: the pattern 'nowhere/\*\.txt' matches no file"),
     ],
 )
 def test_wrong_options_are_named(folder, options, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(OptionError, match=rf"^task\.options\.{message}"):
         text.make(**({"files": str(folder / "*.txt"), **SMALL} | options))

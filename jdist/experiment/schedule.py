@@ -1,0 +1,141 @@
+"""Schedules of optax, described in a config as `{schedule: NAME, ...}`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Set
+from typing import Any, TypeGuard
+
+import optax
+
+from jdist.experiment.names import nearest
+from jdist.experiment.options import check_options
+from jdist.experiment.parse import Key, dotted
+from jdist.experiment.validate import Problem, show
+
+# What optax raises for arguments that it cannot use.
+REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError)
+_LENGTHS = ("decay_steps", "transition_steps")
+_LONGEST = 2**40  # steps; no run is as long
+
+Wrong = Callable[[Any, inspect.Parameter], str | None]
+
+
+def is_schedule(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a value of a config describes a schedule."""
+    return isinstance(value, dict) and "schedule" in value
+
+
+def fill_length(value: Any, *, steps: int) -> Any:
+    """A value of a config; if it describes a schedule that needs a length and has none, with that of the run.
+
+    Args:
+        value: any value.
+        steps: optimizer updates of the run.
+
+    Returns:
+        The value, perhaps with `decay_steps` or `transition_steps` filled in.
+    """
+    function = _schedules().get(value["schedule"]) if is_schedule(value) else None
+    if function is None:
+        return value
+    needed = {n for n, p in inspect.signature(function).parameters.items() if p.default is p.empty}
+    return value | {name: steps for name in _LENGTHS if name in needed and name not in value}
+
+
+def build_value(value: Any) -> Any:
+    """A schedule where a value describes one, or a list of them; else the value as it is."""
+    if isinstance(value, list):
+        return [build_value(item) for item in value]
+    if not is_schedule(value):
+        return value
+    return _schedules()[value["schedule"]](**{k: build_value(v) for k, v in value.items() if k != "schedule"})
+
+
+def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], length: Key) -> Iterator[Problem]:
+    """Everything wrong with the schedules that a value describes or holds.
+
+    Args:
+        value: any value of a config.
+        key: its key.
+        wrong: what is wrong with a value for a parameter, or None.
+        filled: keys that were not given, but filled in from the length of the run.
+        length: the key that gives the length of the run.
+
+    Yields:
+        A problem for each unknown name or argument, each value that cannot be meant, and a run that is too short.
+    """
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from check_schedules(item, (*key, str(index)), wrong=wrong, filled=filled, length=length)
+    if not is_schedule(value):
+        return
+    name, options = value["schedule"], {k: v for k, v in value.items() if k != "schedule"}
+    function = _schedules().get(name) if isinstance(name, str) else None
+    if function is None:
+        remedy = nearest(str(name), _schedules(), label="Schedules", limit=20)
+        yield Problem(key=(*key, "schedule"), text=f"optax has no schedule {show(name)}", remedy=remedy)
+        return
+    found = list(check_options(function, options, called=f"optax.{name}", key=key, wrong=wrong))
+    for option, inner in options.items():
+        found += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)
+    refusal = None if found else _refusal(value)
+    if refusal is not None:
+        short = _too_short(value, key, filled=filled, length=length)
+        found = [short or Problem(key=key, text=f"optax.{name} refuses these arguments: {refusal}")]
+    yield from found
+
+
+def reason(error: Exception) -> str:
+    """The first line of what an error says; its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _refusal(value: Any) -> str | None:
+    """Why optax does not make what a value describes; None if it does."""
+    try:
+        build_value(value)
+    except REFUSALS as exc:
+        return reason(exc)
+    return None
+
+
+def _too_short(value: dict[str, Any], key: Key, *, filled: Set[Key], length: Key) -> Problem | None:
+    """The problem of a schedule that only a greater length would mend, with the least that does; else None."""
+    name = next((name for name in _LENGTHS if name in value), None)
+    least = None if name is None else _least_length(value, name)
+    if name is None or least is None:
+        return None
+    of_run = (*key, name) in filled
+    stages = [option for option in value if option.endswith("_steps") and option != name]
+    what = f"a run of {value[name]:,} steps" if of_run else f"a length of {value[name]:,}"
+    whose = f", whose {' and '.join(f'{stage} is {value[stage]:,}' for stage in stages)}" if stages else ""
+    lower = [f"lower {dotted((*key, stage))}" for stage in stages]
+    return Problem(
+        key=length if of_run else (*key, name),
+        text=f"{what} is too short for the schedule {value['schedule']} of {dotted(key)}{whose}: it needs {least:,} or more",
+        remedy=f" {' or '.join(['Train for longer' if of_run else 'Raise it', *lower])}.",
+        others=tuple((*key, stage) for stage in stages),
+    )
+
+
+def _least_length(value: dict[str, Any], name: str) -> int | None:
+    """The least number of steps above `value[name]` with which optax makes a schedule; None if none will do."""
+    few, enough = value[name], max(1, value[name])
+    while _refusal(value | {name: enough}) is not None:
+        few, enough = enough, 2 * enough
+        if enough > _LONGEST:
+            return None
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        few, enough = (few, middle) if _refusal(value | {name: middle}) is None else (middle, enough)
+    return enough
+
+
+def _schedules() -> dict[str, Callable[..., Any]]:
+    """optax's schedules by name."""
+    return {
+        name: member
+        for name, member in vars(optax.schedules).items()
+        if inspect.isfunction(member) and not name.startswith(("_", "inject"))
+    }

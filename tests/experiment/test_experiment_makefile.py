@@ -1,0 +1,74 @@
+"""Which Python `make run` and `make test` take; make only says what it would do."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = platform.python_version()
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def fake_python(path, version):
+    """A program that gives `version` for its version, whatever it is asked."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """What make would run with an environment of some Python version, or none, in the folder."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def dry_run(*arguments, there=None, stamped=True):
+        if there is not None:
+            fake_python(tmp_path / ".venv" / "bin" / "python", there)
+            if stamped:
+                (tmp_path / ".venv" / ".installed").touch()
+        command = ["make", "--dry-run", "lint", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True, env={"PATH": "/usr/bin:/bin"}
+        )
+        return done.stdout
+
+    return dry_run
+
+
+def test_an_environment_is_made_if_there_is_none(plan):
+    assert "python3 -m venv --clear .venv" in plan()
+    assert f"{sys.executable} -m venv --clear .venv" in plan(f"PYTHON={sys.executable}")
+
+
+def test_without_a_wish_the_environment_that_is_there_serves(plan):
+    said = plan(there="3.99.1")
+    assert "venv --clear" not in said
+    assert "pip install" not in said
+    assert ".venv/bin/ruff check ." in said
+
+
+def test_an_environment_of_the_wished_version_serves(plan):
+    assert "venv --clear" not in plan(f"PYTHON={sys.executable}", there=HERE)
+
+
+def test_an_environment_of_another_version_is_made_anew(plan):
+    said = plan(f"PYTHON={sys.executable}", there="3.99.1")
+    assert f"{sys.executable} -m venv --clear .venv" in said
+    assert "pip install" in said
+
+
+def test_a_python_that_is_not_there_is_not_passed_over(plan):
+    assert "no_such_python -m venv" in plan("PYTHON=no_such_python", there=HERE)
+
+
+def test_what_is_not_installed_yet_is_without_a_new_environment(plan):
+    said = plan(there="3.99.1", stamped=False)
+    assert "venv --clear" not in said
+    assert "pip install" in said

@@ -1,0 +1,64 @@
+from types import SimpleNamespace
+
+import pytest
+
+from jdist.experiment.progress import figures, readable
+from jdist.experiment.summary import arithmetic, results
+
+
+def lengths(*, steps, rows):
+    """The last line of the arithmetic of a run of `steps` steps of 64 rows, where an epoch is one step of `rows`."""
+    config = SimpleNamespace(train=SimpleNamespace(global_batch=64, accumulate=1))
+    parts = SimpleNamespace(
+        strategy=SimpleNamespace(num_replicas=1),
+        total_steps=steps,
+        steps_per_epoch=-(-rows // 64),
+        rows_per_epoch=rows,
+        examples=lambda step, global_batch: step * 64,
+    )
+    return arithmetic(config, parts).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "epochs"),
+    [
+        (400_000, 64, "400,000 epochs of 64 (1 step each)"),
+        (600, 128, "300 epochs of 128 (2 steps each)"),
+        (3, 128, "1.5 epochs of 128 (2 steps each)"),
+        (1, 6_400_000, "less than 0.001 epochs of 6,400,000 (100,000 steps each)"),
+    ],
+)
+def test_epochs_are_written_as_people_write_numbers(steps, rows, epochs):
+    assert lengths(steps=steps, rows=rows) == f"{steps:,} steps = {steps * 64:,} examples = {epochs}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.98765, "0.9877"),
+        (12.3456, "12.35"),
+        (-1234.5, "-1,234"),
+        (412_345.6, "412,346"),
+        (0.00001234, "1.234e-05"),
+        (1e30, "1e+30"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_numbers_have_about_four_digits(value, text):
+    assert readable(value) == text
+    assert figures({"loss": value}) == f"loss {text}"
+
+
+def test_results_keep_small_and_large_values_readable():
+    row = {"step": 9, "eval/loss": 2e-6, "eval/error": 1234.56789, "eval/huge": 1e20, "eval/gone": None, "eval/no": 0.0}
+    assert results([row], {"guess": 0.5}).splitlines() == [
+        "evaluation",
+        "  loss   2e-06",
+        "  error  1,234.5679",
+        "  huge   1e+20",
+        "  gone   not finite",
+        "  no     0.0000",
+        "for comparison",
+        "  guess  0.5000",
+    ]

@@ -13,6 +13,7 @@
     ├── NonFiniteError         a step made the state NaN or infinite
     ├── CheckpointError        a checkpoint that cannot be written, found or read
     └── ConfigError            a config file, an override or a run folder
+        └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
 Each also derives from the built-in error that a reader would expect (ValueError, RuntimeError), so that
 code which knows nothing of jdist can catch it. Every message says what is wrong, which value it was, what is

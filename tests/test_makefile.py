@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 HERE = platform.python_version()
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

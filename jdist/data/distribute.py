@@ -10,6 +10,7 @@ from typing import Any
 from jdist.data import batching
 from jdist.data.arrays import ArraySource
 from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
+from jdist.data.files import FileSource
 from jdist.data.iterator import DatasetIterator
 from jdist.data.pipeline import Numbered, Options, from_step, learn_layout, prepare
 from jdist.data.prefetch import Prefetcher, PushBack
@@ -261,7 +262,7 @@ class DistributedDataset:
         )
 
     def _told_global_batch(self) -> int | None:
-        if isinstance(self._source, RandomAccessSource | ReplicaBatches):
+        if isinstance(self._source, RandomAccessSource | FileSource | ReplicaBatches):
             return self._source.global_batch
         return None
 

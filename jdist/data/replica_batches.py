@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jdist.data.input_context import InputContext
-from jdist.data.leaves import count_rows, leaf_specs, to_numpy
+from jdist.data.join import join
+from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.pipeline import from_step
 from jdist.data.source import RandomAccessSource, check_source
 from jdist.errors import BatchError, DatasetError
@@ -165,31 +166,6 @@ class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
         return next(self._batches)
 
 
-def join(elements: Sequence[PyTree]) -> PyTree:
-    """The rows of several batches one after the other, as one new batch.
-
-    Args:
-        elements: trees of numpy arrays [rows, ...], alike but for the rows.
-
-    Raises:
-        BatchError: they are not alike.
-    """
-    first = elements[0]
-    structure, leaves = jax.tree.structure(first), leaf_specs(first)
-    for number, element in enumerate(elements):
-        count_rows(element)
-        if jax.tree.structure(element) != structure or leaf_specs(element) != leaves:
-            raise BatchError(
-                f"the per-replica batches of one step differ: the first has {_shown(first)}, number {number} (from 0) "
-                f"has {_shown(element)}. All need one structure, one dtype a leaf and one shape a row"
-            )
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *elements)
-
-
 def _copied(element: PyTree) -> PyTree:
     # The source may refill the same memory when it is asked for the next replica's batch.
     return jax.tree.map(lambda leaf: np.array(leaf, order="C"), to_numpy(element))
-
-
-def _shown(element: PyTree) -> str:
-    return ", ".join(f"{leaf.path} {leaf!s}" for leaf in leaf_specs(element))

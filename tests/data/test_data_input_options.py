@@ -26,21 +26,6 @@ def test_values_that_are_not_allowed_are_refused(options, message):
         jdist.InputOptions(**options)
 
 
-def test_prefetch_given_twice_is_refused():
-    with pytest.raises(DatasetError, match=r"`prefetch` is given twice: prefetch=0, and 4 in `options`"):
-        TWO.distribute_dataset([np.arange(4)], jdist.InputOptions(prefetch=4), prefetch=0)
-
-
-def test_something_else_than_options_is_refused():
-    with pytest.raises(DatasetError, match=r"`options` must be a `jdist.InputOptions`, but it is a dict"):
-        TWO.distribute_dataset([np.arange(4)], {"prefetch": 4})  # type: ignore[arg-type] - that is the test
-
-
-def test_one_source_of_global_batches_cannot_be_called_for_each_replica():
-    with pytest.raises(DatasetError, match="distribute_datasets_from_function"):
-        TWO.distribute_dataset([np.arange(4)], jdist.InputOptions(replication="per_replica"))
-
-
 class Asked:
     """Five batches; remembers which were asked for, and tells when so many were."""
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import jdist
 from jdist.data import from_arrays
-from jdist.data.replica_batches import from_function, join
+from jdist.data.replica_batches import from_function
 from jdist.errors import BatchError, DatasetError
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
@@ -218,16 +218,12 @@ class TestRefused:
         with pytest.raises(BatchError, match="a per-replica batch has 3 rows, but the first had 2"):
             list(TWO.distribute_datasets_from_function(lambda context: elements))
 
-    @pytest.mark.parametrize(
-        "other", [{"x": np.zeros(2, np.float32)}, {"y": np.arange(2)}, {"x": np.zeros((2, 1), int)}, np.arange(2)]
-    )
-    def test_elements_of_one_step_that_differ(self, other):
-        with pytest.raises(BatchError, match=r"differ: the first has \['x'\] int64\[rows\], number 1 \(from 0\) has"):
-            join([{"x": np.arange(2)}, other])
-
-    def test_leaves_that_disagree_on_the_rows(self):
-        with pytest.raises(BatchError, match="must agree on their leading"):
-            join([{"x": np.arange(2), "y": np.arange(3)}])
+    def test_elements_of_one_step_that_differ(self):
+        elements = [{"x": np.arange(2)}, {"y": np.arange(2)}]
+        with pytest.raises(
+            BatchError, match=r"differ: the first has \['x'\] int64\[rows\], number 1 \(from 0\) has \['y'\]"
+        ):
+            list(TWO.distribute_datasets_from_function(lambda context: elements))
 
     def test_a_reader_that_fails_raises_where_the_loop_is(self):
         def broken():

@@ -109,7 +109,8 @@ class FileSource(Iterable[PyTree]):
             while count - start >= self.global_batch:
                 yield _cut(rows, start, start + self.global_batch)
                 start += self.global_batch
-            rest, waiting = _cut(rows, start, count) if start < count else None, count - start
+            # A copy, so that it neither keeps the file's other rows in memory nor changes if `read` refills them.
+            rest, waiting = join([_cut(rows, start, count)]) if start < count else None, count - start
         if rest is not None:
             yield rest
 

@@ -88,6 +88,16 @@ class TestElements:
             assert len(list(dataset)) == 1
 
 
+def test_pipelines_of_different_kinds():
+    def dataset(context):
+        kind = "random access" if context.input_pipeline_id == 0 else "list"
+        return make(kind, range(context.input_pipeline_id, 8, 2), 2)
+
+    dataset = TWO.distribute_datasets_from_function(dataset, PER_REPLICA)
+    for _ in range(2):
+        assert [rows_of_replicas(batch) for batch in dataset] == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+
+
 @pytest.mark.parametrize("strategy", [jdist.default(), jdist.one_device("cpu:1")], ids=lambda s: s.name)
 @pytest.mark.parametrize("options", [None, PER_REPLICA], ids=["per_worker", "per_replica"])
 def test_one_replica_takes_every_element(strategy, options):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jdist import reduction as reduction
     from jdist.context import has_strategy as has_strategy
     from jdist.context import set_strategy as set_strategy
+    from jdist.data.input_context import InputContext as InputContext
+    from jdist.data.input_options import InputOptions as InputOptions
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
     from jdist.replica import grad as grad
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _MODULES = ("data", "errors", "nnx", "reduction")
 _NAMES = {
+    "InputContext": "jdist.data.input_context",
+    "InputOptions": "jdist.data.input_options",
     "PerReplica": "jdist.values",
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",

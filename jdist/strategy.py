@@ -15,6 +15,9 @@ from jdist.reduction import Reduction
 
 if TYPE_CHECKING:
     from jdist.data.distribute import DistributedDataset
+    from jdist.data.input_context import InputContext
+    from jdist.data.input_options import InputOptions
+    from jdist.data.source import RandomAccessSource
 
 PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -31,6 +34,7 @@ class Operations:
         check: `(strategy, state) -> None`, raises where replicas differ.
         run: `(strategy, fn, args, kwargs) -> PerReplica results`.
         distribute_dataset: `(strategy, source, options) -> DistributedDataset`.
+        distribute_datasets_from_function: `(strategy, fn, options) -> DistributedDataset`.
         distribute: `(strategy, step, options) -> callable step`.
     """
 
@@ -39,6 +43,7 @@ class Operations:
     check: Callable[[Strategy, PyTree], None]
     run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
     distribute_dataset: Callable[[Strategy, Iterable[PyTree], dict[str, Any]], DistributedDataset]
+    distribute_datasets_from_function: Callable[[Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset]
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
 
 
@@ -144,36 +149,90 @@ class Strategy:
     def distribute_dataset(
         self,
         dataset: Iterable[PyTree],
+        options: InputOptions | None = None,
         *,
         partial: Literal["pad", "drop", "error"] = "pad",
         with_mask: bool = False,
         steps_per_call: int = 1,
-        prefetch: int = 2,
+        prefetch: int | None = None,
     ) -> DistributedDataset:
         """Feeds global batches to the replicas.
 
         Args:
             dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each.
+            options: how batches are made ahead; None: `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: fill it up and mask the filling,
                 leave it out, or refuse it.
             with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.
             steps_per_call: how many batches go into one call of a step made with the same option.
-            prefetch: how many batches a background thread puts on the devices ahead of the consumer; 0: none.
+            prefetch: how many batches a background thread puts on the devices ahead of the consumer; 0: none. Short for
+                `options=jdist.InputOptions(prefetch=...)`; None: 2.
 
         Returns:
             An iterable with `element_spec`, `state()` and `restore(state)`.
 
         Raises:
-            DatasetError: the dataset is empty, or not what it says.
+            DatasetError: the dataset is empty or not what it says, or `prefetch` is given in `options` too.
             BatchError: a batch does not fit the replicas, or its leaves disagree.
         """
-        options = {
+        given = {
             "partial": partial,
             "with_mask": with_mask,
             "steps_per_call": steps_per_call,
             "prefetch": prefetch,
+            "options": options,
         }
-        return self.operations.distribute_dataset(self, dataset, options)
+        return self.operations.distribute_dataset(self, dataset, given)
+
+    def distribute_datasets_from_function(
+        self,
+        fn: Callable[[InputContext], Iterable[PyTree] | RandomAccessSource],
+        options: InputOptions | None = None,
+        *,
+        partial: Literal["pad", "drop", "error"] = "pad",
+        with_mask: bool = False,
+        steps_per_call: int = 1,
+    ) -> DistributedDataset:
+        """Feeds the replicas from datasets that a function makes, batched for one replica.
+
+        The function is called at once, once for each process, with its place among all input pipelines; each step
+        takes as many successive batches from its dataset as the process has replicas, one for each, in their order.
+        With `InputOptions(replication="per_replica")` it is called once for each replica, which takes its own
+        dataset's next batch. Padding is always at the end of the joined global batch: where a batch is short, the
+        rows behind it move up.
+
+        Args:
+            fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.
+            options: how batches are made ahead; None: `jdist.InputOptions()`.
+            partial: what to do with a global batch that has fewer rows than per-replica batches as large as the
+                first would make: fill it up and mask the filling, leave it out, or refuse it.
+            with_mask: as for `distribute_dataset`.
+            steps_per_call: as for `distribute_dataset`.
+
+        Returns:
+            An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.
+
+        Raises:
+            DatasetError: `fn` is no function, or made no source.
+            BatchError: per-replica batches of one step differ in more than their rows.
+
+        Example:
+            >>> import numpy as np
+            >>> import jdist
+            >>> def dataset(context):
+            ...     return jdist.data.from_arrays({"x": np.arange(4)}, global_batch=context.per_replica_batch(2))
+            >>> [batch["x"].tolist() for batch in jdist.default().distribute_datasets_from_function(dataset)]
+            [[0, 1], [2, 3]]
+
+        Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
+        """
+        given = {
+            "partial": partial,
+            "with_mask": with_mask,
+            "steps_per_call": steps_per_call,
+            "options": options,
+        }
+        return self.operations.distribute_datasets_from_function(self, fn, given)
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it."""

@@ -8,6 +8,8 @@ import pytest
 import jdist
 
 NAMES = [
+    "InputContext",
+    "InputOptions",
     "PerReplica",
     "Strategy",
     "TrainState",

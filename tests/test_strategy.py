@@ -63,7 +63,7 @@ def test_methods_call_the_operations_with_the_strategy_first():
     def record(name):
         return lambda *args: calls.append((name, *args)) or name
 
-    names = ("init", "fetch", "check", "run", "distribute_dataset", "distribute")
+    names = ("init", "fetch", "check", "run", "distribute_dataset", "distribute_datasets_from_function", "distribute")
     operations = dataclasses.replace(jdist.default().operations, **{name: record(name) for name in names})
     strategy = dataclasses.replace(jdist.default(), operations=operations)
     assert strategy.init("fn", 1) == "init"
@@ -71,13 +71,16 @@ def test_methods_call_the_operations_with_the_strategy_first():
     assert strategy.check("state") is None
     assert strategy.run("fn", 1, a=2) == "run"
     assert strategy.distribute_dataset("data", partial="drop") == "distribute_dataset"
-    options = {"partial": "drop", "with_mask": False, "steps_per_call": 1, "prefetch": 2}
+    assert strategy.distribute_datasets_from_function("fn", "options") == "distribute_datasets_from_function"
+    given = {"partial": "drop", "with_mask": False, "steps_per_call": 1, "prefetch": None, "options": None}
+    from_function = {"partial": "pad", "with_mask": False, "steps_per_call": 1, "options": "options"}
     assert calls == [
         ("init", strategy, "fn", (1,)),
         ("fetch", strategy, "state"),
         ("check", strategy, "state"),
         ("run", strategy, "fn", (1,), {"a": 2}),
-        ("distribute_dataset", strategy, "data", options),
+        ("distribute_dataset", strategy, "data", given),
+        ("distribute_datasets_from_function", strategy, "fn", from_function),
     ]
 
 

@@ -2,6 +2,17 @@
 
 from jdist.data.arrays import ArraySource, from_arrays
 from jdist.data.distribute import DistributedDataset, distributed_dataset
+from jdist.data.files import FileSource, from_files
+from jdist.data.shards import shard
 from jdist.data.source import RandomAccessSource
 
-__all__ = ["ArraySource", "DistributedDataset", "RandomAccessSource", "distributed_dataset", "from_arrays"]
+__all__ = [
+    "ArraySource",
+    "DistributedDataset",
+    "FileSource",
+    "RandomAccessSource",
+    "distributed_dataset",
+    "from_arrays",
+    "from_files",
+    "shard",
+]

@@ -83,6 +83,7 @@ class ArraySource:
         shuffle_seed: seed of the order; None: the rows' own order.
         epochs: how often to go through the rows; None: without end.
         drop_short: leave out the short last batch of each epoch.
+        shard: `(num_shards, index)` if the arrays are the rows of one shard, see `jdist.data.shard`; None: all rows.
     """
 
     arrays: PyTree = field(repr=False)
@@ -90,6 +91,7 @@ class ArraySource:
     shuffle_seed: int | None
     epochs: int | None
     drop_short: bool = False
+    shard: tuple[int, int] | None = None
     _order: _EpochOrder = field(default_factory=_EpochOrder, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -175,6 +177,9 @@ class ArraySource:
             "leaves": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
             "content": content.hexdigest()[:12],
         }
+        if self.shard is not None:
+            num_shards, index = self.shard
+            parts["shard"] = f"{index}/{num_shards}"
         return " ".join(f"{key}={value}" for key, value in parts.items())
 
     def without_short(self) -> ArraySource:

@@ -10,9 +10,11 @@ from typing import Any
 from jdist.data import batching
 from jdist.data.arrays import ArraySource
 from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
+from jdist.data.files import FileSource
 from jdist.data.iterator import DatasetIterator
 from jdist.data.pipeline import Numbered, Options, from_step, learn_layout, prepare
 from jdist.data.prefetch import Prefetcher, PushBack
+from jdist.data.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
 from jdist.data.source import (
     RandomAccessSource,
     check_source,
@@ -36,6 +38,7 @@ def distributed_dataset(
     with_mask: bool = False,
     steps_per_call: int = 1,
     prefetch: int = 2,
+    prefetch_to_device: bool = True,
 ) -> DistributedDataset:
     """Feeds the batches of a source to replicas; `strategy.distribute_dataset` calls this.
 
@@ -44,8 +47,8 @@ def distributed_dataset(
             random-access source.
         num_replicas: how many replicas share the rows of a global batch.
         place: puts a host batch with leaves [rows, ...] ([steps, rows, ...] with `steps_per_call` above 1)
-            on the devices; called from the prefetch thread, where a `with jax.default_device(...)` or the
-            like of the consumer does not reach. None leaves batches on the host.
+            on the devices; called from the prefetch thread (see `prefetch_to_device`), where a `with
+            jax.default_device(...)` or the like of the consumer does not reach. None leaves batches on the host.
         place_spec: maps the tree of `element_spec`, for example to add shardings. None leaves it.
         partial: what to do with a batch that has fewer rows than the first: "pad" fills it up and masks the
             filling, "drop" leaves it out, "error" refuses it. "pad" also rounds the global batch up to a
@@ -54,6 +57,8 @@ def distributed_dataset(
         steps_per_call: stack this many batches on a new leading axis. What is left over at the end comes as a
             smaller stack, which compiles a step once more.
         prefetch: how many (stacks of) batches a background thread makes ahead; 0: none, and no thread.
+        prefetch_to_device: whether the thread calls `place` too; False: it is called when the consumer takes a
+            batch, in the consumer's thread.
 
     Returns:
         The dataset.
@@ -86,15 +91,15 @@ def distributed_dataset(
         check_divisible(source.global_batch, num_replicas=num_replicas, partial=partial)
     options = Options(
         num_replicas=num_replicas,
-        place=place,
+        place=place if prefetch_to_device else None,
         place_spec=place_spec,
         partial=partial,
         with_mask=with_mask,
         steps_per_call=steps_per_call,
         prefetch=prefetch,
-        copy=not isinstance(source, ArraySource),
+        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
     )
-    return DistributedDataset(source, options)
+    return DistributedDataset(source, options, hand_over=None if prefetch_to_device else place)
 
 
 class DistributedDataset:
@@ -109,9 +114,16 @@ class DistributedDataset:
     Made by `distributed_dataset`.
     """
 
-    def __init__(self, source: Iterable[PyTree] | RandomAccessSource, options: Options):
+    def __init__(
+        self,
+        source: Iterable[PyTree] | RandomAccessSource,
+        options: Options,
+        *,
+        hand_over: Callable[[PyTree], PyTree] | None = None,
+    ):
         self._source = source
         self._options = options
+        self._hand_over = hand_over
         self._position = 0
         self._finished = False
         self._layout: BatchLayout | None = None
@@ -192,7 +204,13 @@ class DistributedDataset:
             keep_unused = batches is self._stream
             batches = Prefetcher(batches, depth=self._options.prefetch, keep_unused=keep_unused)
             self._prefetcher = batches
-        iterator = DatasetIterator(batches, handed=self._handed, came_to_end=self._came_to_end, close=self.close)
+        iterator = DatasetIterator(
+            batches,
+            hand_over=self._hand_over,
+            handed=self._handed,
+            came_to_end=self._came_to_end,
+            close=self.close,
+        )
         self._active = weakref.ref(iterator)
         return iterator
 
@@ -232,8 +250,7 @@ class DistributedDataset:
 
     def _learn(self, numbered: Iterator[Numbered], *, start: int) -> Iterator[Numbered]:
         """Settles the layout from the first batch, and returns the batches with that one still in front."""
-        known = self._source.global_batch if isinstance(self._source, RandomAccessSource) else None
-        learnt = learn_layout(numbered, global_batch=known, options=self._options)
+        learnt = learn_layout(numbered, global_batch=self._told_global_batch, options=self._options)
         if learnt is not None:
             self._layout, numbered = learnt
             return numbered
@@ -243,6 +260,11 @@ class DistributedDataset:
             f"the dataset is empty: the {type(self._source).__name__} gave no batch with rows; check its "
             "files and filters, and if it is a generator or an iterator, that nothing has used it up before"
         )
+
+    def _told_global_batch(self) -> int | None:
+        if isinstance(self._source, RandomAccessSource | FileSource | ReplicaBatches):
+            return self._source.global_batch
+        return None
 
     def _prepared(self, numbered: Iterator[Numbered]) -> Iterator[Numbered]:
         if self._layout is None:  # resumed at the end: there was no batch to learn it from

@@ -20,6 +20,7 @@ class DatasetIterator(Iterator[PyTree]):
 
     Args:
         batches: prepared batches with the position after each, from a prefetch thread or made when asked for.
+        hand_over: maps each batch when the consumer takes it; None: batches are handed out as they are.
         handed: called with the position after each batch that the consumer receives.
         came_to_end: called with the number of batches handed out, when there are no more.
         close: what `close` calls while the pass is under way.
@@ -29,11 +30,13 @@ class DatasetIterator(Iterator[PyTree]):
         self,
         batches: Iterator[Numbered],
         *,
+        hand_over: Callable[[PyTree], PyTree] | None = None,
         handed: Callable[[int], None],
         came_to_end: Callable[[int], None],
         close: Callable[[], None],
     ):
         self._batches = batches
+        self._hand_over = hand_over
         self._handed = handed
         self._came_to_end = came_to_end
         self._close = close
@@ -54,6 +57,8 @@ class DatasetIterator(Iterator[PyTree]):
             raise StopIteration
         try:
             position, batch = next(self._batches)
+            if self._hand_over is not None:
+                batch = self._hand_over(batch)
         except StopIteration:
             if not self._done:  # else another thread has closed this pass meanwhile
                 self._done = True

@@ -38,14 +38,14 @@ def from_step(source: RandomAccessSource, step: int) -> Iterator[Numbered]:
 
 
 def learn_layout(
-    numbered: Iterator[Numbered], *, global_batch: int | None, options: Options
+    numbered: Iterator[Numbered], *, global_batch: Callable[[], int | None], options: Options
 ) -> tuple[BatchLayout, Iterator[Numbered]] | None:
     """The layout that the first batch with rows settles, and the batches from that one on; None: no such."""
     for position, batch in numbered:
         if count_rows(to_numpy(batch)) > 0:
             layout = plan_layout(
                 batch,
-                global_batch=global_batch,
+                global_batch=global_batch(),  # some sources know it from their first batch on
                 num_replicas=options.num_replicas,
                 partial=options.partial,
                 with_mask=options.with_mask,

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.strategy import Device, Operations, Strategy, Transform
-from jdist.transforms import placement
+from jdist.transforms import feed, placement
 from jdist.transforms.distribute import distribute_locally
 from jdist.transforms.run import run
 
@@ -17,7 +17,8 @@ LOCAL = Operations(
     fetch=placement.fetch,
     check=placement.check,
     run=run,
-    distribute_dataset=placement.distribute_dataset,
+    distribute_dataset=feed.distribute_dataset,
+    distribute_datasets_from_function=feed.distribute_datasets_from_function,
     distribute=distribute_locally,
 )
 

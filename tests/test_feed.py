@@ -1,0 +1,83 @@
+"""How strategies are fed: what each replica receives, and the options' two ways in."""
+
+import jax
+import numpy as np
+import pytest
+
+import jdist
+from jdist.data import from_arrays
+from jdist.errors import DatasetError
+
+TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+
+
+def on_each_replica(batches):
+    """The real rows of each replica's part, as its device holds them, for each batch."""
+    shown = []
+    for batch in batches:
+        parts = zip(batch["x"].addressable_shards, batch["mask"].addressable_shards, strict=True)
+        shown.append([np.asarray(x.data)[np.asarray(mask.data)].tolist() for x, mask in parts])
+    return shown
+
+
+class TestGlobalBatches:
+    """The example of `tf.distribute.Strategy.experimental_distribute_dataset`: range(9) in batches of 4."""
+
+    @pytest.mark.parametrize("transform", ["shard_map", "pmap", "jit"])
+    def test_each_replica_has_its_share_and_the_last_has_none(self, transform):
+        strategy = jdist.mirrored(["cpu:0", "cpu:1"], transform=transform)
+        dataset = strategy.distribute_dataset(from_arrays({"x": np.arange(9)}, global_batch=4))
+        assert on_each_replica(dataset) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]
+
+    def test_the_short_batch_can_be_left_out(self):
+        dataset = TWO.distribute_dataset(from_arrays({"x": np.arange(9)}, global_batch=4), partial="drop")
+        assert on_each_replica(dataset) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_arrays_in_memory_are_a_dataset():
+    """The counterpart of `tf.distribute.Strategy.experimental_make_numpy_dataset`."""
+    images, labels = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3), np.arange(4, dtype=np.int32)
+    source = from_arrays((images, labels), global_batch=2)
+    for number, (image, label) in enumerate(TWO.distribute_dataset(source)):
+        assert image.sharding == label.sharding == TWO.batch_sharding
+        np.testing.assert_array_equal(image, images[2 * number : 2 * number + 2])
+        np.testing.assert_array_equal(label, labels[2 * number : 2 * number + 2])
+    assert number == 1
+
+
+def test_per_replica_batches_lie_on_their_replicas():
+    def dataset(context):
+        return from_arrays({"x": np.arange(9)}, global_batch=context.per_replica_batch(4))
+
+    assert on_each_replica(TWO.distribute_datasets_from_function(dataset)) == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+        [[8], []],
+    ]
+    (batch, _) = TWO.distribute_datasets_from_function(dataset, steps_per_call=2)
+    assert batch["x"].shape == (2, 4)
+    assert batch["x"].sharding.spec == jax.sharding.PartitionSpec(None, ("replica",))
+
+
+def test_under_default_batches_stay_on_the_host():
+    (batch,) = jdist.default().distribute_datasets_from_function(lambda context: [np.arange(3)])
+    assert isinstance(batch, np.ndarray)
+
+
+class TestOptions:
+    def test_prefetch_given_twice_is_refused(self):
+        with pytest.raises(DatasetError, match=r"`prefetch` is given twice: prefetch=0, and 4 in `options`"):
+            TWO.distribute_dataset([np.arange(4)], jdist.InputOptions(prefetch=4), prefetch=0)
+
+    @pytest.mark.parametrize("feed", [TWO.distribute_dataset, TWO.distribute_datasets_from_function])
+    def test_something_else_is_refused(self, feed):
+        with pytest.raises(DatasetError, match=r"`options` must be a `jdist.InputOptions`, but it is a dict"):
+            feed([np.arange(4)], {"prefetch": 4})
+
+    def test_one_source_of_global_batches_cannot_be_called_for_each_replica(self):
+        with pytest.raises(DatasetError, match="distribute_datasets_from_function"):
+            TWO.distribute_dataset([np.arange(4)], jdist.InputOptions(replication="per_replica"))
+
+    def test_a_depth_out_of_range_is_refused(self):
+        with pytest.raises(DatasetError, match="`prefetch` must be a whole number, 0 or more, but it is -1"):
+            TWO.distribute_dataset([np.arange(4)], prefetch=-1)

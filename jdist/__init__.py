@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jdist.strategy import Strategy as Strategy
     from jdist.transforms.distribute import distribute as distribute
     from jdist.values import PerReplica as PerReplica
+    from jdist.values import WithResiduals as WithResiduals
 
 _MODULES = ("data", "errors", "nnx", "reduction")
 _NAMES = {

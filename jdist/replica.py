@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jdist import context
 from jdist.errors import GlobalViewError, StepError
+from jdist.reduction import psum
 
 PyTree = Any
 GradientOp = Literal["mean", "sum"]
@@ -121,7 +122,9 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         collective = jax.lax.pmax if op == "max" else jax.lax.pmin
         reduced = jax.tree.map(lambda leaf: collective(leaf, axes), tree)
     else:
-        reduced, _ = strategy.reduction.apply(tree, strategy.reduction.init(tree), axes)
+        # One that is not exact is for gradients; a single replica needs none.
+        reduction = strategy.reduction if strategy.reduction.exact and num_replicas() > 1 else psum()
+        reduced, _ = reduction.apply(tree, reduction.init(tree), axes)
         if op == "mean":
             reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
     if trace is not None:
@@ -327,7 +330,7 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     if recorder is not None:
         value, combined = recorder.gradient(local, op)
     else:
-        value, combined = all_reduce(local, op)
+        value, combined = reduce_gradients(*local, op)
     out = [leaf for _, leaf in leaves]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
@@ -342,6 +345,37 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
             if jnp.issubdtype(out[i].dtype, jnp.inexact)
         )
     return value, jax.tree_util.tree_unflatten(treedef, out)
+
+
+def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
+    """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
+
+    Args:
+        value: this replica's loss; scalar.
+        grads: this replica's gradient.
+        op: "mean" or "sum".
+
+    Returns:
+        `(value, grads)`, the same on every replica.
+
+    Raises:
+        StepError: the algorithm keeps something from step to step, which is not possible here.
+    """
+    axes, trace = replica_axes(), context.current_trace()
+    strategy = trace.strategy if trace else context.current_strategy()
+    if axes is None or strategy is None or not strategy.keeps_residuals:
+        return all_reduce((value, grads), op)
+    if trace is None or trace.residuals is None or not trace.at_step_level():
+        raise StepError(
+            f"all-reduce {strategy.reduction.name} keeps what it leaves out of a gradient for the next step, which it can do "
+            "only for gradients taken in a distributed step itself, not inside a `lax.scan`, `lax.cond` or `jax.jit` of it, "
+            'nor in `strategy.run`. Take them in the step, or use `all_reduce="psum"`.'
+        )
+    grads = trace.residuals.sum(grads, axes)
+    if op == "mean":
+        grads = jax.tree.map(lambda leaf: leaf / num_replicas(), grads)
+    _note(trace, grads, op)
+    return all_reduce(value, op), grads
 
 
 def _own_part(x: jax.Array) -> jax.Array:

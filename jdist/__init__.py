@@ -38,6 +38,7 @@ _NAMES = {
     "PerReplica": "jdist.values",
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",
+    "WithResiduals": "jdist.values",
     "all_gather": "jdist.replica",
     "all_reduce": "jdist.replica",
     "default": "jdist.strategies.default",

@@ -11,6 +11,7 @@ NAMES = [
     "PerReplica",
     "Strategy",
     "TrainState",
+    "WithResiduals",
     "all_gather",
     "all_reduce",
     "data",

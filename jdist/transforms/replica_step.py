@@ -74,8 +74,14 @@ def replica_step(
             kinds = [*jax.tree.leaves(kinds_of(outputs, traced, _rows(batches))), *[METRIC] * len(flags.finite)]
             return new_state, (outputs, flags.finite), kinds
 
-        new_state, (outputs, finite) = accumulated(strategy, pure, options.accumulate, state, batches, others, residuals)
-        return (residuals.close(new_state) if residuals else new_state), outputs, Flags(seen[-1].names, finite, seen[-1].hidden)
+        new_state, (outputs, finite) = accumulated(
+            strategy, pure, options.accumulate, state, batches, others, residuals
+        )
+        return (
+            (residuals.close(new_state) if residuals else new_state),
+            outputs,
+            Flags(seen[-1].names, finite, seen[-1].hidden),
+        )
 
     run = plain if options.accumulate == 1 else in_microbatches
 

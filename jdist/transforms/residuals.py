@@ -55,8 +55,6 @@ class Opened:
         return WithResiduals(state, {**self.all, self.name: tuple(self.after)})
 
 
-
-
 def has_residuals(state: PyTree, name: str) -> bool:
     """Whether a state comes with the residuals of the step of that name."""
     return isinstance(state, WithResiduals) and name in state.residuals
@@ -77,6 +75,7 @@ def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
     if shapes[0] != shapes[1]:
         raise StepError(
             f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need "
-            f"{shapes[1]}, for each gradient. Is it another step of the same name (rename one), a static argument that changes "
-            "which gradients it takes, or a state from another number of replicas? `state.state` is the state without them; residuals then begin at zero."
+            f"{shapes[1]} for each gradient. Is it another step of the same name (rename one), a static argument that "
+            "changes which gradients it takes, or a state from another number of replicas? `state.state` is the state "
+            "without them; residuals then begin at zero."
         )

@@ -129,7 +129,9 @@ class DistributedStep:
         if key not in self._residuals:
             program, _ = self._program(call)
             with self._naming_axes():
-                shapes = program.shapes(_shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others)
+                shapes = program.shapes(
+                    _shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others
+                )
             self._residuals[key] = shapes[1].residuals[self.__name__]
         wanted = self._residuals[key]
         if self.__name__ in kept:
@@ -228,9 +230,7 @@ class DistributedStep:
         found = self._programs.get(call)
         if found is None:
             traced = Traced()
-            function = replica_step(
-                self._step, self.strategy, self.options, call, traced, self._watched, self.__name__
-            )
+            function = replica_step(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
             donate = self.options.donate and self.options.may_update_state
             found = compile_over_mesh(function, self.strategy, self.options, traced, donate), traced
             self._programs[call] = found

@@ -19,6 +19,7 @@ from jdist.strategy import Strategy
 from jdist.transforms import in_flight
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
+from jdist.transforms.residuals import check_replicas
 from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
 from jdist.values import WithResiduals, to_host, without_residuals
 
@@ -82,6 +83,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     """
     check_no_deleted(state)
     if isinstance(state, WithResiduals):
+        check_replicas(strategy, state.residuals)
         own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
         return WithResiduals(adopt_state(strategy, state.state), own)
     check_arrays(state, "the state")

@@ -60,6 +60,20 @@ def has_residuals(state: PyTree, name: str) -> bool:
     return isinstance(state, WithResiduals) and name in state.residuals
 
 
+def check_replicas(strategy: Strategy, residuals: PyTree) -> None:
+    """Refuses residuals of another number of replicas.
+
+    Raises:
+        StepError: names both numbers.
+    """
+    for leaf in jax.tree.leaves(residuals):
+        if leaf.shape[0] != strategy.num_replicas:
+            raise StepError(
+                f"the state has residuals of shape {leaf.shape}, for {leaf.shape[0]} replicas; {strategy.name} has "
+                f"{strategy.num_replicas}. Pass `state.state`, the state without them; residuals then begin at zero."
+            )
+
+
 def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
     """Refuses residuals that are not those of a step's gradients.
 
@@ -75,7 +89,6 @@ def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
     if shapes[0] != shapes[1]:
         raise StepError(
             f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need "
-            f"{shapes[1]} for each gradient. Is it another step of the same name (rename one), a static argument that "
-            "changes which gradients it takes, or a state from another number of replicas? `state.state` is the state "
-            "without them; residuals then begin at zero."
+            f"{shapes[1]} for each gradient. Is it another step of the same name (rename one), or a static argument that "
+            "changes which gradients it takes? `state.state` is the state without them; residuals then begin at zero."
         )

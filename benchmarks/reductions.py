@@ -102,7 +102,9 @@ def bytes_sent(text: str) -> tuple[float, str]:
     """
     text = re.sub(r"/\*.*?\*/", "", text)
     total, kinds = 0.0, []
-    trips = {body: int(n) for body, n in re.findall(r"body=%?([\w.\-]+).*?\"known_trip_count\":\{\"n\":\"(\d+)\"", text)}
+    trips = {
+        body: int(n) for body, n in re.findall(r"body=%?([\w.\-]+).*?\"known_trip_count\":\{\"n\":\"(\d+)\"", text)
+    }
     computation = ""
     for line in text.splitlines():
         if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", line):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import context
-from jdist.errors import GlobalViewError, StepError
+from jdist.errors import GlobalViewError, StepError, StrategyError
 from jdist.reduction import psum
 
 PyTree = Any
@@ -105,6 +105,7 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
 
     Raises:
         StepError: `op` is none of these.
+        StrategyError: the strategy's algorithm claims to be exact and keeps something.
         GlobalViewError: `op="sum"` in a step that sees the whole batch.
     """
     _check_op(op, get_args(ReduceOp))
@@ -124,7 +125,13 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
     else:
         # One that is not exact is for gradients; a single replica needs none.
         reduction = strategy.reduction if strategy.reduction.exact and num_replicas() > 1 else psum()
-        reduced, _ = reduction.apply(tree, reduction.init(tree), axes)
+        carry = reduction.init(tree)
+        if jax.tree.leaves(carry):
+            raise StrategyError(
+                f"all-reduce {reduction.name} keeps something from call to call (`init` returned arrays), which only one for "
+                "gradients can: make it `Reduction(name, init, apply, exact=False)`, or let `init` return ()."
+            )
+        reduced, _ = reduction.apply(tree, carry, axes)
         if op == "mean":
             reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
     if trace is not None:

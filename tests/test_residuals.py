@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jdist
-from jdist.errors import ReplicaDivergenceError, StepError
+from jdist.errors import ReplicaDivergenceError, StepError, StrategyError
 from jdist.reduction import Reduction
 from jdist.train import Checkpointer
 
@@ -228,7 +228,9 @@ def test_a_checkpoint_is_gone_on_from_with_another_all_reduce_or_number_of_repli
         checkpoints.save(1, state, wait=True)
         restored = checkpoints.restore(run(now).prepare(start(), BATCH))
     resumed, _ = run(now)(restored.state, BATCH)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), run(now).strategy.fetch(resumed), expected(2))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5), run(now).strategy.fetch(resumed), expected(2)
+    )
     if now:
         assert np.asarray(resumed.residuals["train_step"][0])[:, 0].tolist() == list(range(1, now + 1))  # begun anew
 
@@ -246,6 +248,24 @@ def test_lower_shows_the_program_of_a_call():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (start(), BATCH))
     for state in (shapes[0], step(start(), BATCH)[0]):
         assert "all_to_all" in step.lower(state, shapes[1]).as_text()
+
+
+def test_a_step_without_a_state_begins_anew_at_every_call():
+    def gradient_norm(w, batch):
+        return {"norm": optax.tree.norm(jdist.grad(loss)(w, batch))}
+
+    for args in (("replicated", "batch"), ("state", "batch")):
+        strategy = mirrored(reduction=jdist.reduction.compressed("bf16"))
+        run = jdist.distribute(gradient_norm, strategy, args=args, returns=("metrics",))
+        norms = [float(run(start(), BATCH)["norm"]) for _ in range(3)]
+        assert norms == pytest.approx([float(optax.tree.norm(jax.grad(loss)(start(), BATCH)))] * 3, rel=1e-2)
+        assert len(set(norms)) == 1
+
+
+def test_an_exact_algorithm_may_keep_nothing():
+    claims = constant()._replace(exact=True)
+    with pytest.raises(StrategyError, match=r"constant keeps something .* `Reduction\(name, init, apply, exact=False\)`"):
+        jdist.distribute(train_step, mirrored(reduction=claims))(start(), BATCH)
 
 
 @pytest.mark.parametrize("inner", ["scan", "jit"])

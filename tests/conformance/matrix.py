@@ -23,7 +23,6 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "mirrored_hierarchical": lambda: jdist.mirrored(
         transform="pmap", all_reduce=jdist.reduction.hierarchical(HALF, len(jax.local_devices()) // HALF)
     ),
-    "mirrored_bucketed": lambda: jdist.mirrored(all_reduce=jdist.reduction.bucketed(1000)),
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {

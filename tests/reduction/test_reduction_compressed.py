@@ -30,7 +30,9 @@ def trees(n, seed=0):
 
 
 def floats(tree):
-    return np.concatenate([np.asarray(tree[k], np.float64).reshape(len(tree[k]), -1) for k in ("half", "small", "w")], 1)
+    return np.concatenate(
+        [np.asarray(tree[k], np.float64).reshape(len(tree[k]), -1) for k in ("half", "small", "w")], 1
+    )
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -131,7 +133,10 @@ def distance(reduction, dtype, steps=600):
         value, grads = jdist.value_and_grad(loss)(w)
         return jax.tree.map(lambda p, g: p - 0.02 * g, w, grads), {"loss": value}
 
-    w, batch = {"large": np.float32(0), "small": np.zeros(3, np.float32)}, {"sign": np.array([1, -1, 1, -1], np.float32)}
+    w, batch = (
+        {"large": np.float32(0), "small": np.zeros(3, np.float32)},
+        {"sign": np.array([1, -1, 1, -1], np.float32)},
+    )
     for _ in range(steps):
         w, _ = step(w, batch)
     return float(np.abs(strategy.fetch(w)["small"] - 1).max())

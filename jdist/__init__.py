@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jdist.strategy import Strategy as Strategy
     from jdist.transforms.distribute import distribute as distribute
     from jdist.values import PerReplica as PerReplica
+    from jdist.values import WithResiduals as WithResiduals
 
 _MODULES = ("data", "errors", "nnx", "reduction")
 _NAMES = {
@@ -41,6 +42,7 @@ _NAMES = {
     "PerReplica": "jdist.values",
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",
+    "WithResiduals": "jdist.values",
     "all_gather": "jdist.replica",
     "all_reduce": "jdist.replica",
     "default": "jdist.strategies.default",

@@ -81,6 +81,7 @@ class Split:
 
     Attributes:
         cuts: op ("mean" or "sum") of each array that `gradients` returns for the cuts.
+        gradients_of: how many of these arrays each gradient gave, its loss first.
         carried: indices of the state's leaves that the gradient part writes itself (batch statistics, counters).
         crossing: what else the update part reads from the gradient part: paths of the results that need each.
         counts: `(state, batch, others, microbatch) -> counts`, the weights that masked means divide by.
@@ -90,6 +91,7 @@ class Split:
     """
 
     cuts: tuple[str, ...]
+    gradients_of: tuple[int, ...]
     carried: tuple[int, ...]
     crossing: tuple[str, ...]
     counts: Callable[..., list[jax.Array]]
@@ -235,6 +237,7 @@ class _Analysis:
 
         return Split(
             cuts=ops,
+            gradients_of=tuple(len(cut.inputs) for cut in self.cuts if cut.kind == "gradient"),
             carried=carried,
             crossing=crossing_paths,
             counts=counts,

@@ -55,6 +55,14 @@ class Recorder(Protocol):
         ...
 
 
+class Residuals(Protocol):
+    """Hands each gradient of a step what earlier all-reduces of it left out; see `transforms/residuals.py`."""
+
+    def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""
+        ...
+
+
 def _trace_level() -> Any:
     return get_opaque_trace_state(convention="nnx")  # the convention that compares by trace, not by identity
 
@@ -71,6 +79,7 @@ class ReplicaTrace:
         finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
         looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
+        residuals: set where the strategy's all-reduce keeps something of each gradient.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
     """
 
@@ -81,6 +90,7 @@ class ReplicaTrace:
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
     looks_at_parts: bool = False
     hidden: list[str] = field(default_factory=list)
+    residuals: Residuals | None = None
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:

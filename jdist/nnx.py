@@ -23,6 +23,7 @@ from jdist.errors import StepError
 from jdist.strategy import Strategy
 from jdist.transforms.distribute import distribute as distribute_pure
 from jdist.transforms.step import DistributedStep
+from jdist.values import WithResiduals, without_residuals
 
 PyTree = Any
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
@@ -109,11 +110,13 @@ class NNXStep:
         functools.update_wrapper(self, step)
         args = ("static", "state", "batch")
         self._distributed: DistributedStep = distribute_pure(_pure(step), strategy, args=args, **options)
+        # nnx objects have no room for residuals, so the step holds them.
+        self._residuals: dict[str, Any] | None = {} if strategy.keeps_residuals else None
 
     @property
     def last_state(self) -> PyTree:
         """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
-        state = self._distributed.last_state
+        state = without_residuals(self._distributed.last_state)
         return None if state is None else nnx.merge_state(*state)
 
     def wait(self) -> None:
@@ -127,6 +130,8 @@ class NNXStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static, state, rest, objects = _split(args)
+        if self._residuals is not None:
+            state = WithResiduals(state, self._residuals)
         try:
             state, *results = self._distributed(static, state, *rest, **kwargs)
         finally:
@@ -134,6 +139,8 @@ class NNXStep:
             newest = self._distributed.last_state
             if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
                 state = newest
+            if isinstance(state, WithResiduals):
+                self._residuals, state = state.residuals, state.state
             nnx.update(objects, nnx.merge_state(*state))
         return results[0] if len(results) == 1 else tuple(results)
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist import context
-from jdist.errors import GlobalViewError, StepError
+from jdist.errors import GlobalViewError, StepError, StrategyError
+from jdist.reduction import psum
 
 PyTree = Any
 GradientOp = Literal["mean", "sum"]
@@ -104,6 +105,7 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
 
     Raises:
         StepError: `op` is none of these.
+        StrategyError: the strategy's algorithm claims to be exact and keeps something.
         GlobalViewError: `op="sum"` in a step that sees the whole batch.
     """
     _check_op(op, get_args(ReduceOp))
@@ -121,7 +123,15 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         collective = jax.lax.pmax if op == "max" else jax.lax.pmin
         reduced = jax.tree.map(lambda leaf: collective(leaf, axes), tree)
     else:
-        reduced, _ = strategy.reduction.apply(tree, strategy.reduction.init(tree), axes)
+        # One that is not exact is for gradients; a single replica needs none.
+        reduction = strategy.reduction if strategy.reduction.exact and num_replicas() > 1 else psum()
+        carry = reduction.init(tree)
+        if jax.tree.leaves(carry):
+            raise StrategyError(
+                f"all-reduce {reduction.name} keeps something from call to call (`init` returned arrays), which only one for "
+                "gradients can: make it `Reduction(name, init, apply, exact=False)`, or let `init` return ()."
+            )
+        reduced, _ = reduction.apply(tree, carry, axes)
         if op == "mean":
             reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
     if trace is not None:
@@ -327,7 +337,7 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     if recorder is not None:
         value, combined = recorder.gradient(local, op)
     else:
-        value, combined = all_reduce(local, op)
+        value, combined = reduce_gradients(*local, op)
     out = [leaf for _, leaf in leaves]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
@@ -342,6 +352,37 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
             if jnp.issubdtype(out[i].dtype, jnp.inexact)
         )
     return value, jax.tree_util.tree_unflatten(treedef, out)
+
+
+def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
+    """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
+
+    Args:
+        value: this replica's loss; scalar.
+        grads: this replica's gradient.
+        op: "mean" or "sum".
+
+    Returns:
+        `(value, grads)`, the same on every replica.
+
+    Raises:
+        StepError: the algorithm keeps something from step to step, which is not possible here.
+    """
+    axes, trace = replica_axes(), context.current_trace()
+    strategy = trace.strategy if trace else context.current_strategy()
+    if axes is None or strategy is None or not strategy.keeps_residuals:
+        return all_reduce((value, grads), op)
+    if trace is None or trace.residuals is None or not trace.at_step_level():
+        raise StepError(
+            f"all-reduce {strategy.reduction.name} keeps what it leaves out of a gradient for the next step, which it can do "
+            "only for gradients taken in a distributed step itself, not inside a `lax.scan`, `lax.cond` or `jax.jit` of it, "
+            'nor in `strategy.run`. Take them in the step, or use `all_reduce="psum"`.'
+        )
+    grads = trace.residuals.sum(grads, axes)
+    if op == "mean":
+        grads = jax.tree.map(lambda leaf: leaf / num_replicas(), grads)
+    _note(trace, grads, op)
+    return all_reduce(value, op), grads
 
 
 def _own_part(x: jax.Array) -> jax.Array:

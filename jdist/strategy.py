@@ -77,6 +77,11 @@ class Strategy:
         return max(1, len(self.devices))
 
     @property
+    def keeps_residuals(self) -> bool:
+        """Whether a step's state comes back as a `jdist.WithResiduals`: the all-reduce keeps something of each gradient."""
+        return self.num_replicas > 1 and not self.reduction.exact
+
+    @property
     def replicated_sharding(self) -> NamedSharding | None:
         """The sharding of what every replica holds whole; None under default."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,6 +43,44 @@ class PerReplica:
         leaves = jax.tree.leaves(stacked)
         num_replicas = leaves[0].shape[0] if leaves else 0
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithResiduals:
+    """A step's state, and what its all-reduce still owes: what a compressed gradient left out is sent with the next one.
+
+    A step under a strategy that compresses gradients returns its state so; the step itself sees only `state`. Pass it on
+    whole, and save it whole. Attributes and items of `state` can be read as if they were its own.
+
+    Attributes:
+        state: the state as the step returned it.
+        residuals: `{name of a step: one entry for each gradient that it takes}`; inside a step this replica's arrays,
+            outside arrays of shape [num_replicas, ...] of which each replica holds its own part.
+    """
+
+    state: PyTree
+    residuals: PyTree
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state", "residuals") or name.startswith("__"):  # asked for while an object is being made
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.state[key]
+
+
+def without_residuals(state: PyTree) -> PyTree:
+    """The user's own state."""
+    return state.state if isinstance(state, WithResiduals) else state
+
+
+def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
+    """The state with `fn` applied to the residuals' leaves, if it has any."""
+    if not isinstance(state, WithResiduals):
+        return state
+    return WithResiduals(state.state, jax.tree.map(fn, state.residuals))
 
 
 def to_host(x: Any) -> Any:

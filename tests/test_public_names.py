@@ -13,6 +13,7 @@ NAMES = [
     "PerReplica",
     "Strategy",
     "TrainState",
+    "WithResiduals",
     "all_gather",
     "all_reduce",
     "data",

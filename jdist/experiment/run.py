@@ -90,7 +90,8 @@ def run(
         )
         eval_step = jdist.distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
 
-        # Where an earlier process of this run left off.
+        # Where an earlier process of this run left off. A checkpoint also holds what compressed gradients left out.
+        state = train_step.prepare(state, train_set.element_spec)
         checkpoints = stack.enter_context(
             Checkpointer(
                 folder.checkpoints,

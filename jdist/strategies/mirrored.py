@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from jdist.errors import StrategyError
-from jdist.reduction import Reduction, make_reduction
+from jdist.reduction import make_reduction
+from jdist.reduction.by_name import AllReduce
 from jdist.strategies.devices import find_devices
 from jdist.strategies.local import strategy_over
 from jdist.strategy import Strategy, Transform
@@ -16,7 +17,7 @@ def mirrored(
     devices: Sequence[Any] | None = None,
     *,
     transform: Transform = "shard_map",
-    all_reduce: str | Reduction = "psum",
+    all_reduce: AllReduce = "psum",
     axis: str = "replica",
 ) -> Strategy:
     """Runs a step on every device of this machine: each holds the whole state and computes on its slice of the batch.
@@ -27,7 +28,8 @@ def mirrored(
         devices: jax devices or names such as "gpu:0"; None: every device of the default platform.
         transform: "shard_map" and "pmap" run the step once for each replica; "jit" is the global view, in which the
             step sees the whole batch and the compiler spreads it.
-        all_reduce: how replicas sum their gradients: a name, or a `jdist.reduction.Reduction`.
+        all_reduce: how replicas sum their gradients: a name, a mapping such as `{"name": "bucketed", "bytes_per_pack":
+            4_000_000}`, or a `jdist.reduction.Reduction`.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
 
     Returns:
@@ -35,14 +37,20 @@ def mirrored(
 
     Raises:
         DeviceError: a device is not there.
-        StrategyError: `transform`, `all_reduce` or `axis` is not allowed.
+        StrategyError: `transform`, `all_reduce` or `axis` is not allowed, or the first two do not go together.
     """
     if transform not in get_args(Transform):
         raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, get_args(Transform)))}.")
+    reduction = make_reduction(all_reduce)
+    if transform == "jit" and reduction.name != "psum":
+        raise StrategyError(
+            f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
+            'chooses their algorithm. Leave `all_reduce` at "psum", or use transform="shard_map" or "pmap".'
+        )
     return strategy_over(
         find_devices(devices),
         name="mirrored",
         axis=axis,
         transform=transform,
-        reduction=make_reduction(all_reduce),
+        reduction=reduction,
     )

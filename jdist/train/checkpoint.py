@@ -217,7 +217,8 @@ class Checkpointer:
 
         Args:
             like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes
-                and shardings, so another number of devices than at the save is no matter; its values are not read.
+                and shardings, so another number of devices than at the save is no matter; its values are not read, but
+                for residuals of compressed gradients that the checkpoint does not have for as many replicas.
             step: read this step and no other.
 
         Returns:
@@ -248,7 +249,7 @@ class Checkpointer:
                 self._damaged.add(path.name)
                 continue
             values = [
-                codec.placed(name, arrays[i], body["leaves"][i].get("key"), leaf)
+                leaf if i is None else codec.placed(name, arrays[i], body["leaves"][i].get("key"), leaf)
                 for i, (name, leaf) in zip(order, wanted.items(), strict=True)
             ]
             for problem in problems:

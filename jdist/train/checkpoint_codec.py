@@ -12,13 +12,18 @@ import numpy as np
 
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.train.checkpoint_disk import Damaged
+from jdist.values import WithResiduals
 
 PyTree = Any
+_RESIDUALS = "residuals of "
 SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths."""
+    """The leaves of a tree by their paths; those of a state with residuals by the paths that they have without."""
+    if isinstance(tree, WithResiduals):
+        owed = {f"{_RESIDUALS}{path}": leaf for path, leaf in flatten(tree.residuals).items()}
+        return {**flatten(tree.state), **owed}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -100,9 +105,17 @@ def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
     return array
 
 
-def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int]:
-    """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one."""
-    places = {leaf["path"]: i for i, leaf in enumerate(saved)}
+def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
+    """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one.
+
+    Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
+    another all-reduce or on another number of devices.
+    """
+    found = {leaf["path"]: (i, leaf["shape"]) for i, leaf in enumerate(saved)}
+    anew = {x["path"] for x in wanted if _is_residual(x["path"]) and found.get(x["path"], (0, None))[1] != x["shape"]}
+    places = {name: i for name, (i, _) in found.items() if not _is_residual(name)}
+    places |= {x["path"]: found[x["path"]][0] for x in wanted if _is_residual(x["path"]) and x["path"] not in anew}
+    every, wanted = wanted, [leaf for leaf in wanted if leaf["path"] not in anew]
     names = {leaf["path"] for leaf in wanted}
     problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in wanted if leaf["path"] not in places]
     problems += [f"leaf {name}: in the checkpoint, not in `like`" for name in places if name not in names]
@@ -117,7 +130,11 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         text = "\n  ".join([*problems[:5], *more])
         raise CheckpointError(f"{path}: does not fit `like`, which is left as it is:\n  {text}")
-    return [places[leaf["path"]] for leaf in wanted]
+    return [places.get(leaf["path"]) for leaf in every]
+
+
+def _is_residual(path: str) -> bool:
+    return path.startswith(_RESIDUALS)
 
 
 def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:

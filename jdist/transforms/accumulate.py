@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdist import replica
 from jdist.boundary import split
-from jdist.context import ReplicaTrace, tracing
+from jdist.context import ReplicaTrace, Residuals, tracing
 from jdist.errors import BoundaryError
 from jdist.strategy import Strategy
 from jdist.transforms.loops import scan
@@ -23,7 +23,13 @@ Pure = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, list[str]]]
 
 
 def accumulated(
-    strategy: Strategy, pure: Pure, k: int, state: PyTree, batches: PyTree, others: PyTree
+    strategy: Strategy,
+    pure: Pure,
+    k: int,
+    state: PyTree,
+    batches: PyTree,
+    others: PyTree,
+    residuals: Residuals | None = None,
 ) -> tuple[PyTree, PyTree]:
     """One step over `k` microbatches.
 
@@ -34,6 +40,7 @@ def accumulated(
         state: the state.
         batches: one replica's rows.
         others: further arguments.
+        residuals: what the all-reduce keeps of each gradient.
 
     Returns:
         `(new state, outputs)`, as `pure` with the whole of `batches` gives them.
@@ -96,12 +103,15 @@ def accumulated(
     (carried, total), rows = scan(strategy, add, (carried, zeros), (numbers, micro))
     cuts, sums = jax.tree.map(lambda x, s: x.astype(s.dtype), total, shapes)
 
-    with tracing(ReplicaTrace(strategy)):
+    with tracing(ReplicaTrace(strategy, residuals=residuals)):
         metrics = [leaf if kind in (METRIC, TOTAL) else None for leaf, kind in zip(sums, kinds, strict=True)]
         size = k
         if replica.replica_axes() is not None:
             size *= replica.num_replicas()
-            cuts, metrics = replica.all_reduce((cuts, metrics), "sum")
+            if strategy.keeps_residuals:
+                metrics, cuts = replica.all_reduce(metrics, "sum"), _sum_each(cuts, parts.gradients_of)
+            else:
+                cuts, metrics = replica.all_reduce((cuts, metrics), "sum")
         cuts = [x if op == "sum" else x / size for x, op in zip(cuts, parts.cuts, strict=True)]
         new_leaves, late = whole.update(state, others, cuts, carried, [])
 
@@ -118,6 +128,15 @@ def accumulated(
             outputs.append(jnp.divide(local, k))
     outputs = jax.tree.unflatten(parts.outputs_treedef, outputs)
     return jax.tree.unflatten(parts.state_treedef, new_leaves), outputs
+
+
+def _sum_each(cuts: list[jax.Array], sizes: tuple[int, ...]) -> list[jax.Array]:
+    """Sums the replicas' losses and gradients, each gradient by itself."""
+    summed, rest = [], iter(cuts)
+    for size in sizes:
+        loss, *grads = (next(rest) for _ in range(size))
+        summed += jax.tree.leaves(replica.reduce_gradients(loss, grads, "sum"))
+    return summed
 
 
 def _readable(names: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import jax
@@ -13,7 +14,7 @@ from jdist.transforms.options import StepOptions
 from jdist.transforms.placement import check_rows
 from jdist.transforms.replica_step import ReplicaFunction
 from jdist.transforms.results import Traced
-from jdist.values import PerReplica, put_per_replica, take_per_replica
+from jdist.values import PerReplica, WithResiduals, map_residuals, put_per_replica, take_per_replica
 
 PyTree = Any
 
@@ -29,6 +30,10 @@ class Program(Protocol):
         """The outputs among results that `run_into` put into a box."""
         ...
 
+    def shapes(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        """What `run_into` would put into the box, as shapes; traces, and compiles nothing."""
+        ...
+
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered: ...
 
 
@@ -41,6 +46,7 @@ class _Jitted:
 
     def __init__(self, function: Any):
         self._function = function
+        self.shapes = functools.partial(jax.eval_shape, function)
         self.lower = function.lower
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
@@ -114,10 +120,12 @@ def _shard_map(
 ) -> Program:
     whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
     batch_spec = by_rows if options.steps_per_call == 1 else PartitionSpec(None, strategy.axes)
+    state_spec: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
 
     def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        token, state, outputs = function(token, state, batches, others)
+        token, state, outputs = function(token, map_residuals(lambda x: x[0], state), batches, others)
         same, own, rows = _sort(outputs, traced)
+        state = map_residuals(lambda x: x[None], state)
         return token, state, same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows
 
     # check_vma=False: with it, averaged gradients come out num_replicas times too large and flax's RNN fails to
@@ -125,8 +133,8 @@ def _shard_map(
     mapped = jax.shard_map(
         body,
         mesh=strategy.mesh,
-        in_specs=(whole, whole, batch_spec, whole),
-        out_specs=(whole, whole, whole, by_rows, by_rows),
+        in_specs=(whole, state_spec, batch_spec, whole),
+        out_specs=(whole, state_spec, whole, by_rows, by_rows),
         check_vma=False,
     )
 
@@ -157,12 +165,13 @@ class _pmap:
 
         assert strategy.mesh is not None  # every strategy with a transform has a mesh
         (axis,) = strategy.axes
+        state_axes: Any = WithResiduals(None, 0) if strategy.keeps_residuals else None
         self._mapped = jax.pmap(
             body,
             axis_name=axis,
             # One entry for each part of `others`: with as many entries as leaves JAX would take them leaf by leaf.
-            in_axes=(None, None, 0, (None, None)),
-            out_axes=(None, None, None, 0, 0),
+            in_axes=(None, state_axes, 0, (None, None)),
+            out_axes=(None, state_axes, None, 0, 0),
             devices=list(strategy.mesh.devices.flat),
             donate_argnums=donate,
         )
@@ -184,6 +193,10 @@ class _pmap:
     def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
         _, _, same, own, rows = results
         return _join(same, own, self._merge(rows) if rows else rows, self.traced)
+
+    def shapes(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, self.strategy, self.options)
+        return jax.eval_shape(self._mapped, token, state, jax.eval_shape(self._split, batches), others)
 
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered:
         check_rows(batches, self.strategy, self.options)

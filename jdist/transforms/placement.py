@@ -19,8 +19,9 @@ from jdist.strategy import Strategy
 from jdist.transforms import in_flight
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
+from jdist.transforms.residuals import check_replicas
 from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
-from jdist.values import to_host
+from jdist.values import WithResiduals, to_host, without_residuals
 
 PyTree = Any
 
@@ -74,13 +75,17 @@ def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
-    """A state as a step wants it: every leaf a strongly typed array in its place, no buffer twice.
+    """A state as a step wants it: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
 
     Raises:
         DonatedStateError: a leaf was consumed by an earlier call.
         StepError: a leaf is no array.
     """
     check_no_deleted(state)
+    if isinstance(state, WithResiduals):
+        check_replicas(strategy, state.residuals)
+        own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
+        return WithResiduals(adopt_state(strategy, state.state), own)
     check_arrays(state, "the state")
     check_whole(state)
     sharding = strategy.replicated_sharding
@@ -101,7 +106,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
     check(strategy, state)
-    return jax.tree.map(to_host, state)
+    return jax.tree.map(to_host, without_residuals(state))
 
 
 _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()

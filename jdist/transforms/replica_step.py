@@ -16,6 +16,7 @@ from jdist.transforms.calls import Call, Step
 from jdist.transforms.guard import Flags, Watched, guarded, step_done
 from jdist.transforms.loops import scan
 from jdist.transforms.options import StepOptions
+from jdist.transforms.residuals import Opened, has_residuals
 from jdist.transforms.results import METRIC, Traced, average, kinds_of, sort_results
 from jdist.transforms.trees import check_same_state
 
@@ -24,7 +25,7 @@ ReplicaFunction = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array,
 
 
 def replica_step(
-    step: Step, strategy: Strategy, options: StepOptions, call: Call, traced: Traced, watched: Watched
+    step: Step, strategy: Strategy, options: StepOptions, call: Call, traced: Traced, watched: Watched, name: str
 ) -> ReplicaFunction:
     """The function that every replica runs.
 
@@ -35,6 +36,7 @@ def replica_step(
         call: how the arguments of this call are laid out.
         traced: filled in while tracing.
         watched: takes in the names that the token's codes stand for.
+        name: the step's, under which a state keeps its residuals.
 
     Returns:
         `(token, state, batches, others) -> (token, state, outputs)`, `outputs` without the state, one by return role;
@@ -52,16 +54,18 @@ def replica_step(
         return new_state, outputs, Flags.of(trace)
 
     def plain(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
-        with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory)) as trace:
+        state, residuals = Opened.of(strategy, name, state)
+        with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)) as trace:
             new_state, outputs, flags = sorted_step(state, batches, others)
             if shares_memory and flags.finite:
                 finite = replica.all_reduce(jnp.stack(flags.finite).astype(jnp.int32), "min") > 0
                 flags = Flags(flags.names, list(finite), flags.hidden)
             outputs = average(outputs, kinds_of(outputs, traced, _rows(batches)), {id(x) for x in trace.reduced})
-        return new_state, outputs, flags
+        return (residuals.close(new_state) if residuals else new_state), outputs, flags
 
     def in_microbatches(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         seen: list[Flags] = []
+        state, residuals = Opened.of(strategy, name, state)
 
         def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
             new_state, outputs, flags = sorted_step(state, batches, others)
@@ -70,8 +74,14 @@ def replica_step(
             kinds = [*jax.tree.leaves(kinds_of(outputs, traced, _rows(batches))), *[METRIC] * len(flags.finite)]
             return new_state, (outputs, flags.finite), kinds
 
-        new_state, (outputs, finite) = accumulated(strategy, pure, options.accumulate, state, batches, others)
-        return new_state, outputs, Flags(seen[-1].names, finite, seen[-1].hidden)
+        new_state, (outputs, finite) = accumulated(
+            strategy, pure, options.accumulate, state, batches, others, residuals
+        )
+        return (
+            (residuals.close(new_state) if residuals else new_state),
+            outputs,
+            Flags(seen[-1].names, finite, seen[-1].hidden),
+        )
 
     run = plain if options.accumulate == 1 else in_microbatches
 
@@ -96,7 +106,17 @@ def replica_step(
         (token, state), outputs = scan(strategy, body, (token, state), batches)
         return token, state, outputs
 
-    return once if options.steps_per_call == 1 else many
+    def to_learn_residuals(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        first = batches if options.steps_per_call == 1 else jax.tree.map(lambda x: x[0], batches)
+        state, outputs, _ = run(state, first, others)
+        return token, state, outputs
+
+    def whole_call(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        if strategy.keeps_residuals and not has_residuals(state, name):  # traced for the shapes of its results alone
+            return to_learn_residuals(token, state, batches, others)
+        return (once if options.steps_per_call == 1 else many)(token, state, batches, others)
+
+    return whole_call
 
 
 def _rows(batches: PyTree) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,8 +23,10 @@ from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import Program, compile_over_mesh
 from jdist.transforms.placement import adopt_state, compare_replicas, place_batches
 from jdist.transforms.replica_step import replica_step
+from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced
 from jdist.transforms.trees import check_no_deleted, check_not_traced
+from jdist.values import WithResiduals, without_residuals
 
 PyTree = Any
 
@@ -43,6 +46,7 @@ class DistributedStep:
         self._step = step
         self._signature = Signature(step, options)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
+        self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
         self._whole = strategy.replicated_sharding
         lead = (None,) if options.steps_per_call > 1 else ()
         mesh = strategy.mesh
@@ -94,7 +98,47 @@ class DistributedStep:
         whole = self._whole
         token = _shapes(self._token, whole)
         with self._naming_axes():
-            return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
+            batches, others = _shapes(batches, self._by_rows), _shapes(others, whole)
+            if self.strategy.keeps_residuals:
+                state = self._with_residuals(call, state, batches, others)
+                own = _shapes(state.residuals, self.strategy.batch_sharding)
+                return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
+            return program.lower(token, _shapes(state, whole), batches, others)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
+        """The state as a call takes and returns it: in its place and, where gradients are compressed, with residuals.
+
+        To restore a checkpoint into, which holds the residuals too.
+
+        Args:
+            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
+            **kwargs: as in a call.
+
+        Returns:
+            The state; nothing of the step is run.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        state = adopt_state(self.strategy, state)
+        return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
+
+    def _with_residuals(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> WithResiduals:
+        """The state with residuals for this step's gradients: those it came with, else zeros."""
+        kept = state.residuals if isinstance(state, WithResiduals) else {}
+        own = _shapes(without_residuals(state), None)
+        key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
+        if key not in self._residuals:
+            program, _ = self._program(call)
+            with self._naming_axes():
+                shapes = program.shapes(
+                    _shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others
+                )
+            self._residuals[key] = shapes[1].residuals[self.__name__]
+        wanted = self._residuals[key]
+        if self.__name__ in kept:
+            check_fit(self.__name__, kept[self.__name__], wanted)
+            return state
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding), wanted)
+        return WithResiduals(without_residuals(state), {**kept, self.__name__: zeros})
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
@@ -122,6 +166,8 @@ class DistributedStep:
             if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
                 batches = place_batches(self.strategy, self.options, batches, self._by_rows)
                 break
+        if self.strategy.keeps_residuals and state is not self._last_state:
+            state = self._with_residuals(call, state, batches, others)
         program, traced = self._program(call)
         self._results_hold_state = self.options.may_update_state
         try:
@@ -184,7 +230,7 @@ class DistributedStep:
         found = self._programs.get(call)
         if found is None:
             traced = Traced()
-            function = replica_step(self._step, self.strategy, self.options, call, traced, self._watched)
+            function = replica_step(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
             donate = self.options.donate and self.options.may_update_state
             found = compile_over_mesh(function, self.strategy, self.options, traced, donate), traced
             self._programs[call] = found

@@ -11,13 +11,19 @@ import optax
 
 import jdist
 
+HALF = max(1, len(jax.local_devices()) // 2)
+
 STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "default": jdist.default,
     "one_device": jdist.one_device,
     "mirrored_shard_map": jdist.mirrored,
     "mirrored_pmap": lambda: jdist.mirrored(transform="pmap"),
     "mirrored_jit": lambda: jdist.mirrored(transform="jit"),
-    "mirrored_half": lambda: jdist.mirrored(jax.local_devices()[: max(1, len(jax.local_devices()) // 2)]),
+    "mirrored_half": lambda: jdist.mirrored(jax.local_devices()[:HALF]),
+    "mirrored_ring": lambda: jdist.mirrored(all_reduce="ring"),
+    "mirrored_hierarchical": lambda: jdist.mirrored(
+        transform="pmap", all_reduce=jdist.reduction.hierarchical(HALF, len(jax.local_devices()) // HALF)
+    ),
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,21 @@
+"""How replicas sum their gradients: all-reduce algorithms, each an `(init, apply)` pair of pure functions."""
+
+from jdist.reduction.algorithm import Reduction
+from jdist.reduction.bucketed import bucketed
+from jdist.reduction.by_name import make_reduction
+from jdist.reduction.compressed import compressed
+from jdist.reduction.hierarchical import hierarchical
+from jdist.reduction.psum import psum
+from jdist.reduction.ring import ring
+from jdist.reduction.to_one_device import to_one_device
+
+__all__ = [
+    "Reduction",
+    "bucketed",
+    "compressed",
+    "hierarchical",
+    "make_reduction",
+    "psum",
+    "ring",
+    "to_one_device",
+]

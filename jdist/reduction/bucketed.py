@@ -1,0 +1,93 @@
+"""All-reduce in packs, so that the first gradients are on their way while later ones are still computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist.errors import StrategyError
+from jdist.reduction.algorithm import Reduction, keeping_nothing
+
+PyTree = Any
+
+
+def bucketed(bytes_per_pack: int) -> Reduction:
+    """One `lax.psum` for each pack of leaves, in place of one for all.
+
+    XLA combines all-reduces that do not depend on each other into one, whatever the program says. So each pack
+    is made to wait for the one before it: to one element of each leaf it adds a zero that is computed from the sums of
+    that pack. Programs compiled for CPU and TPU then hold exactly one all-reduce a pack (as long as a pack is smaller than
+    what the backend combines at most).
+
+    Args:
+        bytes_per_pack: a pack is closed once it holds this many bytes or more; 0: one pack.
+
+    Raises:
+        StrategyError: `bytes_per_pack` is no integer of at least 0.
+
+    Example:
+        >>> import jdist
+        >>> jdist.reduction.bucketed(bytes_per_pack=4_000_000).name
+        'bucketed(4000000)'
+    """
+    if not isinstance(bytes_per_pack, int) or isinstance(bytes_per_pack, bool) or bytes_per_pack < 0:
+        raise StrategyError(f"bucketed: `bytes_per_pack` is {bytes_per_pack!r}; it must be an integer of at least 0.")
+
+    def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+        leaves, treedef = jax.tree.flatten(tree)
+        leaves = [jnp.asarray(leaf) for leaf in leaves]
+        zero = None
+        for pack in packs([leaf.nbytes for leaf in leaves], bytes_per_pack):
+            waiting = [leaves[i] if zero is None else _plus(leaves[i], zero) for i in pack]
+            sums = jax.lax.psum(waiting, axes)
+            for i, leaf in zip(pack, sums, strict=True):
+                leaves[i] = leaf
+            zero = _zero_after(sums) if any(leaf.size for leaf in sums) else zero
+        return jax.tree.unflatten(treedef, leaves)
+
+    return keeping_nothing(f"bucketed({bytes_per_pack})", total)
+
+
+def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Which leaves go together.
+
+    Args:
+        sizes: bytes of each leaf.
+        bytes_per_pack: see `bucketed`.
+
+    Returns:
+        The places of each pack's leaves, in the order given.
+
+    Example:
+        >>> packs([40, 80, 20, 160], 50)
+        [[0, 1], [2, 3]]
+    """
+    if bytes_per_pack == 0:
+        return [list(range(len(sizes)))] if sizes else []
+    made: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if room <= 0:
+            made.append([])
+            room = bytes_per_pack
+        made[-1].append(i)
+        room -= size
+    return made
+
+
+def _zero_after(sums: list[jax.Array]) -> jax.Array:
+    """A zero, float32 scalar, that no compiler can tell from its inputs: x * 0 is NaN for an infinite x."""
+    first = sum(jnp.real(leaf.ravel()[0]).astype(jnp.float32) for leaf in sums if leaf.size)
+    return jnp.where(jnp.isfinite(first), first * 0, 0)
+
+
+def _plus(leaf: jax.Array, zero: jax.Array) -> jax.Array:
+    """The leaf with `zero` added to its first element."""
+    if not leaf.size:
+        return leaf
+    flat = leaf.astype(jnp.int32).ravel() if leaf.dtype == jnp.bool_ else leaf.ravel()
+    first = flat[:1] + zero.astype(flat.dtype)
+    return jax.lax.dynamic_update_slice(flat, first, (0,)).reshape(leaf.shape)

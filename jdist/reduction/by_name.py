@@ -1,0 +1,74 @@
+"""All-reduce algorithms by name, for config files and notebooks."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jdist.errors import StrategyError
+from jdist.reduction.algorithm import Reduction
+from jdist.reduction.bucketed import bucketed
+from jdist.reduction.compressed import compressed
+from jdist.reduction.hierarchical import hierarchical
+from jdist.reduction.psum import psum
+from jdist.reduction.ring import ring
+from jdist.reduction.to_one_device import to_one_device
+
+REDUCTIONS: dict[str, Callable[..., Reduction]] = {
+    "psum": psum,
+    "bucketed": bucketed,
+    "hierarchical": hierarchical,
+    "ring": ring,
+    "to_one_device": to_one_device,
+    "compressed": compressed,
+}
+AllReduce = str | Mapping[str, Any] | Reduction
+
+
+def make_reduction(all_reduce: AllReduce) -> Reduction:
+    """An all-reduce algorithm by name, by name and options, or the given one.
+
+    Args:
+        all_reduce: a name; a mapping with "name" and that algorithm's options; or a `Reduction` of your own.
+
+    Returns:
+        The Reduction.
+
+    Raises:
+        StrategyError: the name or an option is not known, an option is missing or not allowed, or the value is none of
+            these three.
+
+    Example:
+        >>> make_reduction({"name": "bucketed", "bytes_per_pack": 50}).name
+        'bucketed(50)'
+    """
+    if isinstance(all_reduce, Reduction):
+        return all_reduce
+    options = dict(all_reduce) if isinstance(all_reduce, Mapping) else {"name": all_reduce}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in REDUCTIONS:
+        near = _nearest(name, REDUCTIONS) if isinstance(name, str) else ""
+        raise StrategyError(
+            f"`all_reduce` is {all_reduce!r}.{near} Allowed are the names {', '.join(map(repr, REDUCTIONS))}; a mapping "
+            'such as {"name": "bucketed", "bytes_per_pack": 4_000_000}; and a `jdist.reduction.Reduction` of your own.'
+        )
+    known = inspect.signature(REDUCTIONS[name]).parameters
+    for option in options:
+        if option not in known:
+            has = f"It has: {', '.join(known)}." if known else "It has none."
+            raise StrategyError(f"`all_reduce` {name!r} has no option {option!r}.{_nearest(str(option), known)} {has}")
+    missing = [option for option in known if option not in options]
+    if missing:
+        raise StrategyError(
+            f"`all_reduce` {name!r} needs {' and '.join(f'`{option}`' for option in missing)}: write "
+            f"`jdist.reduction.{name}({', '.join(f'{option}=...' for option in known)})`, or a mapping with these keys "
+            "beside its name."
+        )
+    return REDUCTIONS[name](**options)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,80 @@
+"""All-reduce in two stages, for replicas of which some are nearer to each other than others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jdist.errors import StrategyError
+from jdist.reduction.algorithm import Reduction, keeping_nothing
+from jdist.reduction.vectors import by_vectors, padded
+
+PyTree = Any
+
+
+def hierarchical(inner: int | str, outer: int | str) -> Reduction:
+    """Reduce-scatter within each inner group, all-reduce of the parts across groups, all-gather within each group.
+
+    Only `1 / inner` of the tree crosses from group to group, so use it where that is the slow way: the machines of a
+    cluster, the slices of a TPU pod.
+
+    Args:
+        inner: how many replicas, next to each other in the strategy's order, make one group; or the name of a mesh axis.
+        outer: how many groups there are; or the name of the other mesh axis.
+
+    Returns:
+        The Reduction. Where it is traced, a StrategyError tells if the sizes do not multiply to the number of replicas,
+        or if the step's mesh has no such axes.
+
+    Raises:
+        StrategyError: `inner` and `outer` are neither two positive integers nor two names.
+
+    Example:
+        >>> import jdist
+        >>> jdist.reduction.hierarchical(inner=4, outer=2).name
+        'hierarchical(4, 2)'
+    """
+    sizes = all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (inner, outer))
+    names = all(isinstance(x, str) and x for x in (inner, outer)) and inner != outer
+    if not sizes and not names:
+        raise StrategyError(
+            f"hierarchical: `inner` is {inner!r} and `outer` is {outer!r}; they must be two integers of at least 1 whose "
+            "product is the number of replicas, or the names of two mesh axes."
+        )
+    name = f"hierarchical({inner}, {outer})"
+
+    def sum_of(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+        within, across, group_size = _stages(inner, outer, axes)
+
+        def total(vector: jax.Array) -> jax.Array:
+            part = jax.lax.psum_scatter(padded(vector, group_size), **within, scatter_dimension=0, tiled=True)
+            part = jax.lax.psum(part, **across)
+            return jax.lax.all_gather(part, **within, axis=0, tiled=True)[: vector.size]
+
+        return by_vectors(total, tree)
+
+    return keeping_nothing(name, sum_of)
+
+
+def _stages(inner: Any, outer: Any, axes: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What collectives within a group and across groups take, and the size of a group."""
+    if isinstance(inner, str):
+        if {inner, outer} != set(axes):
+            raise StrategyError(
+                f"hierarchical: the replicas are spread over the mesh axes {axes}, not over {inner!r} and {outer!r}. Name "
+                "these, or give two sizes whose product is the number of replicas."
+            )
+        return {"axis_name": inner}, {"axis_name": outer}, jax.lax.axis_size(inner)
+    n = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    if inner * outer != n:
+        raise StrategyError(
+            f"hierarchical: `inner` is {inner} and `outer` is {outer}, which makes {inner * outer} replicas; there are "
+            f"{n}. Their product must be the number of replicas."
+        )
+    groups = [[outer_i * inner + i for i in range(inner)] for outer_i in range(outer)]
+    same_place = [[outer_i * inner + i for outer_i in range(outer)] for i in range(inner)]
+    within = {"axis_name": axes, "axis_index_groups": groups}
+    across = {"axis_name": axes, "axis_index_groups": same_place}
+    return within, across, inner

@@ -152,3 +152,66 @@ class TestRoles:
 
     def test_the_state_alone_may_be_the_argument(self):
         assert float(jdist.distribute(lambda w: w + 1, TWO, args=("state",))(1.0)) == 2.0
+
+
+class TestNamesAndRoles:
+    """A parameter called `state` or `batch` that has another role is refused before any call."""
+
+    @pytest.mark.parametrize(
+        ("step", "options", "message"),
+        [
+            (
+                lambda batch, state: 0,
+                {},
+                r"`batch` of <lambda> has the role 'state', as `args` is \('state', 'batch'\).*args=\('batch', 'state'\)",
+            ),
+            (lambda state, batch: 0, {"args": ("batch", "state")}, r"`state` of <lambda> has the role 'batch'"),
+            (lambda state, key, batch: 0, {}, r"`batch` of .* 'replicated'.*args=\('state', 'replicated', 'batch'\)"),
+            (
+                lambda params, state, batch: 0,
+                {},
+                r"`state` of .* has the role 'batch'.*several states go into one tuple",
+            ),
+            (lambda state, batch: 0, {"args": ("state",)}, r"`batch` of .* has the role 'replicated'"),
+        ],
+    )
+    def test_refused(self, step, options, message):
+        with pytest.raises(StepError, match=message):
+            jdist.distribute(step, TWO, **options)
+
+    @pytest.mark.parametrize(
+        ("step", "options"),
+        [
+            (lambda params, state, batch: 0, {"args": ("state", "replicated", "batch")}),
+            (lambda state, x, batch: 0, {"args": ("state", "batch", "replicated")}),
+            (lambda w, x, state: 0, {"args": ("state", "batch", "static")}),
+            (lambda w, x, *, state, batch: 0, {}),
+            (lambda w, x, state: 0, {"static_argnames": "state"}),
+        ],
+    )
+    def test_other_roles_that_were_declared(self, step, options):
+        assert jdist.distribute(step, TWO, **options).options.args == options.get("args", ("state", "batch"))
+
+
+def test_a_call_in_words():
+    signature = Signature(lambda kind, state, batch, *more: 0, make_options(args=("static", "state", "batch", "batch")))
+    call, state, batches, _ = signature.bind(("add", {"w": 1.0}, BATCH["x"], BATCH["z"], 2), {})
+    assert signature.taken_as(call, state, batches).splitlines() == [
+        "<lambda> was called with:",
+        "  argument 2 `state`, role \"state\": ['w'] float",
+        '  argument 3 `batch`, role "batch": float32[4]',
+        '  argument 4, role "batch": int32[4]',
+    ]
+
+
+def test_further_arguments_are_numbers():
+    signature = Signature(lambda w, x, a, **more: 0, make_options())
+    call, _, _, others = signature.bind((1, 2, {"b": "text"}), {"more": 1})
+    with pytest.raises(
+        StepError, match=r"argument 3 `a` of <lambda>, role \"replicated\", has a leaf.*\['b'\] is a str"
+    ):
+        signature.check_others(call, others)
+    call, _, _, others = signature.bind((1, 2, 3.0), {"more": len})
+    with pytest.raises(StepError, match=r"keyword argument `more` of .* is a builtin"):
+        signature.check_others(call, others)
+    signature.check_others(call, others=((np.ones(2),), {"more": None}))

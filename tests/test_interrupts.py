@@ -14,9 +14,15 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("make", [jdist.default, jdist.one_device, jdist.mirrored])
-def test_last_state_outlives_an_interrupt_at_any_moment(make):
-    strategy = make()
+STRATEGIES = [
+    jdist.default(),
+    jdist.one_device(),
+    *(jdist.mirrored(transform=t) for t in ("shard_map", "pmap", "jit")),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{s.name}-{s.transform}")
+def test_last_state_outlives_an_interrupt_at_any_moment(strategy):
 
     def step(state, batch):
         loss, grad = jdist.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])

@@ -69,6 +69,13 @@ class TestInit:
             ):
                 strategy.init(lambda leaf=leaf: {"a": {"b": leaf}, "c": jnp.zeros(2)})
 
+    @pytest.mark.parametrize("what", [{"w": jnp.ones(2)}, jnp.ones(2), None])
+    def test_what_is_no_function(self, strategy, what):
+        with pytest.raises(
+            StepError, match=rf"got a {type(what).__name__}.*\(create_state, key\)`.*\(lambda: params\)`"
+        ):
+            strategy.init(what)
+
     def test_a_flax_train_state_keeps_its_functions(self, strategy):
         tx = optax.adam(1e-3)
         create = functools.partial(TrainState.create, apply_fn=len, tx=tx)

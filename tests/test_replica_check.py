@@ -72,7 +72,7 @@ def test_one_ulp_in_one_element_on_one_replica_is_found_for_every_dtype():
         FOUR.check(state_with(one_ulp))
     assert sorted(caught.value.leaves) == sorted(f"['{name}']" for name in LEAVES)
     assert set(caught.value.replicas) == {(2,)}
-    assert "['bool']: replicas [2]" in str(caught.value)
+    assert "['bool']: replicas [2] differ from the majority" in str(caught.value)
     assert "['same']" not in str(caught.value)
     assert "jdist.value_and_grad" in str(caught.value)
 
@@ -176,8 +176,18 @@ def test_compare_names_the_replicas_outside_the_majority():
     with pytest.raises(ReplicaDivergenceError) as caught:
         compare(hashes[:4], ["a", "b"])
     assert (caught.value.leaves, caught.value.replicas) == (("a",), ((0, 1, 2, 3),))  # no majority: all of them
+    assert "a: no majority, the same on [0, 2] and on [1, 3]" in str(caught.value)
     compare(hashes[:, :0], [])
     compare(hashes[[0, 2]], ["a", "b"])
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_compare_says_that_no_two_replicas_agree(n):
+    with pytest.raises(
+        ReplicaDivergenceError, match=rf"between the {n} replicas:\n  a: all replicas differ\n"
+    ) as caught:
+        compare(np.arange(n, dtype=np.uint32)[:, None], ["a"])
+    assert caught.value.replicas == (tuple(range(n)),)
 
 
 def test_a_long_list_is_cut_in_the_message_and_whole_in_the_attributes():

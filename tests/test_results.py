@@ -27,12 +27,13 @@ class TestResults:
     def test_metrics_are_any_tree_and_averaged_once(self):
         def step(s, b):
             loss, _ = jdist.value_and_grad(lambda w: (w * b["y"]).sum())(s)
-            return s, (loss, [b["y"].sum(), jdist.all_reduce(b["y"].sum(), "sum"), 3, True, None, b["y"] > 1])
+            above = jnp.stack([b["y"] > 1, b["y"] > 2])[:, :1]
+            return s, (loss, [b["y"].sum(), jdist.all_reduce(b["y"].sum(), "sum"), 3, True, None, above.T])
 
         loss, (total, summed, three, true, none, array) = jdist.distribute(step, TWO)(1.0, self.batch)[1]
         assert (float(loss), float(total), float(summed)) == (3.0, 3.0, 6.0)
         assert (float(three), float(true), none) == (3.0, 1.0, None)
-        assert array.tolist() == [0.5, 0.5]
+        assert array.tolist() == [[0.5, 0.0]]
 
     @pytest.mark.parametrize(
         ("result", "message"),
@@ -87,6 +88,143 @@ class TestResults:
     def test_a_key_is_no_metric(self):
         with pytest.raises(StepError, match=r"PRNG key among its metrics, which cannot be averaged.*into the state"):
             jdist.distribute(lambda s, b: (s, jax.random.key(0)), TWO)(1.0, X)
+
+
+EVERY = [
+    jdist.default(),
+    jdist.one_device("cpu:2"),
+    *(jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")),
+]
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: f"{s.name}-{s.transform}")
+class TestDtypes:
+    """A mean is floating point under every strategy, also where there is nothing to average."""
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_of_metrics(self, strategy, accumulate):
+        def step(w, batch):
+            loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["x"]))(w)
+            n = {"python": 2, "bool": True, "int8": jnp.int8(100), "uint32": jnp.uint32(7), "numpy": np.int64(5)}
+            counts = {"rows": (batch["x"] >= 0).sum(), "vector": jnp.stack([(batch["x"] > 1).sum()] * 3)}
+            return w - grad, {
+                **n,
+                **counts,
+                "loss": loss,
+                "half": jnp.bfloat16(2),
+                "number": 0.5,
+                "z": jnp.complex64(1j),
+            }
+
+        _, metrics = jdist.distribute(step, strategy, accumulate=accumulate)(1.0, X)
+        other = {"half": jnp.bfloat16, "z": jnp.complex64}
+        assert {name: x.dtype for name, x in metrics.items()} == {
+            name: jnp.dtype(other.get(name, jnp.float32)) for name in metrics
+        }
+        values = {name: float(metrics[name]) for name in ("python", "bool", "int8", "uint32", "numpy", "number")}
+        assert values == {"python": 2, "bool": 1, "int8": 100, "uint32": 7, "numpy": 5, "number": 0.5}
+
+    def test_with_64_bits(self, strategy):
+        with jax.enable_x64(True):
+            run = jdist.distribute(lambda w, batch: (w, {"n": 2**40 + jnp.int64(1)}), strategy)
+            metric = run(1.0, X)[1]["n"]
+        assert (metric.dtype, int(metric)) == (jnp.float64, 2**40 + 1)
+
+    def test_of_several_steps_a_call(self, strategy):
+        run = jdist.distribute(lambda w, batch: (w, {"n": 3}), strategy, steps_per_call=2)
+        metric = run(1.0, {"x": np.zeros((2, 4))})[1]["n"]
+        assert (metric.dtype, metric.tolist()) == (jnp.float32, [3, 3])
+
+    def test_other_results_keep_theirs(self, strategy):
+        def step(batch):
+            return (batch["x"] > 1, jnp.int32(1)) if strategy.transform != "jit" else (batch["x"] > 1,)
+
+        returns = ("examples", "per_replica") if strategy.transform != "jit" else ("examples",)
+        rows, *own = jdist.distribute(step, strategy, args=("batch",), returns=returns)(X)
+        assert rows.dtype == jnp.bool_
+        assert all(x.value.dtype == jnp.int32 for x in own)
+
+
+@pytest.mark.parametrize(
+    "strategy", [s for s in EVERY if s.transform in ("shard_map", "pmap")], ids=lambda s: s.transform
+)
+def test_a_total_or_an_extreme_of_integers_stays_one(strategy):
+    def step(w, batch):
+        n = jnp.int32(2**24 + 1)  # float32 does not hold it
+        return w, {"sum": jdist.all_reduce(n, "sum"), "max": jdist.all_reduce(n, "max"), "mean": jdist.all_reduce(n)}
+
+    metrics = jdist.distribute(step, strategy)(1.0, X)[1]
+    n = strategy.num_replicas
+    assert (metrics["sum"].dtype, int(metrics["sum"])) == (jnp.int32, n * (2**24 + 1))
+    assert (metrics["max"].dtype, int(metrics["max"])) == (jnp.int32, 2**24 + 1)
+    assert metrics["mean"].dtype == jnp.float32
+
+
+class TestTextAndObjects:
+    @pytest.mark.parametrize("role", ["metrics", "examples", "per_replica"])
+    @pytest.mark.parametrize(
+        ("leaf", "kind"), [("abc", "str"), (object(), "object"), (len, "builtin"), (np.array(["a"]), "ndarray of <U1")]
+    )
+    @pytest.mark.parametrize("strategy", [s for s in EVERY if s.transform != "jit"], ids=lambda s: f"{s.transform}")
+    def test_among_the_results(self, role, leaf, kind, strategy):
+        run = jdist.distribute(lambda w, b: (w, {"a": b["x"], "t": [leaf]}), strategy, returns=("state", role))
+        with pytest.raises(StepError, match=rf"the result with role \"{role}\" has a leaf.*\['t'\]\[0\] is a {kind}"):
+            run(1.0, X)
+
+    def test_in_a_per_replica_value(self):
+        with pytest.raises(StepError, match=r"\['t'\]\.value is a str\. Return numbers"):
+            jdist.distribute(lambda w, b: (w, {"t": jdist.PerReplica("abc")}), TWO)(1.0, X)
+
+    def test_in_the_new_state(self):
+        with pytest.raises(StepError, match=r"the state that the step returned has a leaf.*\['w'\] is a str"):
+            jdist.distribute(lambda s, b: ({"w": "abc"}, {}), TWO)({"w": 1.0}, X)
+
+    def test_none_is_an_empty_tree(self):
+        assert jdist.distribute(lambda w, b: (w, {"t": None}), TWO)(1.0, X)[1] == {"t": None}
+
+
+class TestOneValueAnExample:
+    """Averaging over the replicas would mix them; a vector that only looks like them may be meant."""
+
+    def run(self, strategy, metric, **options):
+        def step(w, batch):
+            loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["x"]))(w)
+            return w - grad, {"loss": loss, "m": [metric(batch["x"])]}
+
+        return jdist.distribute(step, strategy, **options)(1.0, {"x": np.arange(8, dtype=np.float32)})[1]["m"][0]
+
+    @pytest.mark.parametrize("metric", [lambda x: x, lambda x: jnp.stack([x, x], 1)])
+    def test_a_warning_names_the_metric_and_the_way_out(self, metric):
+        for transform in ("shard_map", "pmap"):
+            strategy = jdist.mirrored(["cpu:0", "cpu:1"], transform=transform)
+            with pytest.warns(
+                UserWarning, match=r"\['m'\]\[0\], float32\[4.*of the 4 rows.*role \"examples\".*all_reduce"
+            ):
+                self.run(strategy, metric)
+
+    def test_microbatches_are_mixed_as_well(self):
+        # The step is traced with a microbatch and with the whole batch.
+        with pytest.warns(UserWarning, match=r"entry for each of the [48] rows") as caught:
+            self.run(jdist.default(), lambda x: x, accumulate=2)
+        assert any("float32[4], has one entry for each of the 4 rows" in str(w.message) for w in caught)
+
+    def test_what_is_meant_is_said_by_all_reduce(self):
+        assert self.run(TWO, lambda x: jdist.all_reduce(x[:4], "mean")).tolist() == [2, 3, 4, 5]
+
+    @pytest.mark.parametrize("strategy", [s for s in EVERY if s.num_replicas == 1 or s.transform == "jit"])
+    def test_where_nothing_is_averaged_nothing_is_mixed(self, strategy):
+        assert self.run(strategy, lambda x: x).tolist() == list(range(8))
+
+    @pytest.mark.parametrize("metric", [lambda x: x[:3], lambda x: x.mean(keepdims=True), lambda x: x.mean()])
+    def test_other_shapes(self, metric):
+        assert self.run(TWO, metric).shape == metric(jnp.zeros(4)).shape
+
+    def test_a_value_of_each_replica(self):
+        assert self.run(TWO, jdist.PerReplica).value.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def test_one_row_a_replica(self):
+        run = jdist.distribute(lambda w, b: (w, b["x"]), TWO)
+        assert run(1.0, {"x": np.array([1, 3], np.float32)})[1].tolist() == [2]
 
 
 def test_metrics_that_can_be_added_up():

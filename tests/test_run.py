@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist.errors import StepError
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 
@@ -61,3 +62,9 @@ def test_per_replica_values_of_another_number_of_replicas_are_refused():
 def test_twice_the_number_of_replicas_is_refused():
     with pytest.raises(jdist.errors.JDistError, match="4"):
         TWO.run(lambda x: x, jdist.PerReplica(jnp.arange(4.0)))
+
+
+@pytest.mark.parametrize("strategy", [jdist.default(), TWO], ids=lambda s: s.name)
+def test_a_result_that_is_text_is_refused_by_name(strategy):
+    with pytest.raises(StepError, match=r"result of strategy\.run has a leaf .*: \['t'\] is a str\. Return numbers"):
+        strategy.run(lambda: {"t": "abc"})

@@ -10,7 +10,7 @@ import pytest
 from flax import jax_utils
 
 import jdist
-from jdist.errors import DonatedStateError, ReplicaDivergenceError, StepError
+from jdist.errors import BatchError, DonatedStateError, ReplicaDivergenceError, StepError
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 EVERY = {
@@ -187,7 +187,7 @@ class TestCompilations:
         for batch in batches:
             state, _ = run(state, batch)
         run.wait()
-        assert len(compiled) == (2 if strategy.transform == "pmap" else 1)  # pmap: and one that cuts the batch
+        assert len(compiled) == 1
 
     @pytest.mark.parametrize("kind", ["python", "numpy", "jax"])
     def test_none_after_the_first_whatever_the_state_was_made_of(self, strategy, compiled, kind):
@@ -331,6 +331,76 @@ class TestRefused:
             run(state, BATCH)
 
 
+class TestWrongArguments:
+    """What was taken as what is said, in the message or in a note beside it."""
+
+    def step(self, state, batch):
+        return {"w": state["w"] + batch["x"].mean()}, {}
+
+    @pytest.mark.parametrize("how", ["call", "lower"])
+    def test_swapped(self, strategy, how):
+        run = jdist.distribute(self.step, strategy)
+        with pytest.raises(KeyError) as caught:
+            (run if how == "call" else run.lower)(BATCH, {"w": np.ones((4, 3), np.float32)})
+        (note,) = [note for note in caught.value.__notes__ if "role" in note]
+        assert note.splitlines() == [
+            "step was called with:",
+            "  argument 1 `state`, role \"state\": ['x'] float32[4], ['y'] float32[4], ['z'] int32[4]",
+            "  argument 2 `batch`, role \"batch\": ['w'] float32[4, 3]",
+        ]
+
+    def test_a_state_that_can_be_no_batch(self, strategy):
+        with pytest.raises(BatchError, match=r"leaf \['w'\] has shape \(\)(?s:.)*`state`, role \"state\": \['x'\]"):
+            jdist.distribute(self.step, strategy)(BATCH, {"w": 1.0})
+
+    def test_a_batch_that_can_be_no_state(self):
+        (batch,) = TWO.distribute_dataset([BATCH])
+        with pytest.raises(
+            StepError, match=r"\['mask'\].*spread over 2(?s:.)*argument 2 `batch`, role \"batch\": \['w'\]"
+        ):
+            jdist.distribute(self.step, TWO)(batch, {"w": jnp.ones(4)})
+
+    @pytest.mark.parametrize(
+        ("leaf", "kind"),
+        [
+            (np.array(list("abcd")), r"a ndarray\) has dtype <U1"),
+            ("abcd", r"a str\) has dtype <U4"),
+            (object(), r"a object\) has dtype object"),
+            (np.array([None] * 4), r"a ndarray\) has dtype object"),
+            (np.zeros(4, "M8[s]"), r"a ndarray\) has dtype datetime64"),
+        ],
+    )
+    def test_text_and_objects_in_a_batch(self, strategy, leaf, kind):
+        with pytest.raises(BatchError, match=rf"batch leaf \['t'\]\[0\] \({kind}.*arrays of numbers \(token ids"):
+            jdist.distribute(self.step, strategy)({"w": 1.0}, {"x": np.ones(4), "t": [leaf]})
+
+    def test_a_list_of_numbers(self, strategy):
+        with pytest.raises(
+            BatchError, match=r"\['x'\]\[0\] has shape \(\).*make the list an array with `numpy.asarray`"
+        ):
+            jdist.distribute(self.step, strategy)({"w": 1.0}, {"x": [1.0, 2.0]})
+
+    def test_text_as_a_further_argument(self, strategy):
+        run = jdist.distribute(lambda w, batch, kind, **more: (w, {}), strategy)
+        with pytest.raises(
+            StepError, match=r"argument 3 `kind` of <lambda>, role \"replicated\".*is a str.*\"static\""
+        ):
+            run(1.0, BATCH, "add")
+        with pytest.raises(StepError, match=r"keyword argument `how` of .*\['a'\] is a str.*`static_argnames`"):
+            run(1.0, BATCH, 1.0, how={"a": "add"})
+
+    def test_a_type_error_of_the_step_stays_what_it_is(self, strategy):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            jdist.distribute(lambda w, batch: (w + None, {}), strategy)(1.0, BATCH)
+
+    def test_a_state_that_another_step_consumed(self, strategy):
+        first, second = jdist.distribute(add, strategy), jdist.distribute(add, strategy)
+        state, _ = first(strategy.init(lambda: jnp.float32(0)), BATCH)
+        second(state, BATCH)
+        with pytest.raises(DonatedStateError, match="donated to an earlier call"):
+            first(state, BATCH)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: jdist.one_device("cpu:1", axis="batch"), lambda: jdist.mirrored(axis="batch")]
 )
@@ -359,6 +429,26 @@ class TestExamplesAndMasks:
         batch = {"x": np.arange(5.0, dtype=np.float32), "mask": np.ones((5, 3), bool)}
         (rows,) = self.predict(lambda _, batch: batch["x"], [batch])
         assert rows.tolist() == [0, 1, 2, 3, 4]
+
+    def test_a_row_of_weight_zero_is_a_row(self):
+        source = [{"x": np.arange(n, dtype=np.float32), "mask": np.arange(n) % 2.0} for n in (8, 5)]
+        for strategy in EVERY.values():
+            run = jdist.distribute(lambda _, batch: batch["x"], strategy, returns="examples")
+            rows = [run(0.0, batch).tolist() for batch in strategy.distribute_dataset(source)]
+            assert rows == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4]]
+
+    def test_a_batch_that_the_user_changed_or_moved(self):
+        run = jdist.distribute(lambda _, batch: batch["x"], self.strategy, returns="examples")
+        source = [{"x": np.arange(n, dtype=np.float32), "mask": np.zeros(n)} for n in (8, 5)]
+        _, short = self.strategy.distribute_dataset(source)
+        assert run(0.0, {**short, "x": short["x"] * 2}).tolist() == [0, 2, 4, 6, 8]
+        elsewhere = {"x": np.asarray(short["x"]), "mask": short["mask"]}  # placed again by the call
+        assert run(0.0, elsewhere).tolist() == [0, 1, 2, 3, 4]
+
+    def test_a_pair_of_batch_and_mask_taken_apart(self):
+        run = jdist.distribute(lambda _, batch: batch[0], self.strategy, returns="examples")
+        batches = self.strategy.distribute_dataset([np.arange(4.0), np.arange(3.0)], with_mask=True)
+        assert [len(run(0.0, (x, mask))) for x, mask in batches] == [4, 3]
 
     def test_another_number_of_rows_is_refused(self):
         with pytest.raises(StepError, match=r"shape \(1,\).*each of the 2 rows"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdist.errors import BatchError, DonatedStateError, StepError
-from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_same_state
+from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_same_state, summary
 
 STATE = {"w": jnp.ones((2, 3)), "n": jnp.int32(1), "key": jax.random.key(0), "half": jnp.ones(2, jnp.bfloat16)}
 
@@ -102,6 +102,32 @@ class TestArrays:
         with pytest.raises(StepError, match="itself is a"):
             check_arrays(leaf, "the state")
 
+    @pytest.mark.parametrize("dtype", ["U1", "O", "M8[s]", "V3", np.dtypes.StringDType(), [("a", "f4")]])
+    def test_arrays_of_something_else_than_numbers_are_named(self, dtype):
+        with pytest.raises(StepError, match=r"\['a'\] is a ndarray of .*\. Keep text"):
+            check_arrays({"a": np.zeros(2, dtype)}, "the state")
+        with pytest.raises(BatchError, match=r"batch leaf \['a'\] \(a ndarray\) has dtype"):
+            check_batch({"a": np.zeros(2, dtype)}, parts=1, explanation="")
+
+    def test_the_remedy_may_be_another(self):
+        with pytest.raises(StepError, match=r"is a str\. Go away\.$"):
+            check_arrays("a", "it", "Go away.")
+
+
+def test_a_summary_shows_the_first_leaves():
+    tree = {
+        "a": jnp.ones(2),
+        "b": np.ones((1, 2), np.int8),
+        "c": 1.5,
+        "d": np.array("x"),
+        "e": jax.random.key(0),
+        "f": 0,
+    }
+    expected = "['a'] float32[2], ['b'] int8[1, 2], ['c'] float, ['d'] ndarray of <U1 and 2 more leaves"
+    assert summary(tree) == expected
+    assert summary(jax.ShapeDtypeStruct((3,), jnp.int32)) == "int32[3]"
+    assert summary({}) == "no leaves (dict)"
+
 
 class TestBatch:
     def check(self, batch, parts=2, lead=0):
@@ -126,6 +152,13 @@ class TestBatch:
     def test_fewer_rows_than_parts(self):
         with pytest.raises(BatchError, match=r"Use 8 rows"):
             self.check({"x": np.ones(5)}, parts=8)
+
+    def test_leaves_that_are_no_arrays(self):
+        for leaf, kind in (("text", "a str"), (len, "a builtin"), (object(), "a object")):
+            with pytest.raises(BatchError, match=rf"batch leaf \['x'\] \({kind}.*a device cannot hold"):
+                self.check({"x": leaf})
+        with pytest.raises(BatchError, match=r"\['x'\]\[0\] has shape \(\).*If it is part of a list.*numpy\.asarray"):
+            self.check({"x": [1.0, 2.0]})
 
     def test_no_axis_of_rows(self):
         with pytest.raises(

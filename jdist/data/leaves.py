@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import BatchError
@@ -45,16 +46,35 @@ def to_numpy(tree: PyTree) -> PyTree:
     return structure.unflatten([_leaf_to_numpy(_name(path), leaf) for path, leaf in leaves])
 
 
-def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
+def is_numeric(dtype: np.dtype) -> bool:
+    """Whether a device can hold arrays of a numpy dtype: numbers (bfloat16 and the like too) and bools."""
+    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+
+
+def numbers_of(path: str, leaf: Any) -> np.ndarray:
+    """A leaf of a batch as a numpy array of numbers; copies only what must be converted.
+
+    Args:
+        path: its name, for the message.
+        leaf: a numpy array, or what `numpy.asarray` takes (jax arrays, torch CPU tensors).
+
+    Raises:
+        BatchError: it is text, an object, a time, or nothing that numpy can read.
+    """
     try:
         array = np.asarray(leaf)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BatchError(f"batch leaf {path} is a {type(leaf).__name__} that numpy cannot read: {error}") from error
-    if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
+    if not is_numeric(array.dtype):
         raise BatchError(
             f"batch leaf {path} (a {type(leaf).__name__}) has dtype {array.dtype}, which a device cannot "
             "hold; turn it into arrays of numbers (token ids, an index) or leave it out of the batch"
         )
+    return array
+
+
+def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
+    array = numbers_of(path, leaf)
     if array.ndim == 0:
         raise BatchError(
             f"batch leaf {path} is a single value ({array}); every leaf needs a leading batch axis. If it "

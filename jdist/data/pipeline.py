@@ -9,6 +9,7 @@ from typing import Any
 
 from jdist.data.batching import BatchLayout, Partial, fit, plan_layout, stack
 from jdist.data.leaves import count_rows, to_numpy
+from jdist.data.padding import remember_real_rows
 from jdist.data.source import RandomAccessSource
 
 PyTree = Any
@@ -60,20 +61,25 @@ def prepare(numbered: Iterator[Numbered], *, layout: BatchLayout, options: Optio
     Holds the source and nothing of its consumer, so that a thread that runs it keeps no consumer alive.
     """
     group: list[PyTree] = []
-    position = 0
+    position = rows = 0
     # `fit` copies before the source is asked again, which may refill the same memory.
     for position, batch in numbered:
+        batch = to_numpy(batch)
         fitted = fit(layout, batch, copy=options.copy)
         if fitted is None:
             continue
         group.append(fitted)
+        rows = count_rows(batch)
         if len(group) == options.steps_per_call:
-            yield position, _place(group, options)
+            yield position, _place(group, rows, options)
             group = []
     if group:
-        yield position, _place(group, options)
+        yield position, _place(group, rows, options)
 
 
-def _place(group: list[PyTree], options: Options) -> PyTree:
+def _place(group: list[PyTree], rows: int, options: Options) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
-    return batch if options.place is None else options.place(batch)
+    batch = batch if options.place is None else options.place(batch)
+    if options.steps_per_call == 1:  # of several steps a call returns no rows, so nobody asks
+        remember_real_rows(batch, rows)
+    return batch

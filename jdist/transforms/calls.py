@@ -9,6 +9,7 @@ from typing import Any
 
 from jdist.errors import StepError
 from jdist.transforms.options import StepOptions
+from jdist.transforms.trees import check_arrays, summary
 
 PyTree = Any
 Step = Callable[..., Any]
@@ -45,7 +46,8 @@ class Signature:
         options: its roles.
 
     Raises:
-        StepError: a name in `static_argnames` is no parameter of the step.
+        StepError: a name in `static_argnames` is no parameter of the step, or a parameter named `state` or `batch` does
+            not have that role.
     """
 
     def __init__(self, step: Step, options: StepOptions):
@@ -60,6 +62,17 @@ class Signature:
                 raise StepError(
                     f"`static_argnames` has {name!r}, which is no parameter of {self.name}; it has "
                     f"{', '.join(p.name for p in parameters)}."
+                )
+        for i, name in enumerate(self.positional):
+            role = options.args[i] if i < len(options.args) else None
+            # What is declared replicated or static is meant to be; what is not declared at all has been overlooked.
+            misplaced = name in ("state", "batch") and role in {"state", "batch", None} - {name}
+            if misplaced and name not in options.static_argnames:
+                roles = tuple(p if p in ("state", "batch") else "replicated" for p in self.positional)
+                raise StepError(
+                    f"the parameter `{name}` of {self.name} has the role {role or 'replicated'!r}, as `args` is "
+                    f"{options.args}. Say a role for each parameter in turn, for example `args={roles}`; several states "
+                    "go into one tuple."
                 )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
@@ -100,3 +113,31 @@ class Signature:
             ) from exc
         state = by_role["state"][0] if by_role["state"] else ()
         return call, state, tuple(by_role["batch"]), (tuple(by_role["replicated"]), kwargs)
+
+    def check_others(self, call: Call, others: tuple[tuple[PyTree, ...], dict[str, PyTree]]) -> None:
+        """Refuses text and objects among the replicated arguments.
+
+        Raises:
+            StepError: names the argument, the leaf and its type.
+        """
+        places = [i for i, role in enumerate(call.roles) if role == "replicated"]
+        named = [(self._name_of(i), value) for i, value in zip(places, others[0], strict=True)]
+        for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others[1].items())]:
+            check_arrays(
+                value,
+                f'{name} of {self.name}, role "replicated",',
+                'Give a constant the role "static", or name it in `static_argnames`.',
+            )
+
+    def taken_as(self, call: Call, state: PyTree, batches: PyTree) -> str:
+        """Which argument of a call was taken for the state and which for a batch, with their first leaves."""
+        values = {"state": iter((state,)), "batch": iter(batches)}
+        lines = [
+            f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'
+            for i, role in enumerate(call.roles)
+            if role in values
+        ]
+        return "\n".join([f"{self.name} was called with:", *lines])
+
+    def _name_of(self, place: int) -> str:
+        return f"argument {place + 1}" + (f" `{self.positional[place]}`" if place < len(self.positional) else "")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
@@ -17,43 +18,29 @@ from jdist.transforms.results import Traced
 from jdist.values import PerReplica, WithResiduals, map_residuals, put_per_replica, take_per_replica
 
 PyTree = Any
+Function = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
 
 
-class Program(Protocol):
-    """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays."""
+class Program:
+    """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays.
 
-    def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
-        """Runs the step and puts its results into `box`, the token and the state first."""
-        ...
-
-    def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
-        """The outputs among results that `run_into` put into a box."""
-        ...
-
-    def shapes(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """What `run_into` would put into the box, as shapes; traces, and compiles nothing."""
-        ...
-
-    def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered: ...
-
-
-class _Jitted:
-    """A program of one jitted function.
-
-    The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning to
-    the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
+    Args:
+        function: does that, traced and compiled at the first call.
+        donate: whether the old state's buffers may be reused for the new state.
     """
 
-    def __init__(self, function: Any):
-        self._function = function
-        self.shapes = functools.partial(jax.eval_shape, function)
-        self.lower = function.lower
+    def __init__(self, function: Function, donate: bool):
+        self._function = jax.jit(function, donate_argnums=(1,) if donate else ())
+        self.lower = self._function.lower
+        self.shapes = functools.partial(jax.eval_shape, self._function)
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
-        box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
+        """Runs the step and appends `(token, state, outputs)` to `box`.
 
-    def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
-        return results[2]
+        The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning
+        to the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
+        """
+        box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
 
 
 def compile_over_mesh(
@@ -72,32 +59,20 @@ def compile_over_mesh(
         The program; it compiles at its first call.
     """
     build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[strategy.transform]
-    return build(function, strategy, options, traced, (1,) if donate else ())
+    return Program(build(function, strategy, options, traced), donate)
 
 
-def _plain(
-    function: ReplicaFunction,
-    strategy: Strategy,
-    options: StepOptions,
-    traced: Traced,
-    donate: tuple[int, ...],
-) -> Program:
+def _plain(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
         return token, state, _join(same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows, traced)
 
-    return _Jitted(jax.jit(program, donate_argnums=donate))
+    return program
 
 
-def _jit(
-    function: ReplicaFunction,
-    strategy: Strategy,
-    options: StepOptions,
-    traced: Traced,
-    donate: tuple[int, ...],
-) -> Program:
+def _jit(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
@@ -108,16 +83,10 @@ def _jit(
         token, state, same = keep((token, state, same), whole)
         return token, state, _join(same, [], [keep(x, by_rows) for x in rows], traced)
 
-    return _Jitted(jax.jit(program, donate_argnums=donate))
+    return program
 
 
-def _shard_map(
-    function: ReplicaFunction,
-    strategy: Strategy,
-    options: StepOptions,
-    traced: Traced,
-    donate: tuple[int, ...],
-) -> Program:
+def _shard_map(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
     batch_spec = by_rows if options.steps_per_call == 1 else PartitionSpec(None, strategy.axes)
     state_spec: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
@@ -143,64 +112,46 @@ def _shard_map(
         token, state, same, own, rows = mapped(token, state, batches, others)
         return token, state, _join(same, own, rows, traced)
 
-    return _Jitted(jax.jit(program, donate_argnums=donate))
+    return program
 
 
-class _pmap:
+def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     """`pmap` wants a leading axis of replicas, so batches are reshaped on the way in and rows on the way out."""
+    assert strategy.mesh is not None  # every strategy with a transform has a mesh
+    (axis,) = strategy.axes
+    whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
+    lead = 0 if options.steps_per_call == 1 else 1
 
-    def __init__(
-        self,
-        function: ReplicaFunction,
-        strategy: Strategy,
-        options: StepOptions,
-        traced: Traced,
-        donate: tuple[int, ...],
-    ):
-        self.strategy, self.options, self.traced = strategy, options, traced
+    def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
+        token, state, outputs = function(token, state, own[0], others)
+        return token, state, *_sort(outputs, traced)
 
-        def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-            token, state, outputs = function(token, state, batches, others)
-            return token, state, *_sort(outputs, traced)
+    def by_replica(x: jax.Array) -> jax.Array:
+        parts = x.reshape(*x.shape[:lead], n, x.shape[lead] // n, *x.shape[lead + 1 :])
+        return jax.lax.with_sharding_constraint(parts.swapaxes(0, lead), by_rows)
 
-        assert strategy.mesh is not None  # every strategy with a transform has a mesh
-        (axis,) = strategy.axes
-        state_axes: Any = WithResiduals(None, 0) if strategy.keeps_residuals else None
-        self._mapped = jax.pmap(
-            body,
-            axis_name=axis,
-            # One entry for each part of `others`: with as many entries as leaves JAX would take them leaf by leaf.
-            in_axes=(None, state_axes, 0, (None, None)),
-            out_axes=(None, state_axes, None, 0, 0),
-            devices=list(strategy.mesh.devices.flat),
-            donate_argnums=donate,
-        )
-        leading = NamedSharding(strategy.mesh, PartitionSpec(axis))
-        self._split = jax.jit(lambda batches: jax.tree.map(self._by_replica, batches), out_shardings=leading)
-        self._merge = jax.jit(
-            lambda rows: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), out_shardings=leading
-        )
+    state_axes: Any = WithResiduals(None, 0) if strategy.keeps_residuals else None
+    state_sharding: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
+    mapped = jax.pmap(
+        body,
+        axis_name=axis,
+        # One entry for each part of `others`: with as many entries as leaves JAX would take them leaf by leaf.
+        in_axes=(None, state_axes, 0, (None, None)),
+        out_axes=(None, state_axes, None, 0, 0),
+        devices=list(strategy.mesh.devices.flat),
+    )
 
-    def _by_replica(self, x: jax.Array) -> jax.Array:
-        lead = 0 if self.options.steps_per_call == 1 else 1
-        shape = (*x.shape[:lead], self.strategy.num_replicas, x.shape[lead] // self.strategy.num_replicas)
-        return x.reshape(*shape, *x.shape[lead + 1 :]).swapaxes(0, lead)
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, strategy, options)
+        # The numbers are for a step without a batch: `pmap` counts its replicas by an argument that is mapped.
+        parts = jax.tree.map(by_replica, batches), jnp.arange(n)
+        token, state, same, own, rows = mapped(token, state, parts, others)
+        keep = jax.lax.with_sharding_constraint
+        token, state, same = keep((token, state, same), (whole, state_sharding, whole))
+        rows = jax.tree.map(lambda x: keep(x.reshape(-1, *x.shape[2:]), by_rows), rows)
+        return token, state, _join(same, own, rows, traced)
 
-    def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
-        check_rows(batches, self.strategy, self.options)
-        box.extend(map(self._mapped, (token,), (state,), (self._split(batches),), (others,)))
-
-    def outputs_of(self, results: Any) -> tuple[PyTree, ...]:
-        _, _, same, own, rows = results
-        return _join(same, own, self._merge(rows) if rows else rows, self.traced)
-
-    def shapes(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, self.strategy, self.options)
-        return jax.eval_shape(self._mapped, token, state, jax.eval_shape(self._split, batches), others)
-
-    def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered:
-        check_rows(batches, self.strategy, self.options)
-        return self._mapped.lower(token, state, jax.eval_shape(self._split, batches), others)
+    return program  # to be jitted: `pmap` itself returns through Python, where an interrupt would lose the results
 
 
 def _sort(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[list[PyTree], list[PyTree], list[PyTree]]:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.context import scope
 from jdist.data.distribute import DistributedDataset, distributed_dataset
-from jdist.errors import BatchError
+from jdist.errors import BatchError, StepError
 from jdist.strategy import Strategy
 from jdist.transforms import in_flight
 from jdist.transforms.options import StepOptions
@@ -28,6 +28,11 @@ PyTree = Any
 
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
     """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding."""
+    if not callable(fn):
+        raise StepError(
+            f"strategy.init needs a function that makes the state, it got a {type(fn).__name__}. Write "
+            "`strategy.init(create_state, key)`; for a tree that is there already, `strategy.init(lambda: params)`."
+        )
     leaves, treedef = jax.tree.flatten(args)
     dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
 
@@ -39,7 +44,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
             filled[i] = array
         with scope(strategy):
             state = fn(*jax.tree.unflatten(treedef, filled))
-        check_arrays_or_tracers(state)
+        check_arrays(state, "the state")
         treedefs.append(jax.tree.structure(state))
         return [_strong(leaf) for leaf in jax.tree.leaves(state)]
 
@@ -49,15 +54,6 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
     shardings = None if sharding is None else [sharding] * len(shapes)
     made = jax.jit(create, out_shardings=shardings)(arrays)
     return jax.tree.unflatten(treedefs[-1], made)
-
-
-def check_arrays_or_tracers(state: PyTree) -> None:
-    """Refuses what a state cannot hold: strings, functions, objects.
-
-    Raises:
-        StepError: names the leaf.
-    """
-    check_arrays(jax.tree.map(lambda x: 0 if isinstance(x, jax.Array) else x, state), "the state")
 
 
 def _strong(x: Any) -> jax.Array:

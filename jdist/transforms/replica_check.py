@@ -7,7 +7,6 @@ and the hashes are compared on the host.
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import jax
@@ -93,22 +92,31 @@ def compare(hashes: np.ndarray, paths: list[str]) -> None:
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
     if not differing.size:
         return
-    replicas = []
-    for i in differing:
-        most, count = collections.Counter(hashes[:, i].tolist()).most_common(1)[0]
-        odd = hashes[:, i] != most if 2 * count > len(hashes) else np.full(len(hashes), True)
-        replicas.append(tuple(int(r) for r in np.flatnonzero(odd)))
     names = tuple(paths[i] for i in differing)
-    lines = [f"  {name}: replicas {list(odd)}" for name, odd in zip(names[:10], replicas[:10], strict=True)]
+    found = [_who_differs(hashes[:, i].tolist()) for i in differing]
+    lines = [f"  {name}: {who}" for name, (_, who) in zip(names[:10], found[:10], strict=True)]
     if len(names) > 10:
         lines.append(f"  and {len(names) - 10} more leaves")
     raise ReplicaDivergenceError(
-        f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas (listed: those "
-        "that differ from the majority):\n"
+        f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas:\n"
         + "\n".join(lines)
         + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`), "
         "and pass what else the step writes from its batch (batch statistics, counters) through "
         '`jdist.all_reduce(x, "mean")`.',
         names,
-        tuple(replicas),
+        tuple(replicas for replicas, _ in found),
     )
+
+
+def _who_differs(hashes: list[int]) -> tuple[tuple[int, ...], str]:
+    """The replicas outside the majority, and that in words; without a majority these are all replicas."""
+    groups: dict[int, list[int]] = {}
+    for replica, value in enumerate(hashes):
+        groups.setdefault(value, []).append(replica)
+    most = max(groups.values(), key=len)
+    if 2 * len(most) > len(hashes):
+        odd = tuple(replica for replica in range(len(hashes)) if replica not in most)
+        return odd, f"replicas {list(odd)} differ from the majority"
+    if len(groups) == len(hashes):
+        return tuple(range(len(hashes))), "all replicas differ"
+    return tuple(range(len(hashes))), f"no majority, the same on {' and on '.join(map(str, groups.values()))}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from jdist import replica
 from jdist.context import current_trace
 from jdist.errors import GlobalViewError, StepError
 from jdist.transforms.options import StepOptions
-from jdist.transforms.trees import check_same_state
+from jdist.transforms.trees import check_arrays, check_same_state, kind_of
 from jdist.values import PerReplica, is_per_replica
 
 PyTree = Any
@@ -43,10 +45,12 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
     """Tells the roles of what the step returned.
 
     Returns:
-        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back.
+        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back. Metrics
+        are floating point, as a mean is, also where one replica alone has nothing to average; only what the step
+        itself summed over the replicas, or took the maximum or minimum of, keeps its dtype.
 
     Raises:
-        StepError: the results do not fit their roles.
+        StepError: the results do not fit their roles, or have a leaf that is no array of numbers.
     """
     returns = options.returns or _guess_roles(result, state, options)
     one = isinstance(result, tuple) and len(result) == 1
@@ -56,10 +60,32 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
     if not isinstance(result, tuple) or len(result) != len(returns):
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise StepError(f"the step returned {got}, but `returns` is {returns!r}.")
-    if "state" not in returns:
-        return state, result
-    i = returns.index("state")
-    return result[i], result[:i] + result[i + 1 :]
+    if "state" in returns:
+        i = returns.index("state")
+        state, result = result[i], result[:i] + result[i + 1 :]
+    return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
+
+
+def _numbers(role: str, tree: PyTree) -> PyTree:
+    check_arrays(tree, f'the result with role "{role}"', "Return numbers; text and objects belong outside of the step.")
+    return jax.tree.map(_floating, tree, is_leaf=is_per_replica) if role == "metrics" else tree
+
+
+def _floating(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica) or _kind_of_metric(leaf) != METRIC:
+        return leaf
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise StepError(
+            "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
+        )
+    return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(leaf, float))
+
+
+def _kind_of_metric(leaf: Any) -> str:
+    trace = current_trace()
+    op = trace.reduced_by.get(id(leaf), "") if trace is not None else ""
+    return {"sum": TOTAL, "max": EXTREME, "min": EXTREME}.get(op, METRIC)
 
 
 def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str, ...]:
@@ -90,6 +116,9 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
     Raises:
         GlobalViewError: per-replica values in a step that sees the whole batch.
         StepError: a result that cannot have its role.
+
+    Warns:
+        UserWarning: a metric looks like one value an example, which averaging over replicas would mix.
     """
     trace = current_trace()
     global_view = trace is not None and trace.strategy.transform == "jit"
@@ -110,17 +139,33 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
                 )
         if role != "metrics":
             return jax.tree.map(lambda _: ROWS if role == "examples" else LOCAL, tree)
+        if trace is not None and (trace.recorder is not None or (trace.strategy.num_replicas > 1 and not global_view)):
+            _warn_of_rows(tree, rows, trace.reduced_by)
         return jax.tree.map(
-            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else metric(node),
+            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else _kind_of_metric(node),
             tree,
             is_leaf=is_per_replica,
         )
 
-    def metric(leaf: Any) -> str:
-        op = trace.reduced_by.get(id(leaf)) if trace is not None else None
-        return {"sum": TOTAL, "max": EXTREME, "min": EXTREME}.get(op or "", METRIC)
-
     return tuple(of(role, tree) for role, tree in zip(traced.output_roles, outputs, strict=True))
+
+
+def _warn_of_rows(metrics: PyTree, rows: int | None, reduced: Container[int]) -> None:
+    """Warns of metrics that look like one value an example.
+
+    It is no error: a vector of another kind (one entry a class, a layer, an expert) may happen to be as long as the
+    replica's rows, and the same step would be refused on one number of devices and not on another.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_per_replica):
+        if isinstance(leaf, PerReplica) or id(leaf) in reduced or rows in (None, 1) or jnp.shape(leaf)[:1] != (rows,):
+            continue
+        warnings.warn(
+            f"metric {jax.tree_util.keystr(path) or 'itself'}, {kind_of(leaf)}, has one entry for each of the {rows} rows "
+            "of its part of the batch. Metrics are averaged over the replicas entry by entry, which mixes examples "
+            'that have nothing in common. Return one value an example with the role "examples"; if it is no such '
+            'thing, `jdist.all_reduce(x, "mean")` says so.',
+            stacklevel=2,
+        )
 
 
 def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
@@ -133,22 +178,14 @@ def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(outputs)
     kinds = jax.tree.leaves(kinds)
-    which = [i for i, kind in enumerate(kinds) if kind in (METRIC, TOTAL, EXTREME) and id(leaves[i]) not in reduced]
-    averaged = replica.all_reduce([countable(leaves[i]) for i in which], "mean") if which else []
+    which = [i for i, kind in enumerate(kinds) if kind == METRIC and id(leaves[i]) not in reduced]
+    averaged = replica.all_reduce([leaves[i] for i in which], "mean") if which else []
     for i, leaf in zip(which, averaged, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(treedef, leaves)
 
 
 def countable(x: Any) -> jax.Array:
-    """A metric as an array that can be added up.
-
-    Raises:
-        StepError: it is a PRNG key.
-    """
+    """A value of one microbatch as an array that can be added up: bools are counted."""
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        raise StepError(
-            "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
-        )
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jdist.context import ReplicaTrace, tracing
 from jdist.errors import GlobalViewError, StepError
 from jdist.strategy import Strategy
+from jdist.transforms.trees import check_arrays
 from jdist.values import PerReplica, is_per_replica
 
 PyTree = Any
@@ -40,7 +41,9 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
             parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
         args, kwargs = jax.tree.unflatten(treedef, parts)
         with tracing(ReplicaTrace(strategy)):
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], fn(*args, **kwargs))
+            result = fn(*args, **kwargs)
+        check_arrays(result, "the result of strategy.run", "Return numbers; text and objects belong outside.")
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
     if strategy.mesh is None:
         return PerReplica(jax.jit(body)(own, whole))

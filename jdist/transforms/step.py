@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,15 +11,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist.data.batching import Masked
-from jdist.errors import NonFiniteError, StepError
+from jdist.data.padding import real_rows
+from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import Program, compile_over_mesh
-from jdist.transforms.placement import adopt_state, compare_replicas, place_batches
+from jdist.transforms.placement import adopt_state, check_rows, compare_replicas, place_batches
 from jdist.transforms.replica_step import replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced
@@ -39,6 +37,10 @@ class DistributedStep:
         options: the options of `jdist.distribute`.
     """
 
+    # How often any step took in a state that it had not made: since then it may have consumed another's newest state.
+    # JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
+    _adopted = 0
+
     def __init__(self, step: Step, strategy: Strategy, options: StepOptions):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
@@ -51,6 +53,7 @@ class DistributedStep:
         lead = (None,) if options.steps_per_call > 1 else ()
         mesh = strategy.mesh
         self._by_rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(*lead, strategy.axes))
+        self._adopted_before = 0
         self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
         self._last_state: PyTree = None
         self._results: list[Any] = []  # of the newest call, until they were taken
@@ -94,16 +97,19 @@ class DistributedStep:
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        program, _ = self._program(call)
-        whole = self._whole
-        token = _shapes(self._token, whole)
-        with self._naming_axes():
+        try:
+            program, _ = self._program(call)
+            whole = self._whole
+            token = _shapes(self._token, whole)
             batches, others = _shapes(batches, self._by_rows), _shapes(others, whole)
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
                 return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
             return program.lower(token, _shapes(state, whole), batches, others)
+        except Exception as exc:
+            self._explain(exc, call, state, batches)
+            raise
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The state as a call takes and returns it: in its place and, where gradients are compressed, with residuals.
@@ -128,10 +134,7 @@ class DistributedStep:
         key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
         if key not in self._residuals:
             program, _ = self._program(call)
-            with self._naming_axes():
-                shapes = program.shapes(
-                    _shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others
-                )
+            shapes = program.shapes(_shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others)
             self._residuals[key] = shapes[1].residuals[self.__name__]
         wanted = self._residuals[key]
         if self.__name__ in kept:
@@ -157,48 +160,52 @@ class DistributedStep:
             check_not_traced(others)
             if self._whole is not None:
                 others = jax.tree.map(self._replicate, others)
-        if state is not self._last_state:
-            check_not_traced((state, batches))
-            state = adopt_state(self.strategy, state)
-        for leaf in jax.tree.leaves(batches):
-            if isinstance(leaf, Tracer):
-                check_not_traced(batches)
-            if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
-                batches = place_batches(self.strategy, self.options, batches, self._by_rows)
-                break
-        if self.strategy.keeps_residuals and state is not self._last_state:
-            state = self._with_residuals(call, state, batches, others)
-        program, traced = self._program(call)
-        self._results_hold_state = self.options.may_update_state
+        given = batches
         try:
+            if state is not self._last_state:
+                check_not_traced((state, batches))
+                state = adopt_state(self.strategy, state)
+                DistributedStep._adopted += 1
+            elif self._adopted_before != DistributedStep._adopted:
+                check_no_deleted(state)
+            self._adopted_before = DistributedStep._adopted
+            for leaf in jax.tree.leaves(batches):
+                if isinstance(leaf, Tracer):
+                    check_not_traced(batches)
+                if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
+                    batches = place_batches(self.strategy, self.options, batches, self._by_rows)
+                    break
+            if self.strategy.keeps_residuals and state is not self._last_state:
+                state = self._with_residuals(call, state, batches, others)
+            program, traced = self._program(call)
+            self._results_hold_state = self.options.may_update_state
             program.run_into(self._results, self._token, state, batches, others)
-        except (RuntimeError, ValueError):
-            check_no_deleted(state)  # says it better than the runtime, if that was the reason
+        except Exception as exc:
+            if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
+                check_rows(given, self.strategy, self.options)
+                self._signature.check_others(call, others)
+            self._explain(exc, call, state, given)
             raise
-        except NameError:
-            with self._naming_axes():
-                raise
-        results = self._results[0]
+        token, state, outputs = self._results[0]
         updated = self._results_hold_state = "state" in traced.returns
         self._take_results()
-        state, outputs = results[1], program.outputs_of(results)
-        self._window.add(results[0])
+        self._window.add(token)
         if self._steps_to_check and updated:
             self._check_replicas(state)
-        return _result(state, outputs, traced, batches)
+        return _result(state, outputs, traced, given)
 
-    @contextlib.contextmanager
-    def _naming_axes(self) -> Iterator[None]:
-        try:
-            yield
-        except NameError as exc:
-            if "unbound axis name" not in str(exc):
-                raise
+    def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:
+        """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
+        if isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError):
+            check_no_deleted(state)
+        if isinstance(exc, NameError) and "unbound axis name" in str(exc):
             raise StepError(
                 f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
                 f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
                 "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
             ) from exc
+        if not isinstance(exc, RuntimeError):  # those tell of devices and memory
+            exc.add_note(self._signature.taken_as(call, state, batches))
 
     def _check_replicas(self, state: PyTree) -> None:
         self._steps_to_check -= self.options.steps_per_call
@@ -267,21 +274,10 @@ def _result(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches:
 
 def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
     """Drops the rows of "examples" results whose row of the batch was padding."""
-    masks = [mask for batch in batches if (mask := _mask_of(batch)) is not None]
-    if not masks:
-        return outputs
-    mask = np.asarray(masks[0])
-    keep = mask.reshape(len(mask), -1).astype(bool).any(axis=1)
-    if keep.all():
+    real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
+    if real is None or real.all():
         return outputs
     return tuple(
-        jax.tree.map(lambda x: x[keep], tree) if role == "examples" else tree
+        jax.tree.map(lambda x: x[real], tree) if role == "examples" else tree
         for role, tree in zip(traced.output_roles, outputs, strict=True)
     )
-
-
-def _mask_of(batch: PyTree) -> Any:
-    """The mask that `distribute_dataset` put into a batch: a dict's "mask", or the second of `(batch, mask)`."""
-    if isinstance(batch, dict):
-        return batch.get("mask")
-    return batch.mask if isinstance(batch, Masked) else None

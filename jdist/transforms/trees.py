@@ -9,13 +9,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.data.leaves import is_numeric, numbers_of
 from jdist.errors import BatchError, DonatedStateError, StepError
 
 PyTree = Any
 
 
 def check_same_state(before: PyTree, after: PyTree) -> PyTree:
-    """Refuses a state that a step returned with another tree, shape or dtype than it received.
+    """Refuses a state that a step returned with another tree, shape or dtype than it received, or that is no state.
 
     Returns:
         `after`, with weakly typed leaves (Python numbers) given the dtype of `before`.
@@ -23,6 +24,7 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
     Raises:
         StepError: names the leaves, before and after.
     """
+    check_arrays(after, "the state that the step returned")
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise StepError(
             "the step returned a state of another tree than it received:\n" + _tree_difference(before, after)
@@ -114,23 +116,46 @@ def check_whole(state: PyTree) -> None:
             )
 
 
-def check_arrays(tree: PyTree, what: str) -> None:
+def check_arrays(
+    tree: PyTree,
+    what: str,
+    remedy: str = "Keep text, functions and settings out of the tree, or in static fields of a dataclass.",
+) -> None:
     """Refuses leaves that are no arrays or numbers.
+
+    Args:
+        tree: any pytree.
+        what: what it is, for the message.
+        remedy: what to do instead, for the message.
 
     Raises:
         StepError: names the leaf and its type.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
-        if not (of_numpy and leaf.dtype.kind not in "OSUMm") and not isinstance(
-            leaf, jax.Array | int | float | complex
-        ):
-            kind = f"{type(leaf).__name__} of {leaf.dtype}" if of_numpy else type(leaf).__name__
+        if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
             raise StepError(
                 f"{what} has a leaf that is no array of numbers: {jax.tree_util.keystr(path) or 'itself'} is a "
-                f"{kind}. Keep functions and settings out of the tree, or in static fields of a "
-                "dataclass."
+                f"{kind_of(leaf)}. {remedy}"
             )
+
+
+def kind_of(leaf: Any) -> str:
+    """A leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, np.ndarray | np.generic):
+        return f"{leaf.dtype}{list(leaf.shape)}" if is_numeric(leaf.dtype) else f"{type(leaf).__name__} of {leaf.dtype}"
+    return type(leaf).__name__
+
+
+def summary(tree: PyTree) -> str:
+    """The first leaves of a tree, each with its kind."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        return f"no leaves ({type(tree).__name__})"
+    first = ", ".join(f"{jax.tree_util.keystr(path)} {kind_of(leaf)}".strip() for path, leaf in leaves[:4])
+    return first + (f" and {len(leaves) - 4} more leaves" if len(leaves) > 4 else "")
 
 
 def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0) -> None:
@@ -143,17 +168,19 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0)
         lead: number of axes before the rows.
 
     Raises:
-        BatchError: with the numbers and the remedy.
+        BatchError: with the numbers and the remedy; or a leaf is text, an object or another thing without numbers.
     """
     rows: int | None = None
     first = ""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
         name = jax.tree_util.keystr(path) or "the batch"
-        shape = jnp.shape(leaf)
+        shape = leaf.shape if isinstance(leaf, jax.Array) else numbers_of(name, leaf).shape
         if len(shape) <= lead:
+            in_list = " If it is part of a list, make the list an array with `numpy.asarray`."
             raise BatchError(
                 f"batch leaf {name} has shape {shape}; it needs a leading axis of rows"
                 f"{' after the axis of steps' if lead else ''}. Pass what has no rows as a replicated argument."
+                f"{'' if shape else in_list}"
             )
         if rows is None:
             rows, first = shape[lead], name

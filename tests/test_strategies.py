@@ -80,7 +80,7 @@ def test_one_device_refuses_as_well():
         ({"axis": "my axis"}, r"`axis` is 'my axis'; it must be a name"),
         ({"axis": ("a", "b")}, r"`axis` is \('a', 'b'\)"),
         ({"axis": ""}, r"`axis` is ''"),
-        ({"all_reduce": "ring"}, r"`all_reduce` is 'ring'; allowed are"),
+        ({"all_reduce": "rings"}, r"`all_reduce` is 'rings'. Did you mean 'ring'\? Allowed are"),
     ],
 )
 def test_mirrored_refuses_options_with_what_is_allowed(options, message):

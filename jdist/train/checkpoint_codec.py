@@ -111,15 +111,14 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
     another all-reduce or on another number of devices.
     """
-    found = {leaf["path"]: (i, leaf["shape"]) for i, leaf in enumerate(saved)}
-    anew = {x["path"] for x in wanted if _is_residual(x["path"]) and found.get(x["path"], (0, None))[1] != x["shape"]}
-    places = {name: i for name, (i, _) in found.items() if not _is_residual(name)}
-    places |= {x["path"]: found[x["path"]][0] for x in wanted if _is_residual(x["path"]) and x["path"] not in anew}
-    every, wanted = wanted, [leaf for leaf in wanted if leaf["path"] not in anew]
+    places = {leaf["path"]: i for i, leaf in enumerate(saved)}
     names = {leaf["path"] for leaf in wanted}
-    problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in wanted if leaf["path"] not in places]
-    problems += [f"leaf {name}: in the checkpoint, not in `like`" for name in places if name not in names]
-    for leaf in wanted:
+    anew = {x["path"] for x in wanted if _is_residual(x["path"]) and x["shape"] != _saved_shape(saved, places, x)}
+    required = [leaf for leaf in wanted if leaf["path"] not in anew]
+    problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in required if leaf["path"] not in places]
+    unasked = [name for name in places if name not in names and not _is_residual(name)]
+    problems += [f"leaf {name}: in the checkpoint, not in `like`" for name in unasked]
+    for leaf in required:
         there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
         shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
         # A counter that starts as Python's 0 comes back from the first step as an array: `placed` converts it.
@@ -130,11 +129,15 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         text = "\n  ".join([*problems[:5], *more])
         raise CheckpointError(f"{path}: does not fit `like`, which is left as it is:\n  {text}")
-    return [places.get(leaf["path"]) for leaf in every]
+    return [None if leaf["path"] in anew else places[leaf["path"]] for leaf in wanted]
 
 
 def _is_residual(path: str) -> bool:
     return path.startswith(_RESIDUALS)
+
+
+def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict[str, Any]) -> list[int] | None:
+    return saved[places[leaf["path"]]]["shape"] if leaf["path"] in places else None
 
 
 def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:

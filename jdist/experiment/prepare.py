@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,13 @@ class Parts:
         return epochs * self.rows_per_epoch + within * global_batch
 
 
-def prepare(config: Config, document: Document) -> Parts:
+def prepare(config: Config, document: Document, *, make: Callable[..., Strategy] = make_strategy) -> Parts:
     """Make what a config names.
 
     Args:
         config: the checked config.
         document: what it was read from, for the origins in messages.
+        make: builds the strategy from its name and options.
 
     Returns:
         The parts of the run.
@@ -88,7 +89,7 @@ def prepare(config: Config, document: Document) -> Parts:
     problems += wrong
     if not wrong:
         try:
-            strategy = make_strategy(name, **options)
+            strategy = make(name, **options)
         except (StrategyError, DeviceError) as exc:
             problems.append(Problem(key=("strategy", *options)[:2], text=str(exc).rstrip(".")))
     train, one_epoch, steps = config.train, None, config.train.steps

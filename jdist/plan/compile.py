@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdist.plan.hlo import PLUMBING, Module, executed, parse, shape_bytes
+from jdist.plan.hlo import Module, parse
 from jdist.plan.step import PlannedStep
 
 
@@ -63,7 +63,7 @@ class CompiledStep:
 
     Attributes:
         memory: of one device.
-        bytes_moved: between a device and its memory in one call, loop trips included.
+        bytes_moved: between a device and its memory in one call; what the compiler counts, times `_loops`.
         module: the program.
         compile_s: seconds to lower and compile it.
         compiled: JAX's own object.
@@ -108,7 +108,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
         + stats.host_temp_size_in_bytes,
     )
     cost: Any = compiled.cost_analysis()
-    moved = float(cost["bytes accessed"]) * _loops(module)
+    moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
     return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s, compiled=compiled)
 
 
@@ -136,12 +136,11 @@ def _bytes(text: str) -> int:
     return round(float(text.rstrip("KMGT")) * 1024**exponent)
 
 
-def _loops(module: Module) -> float:
-    """How many times more bytes a program moves than the compiler counts, which takes each loop's body once."""
-    once = often = 0
-    for item in executed(module):
-        if item.instruction.opcode not in PLUMBING:
-            moved = module.operand_bytes(item.computation, item.instruction) + shape_bytes(item.instruction.shape)
-            once += moved
-            often += item.times * moved
-    return often / once if once else 1.0
+def _loops(planned: PlannedStep, counted_flops: float) -> float:
+    """How many times more work a call does than the compiler counts, which takes each loop's body once.
+
+    Read from the FLOPs, which are known with all trips: layers in a loop, microbatches and steps of one call move
+    their bytes as often as they multiply.
+    """
+    steps = planned.step.options.steps_per_call
+    return max(1.0, planned.flops * steps / counted_flops) if counted_flops > 0 else 1.0

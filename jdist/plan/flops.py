@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist import dataflow
 
@@ -50,9 +51,16 @@ def _flops(jaxpr: Any) -> int:
 
 
 def _convolution(eqn: Any) -> int:
-    """As the textbook counts it: products with padding are counted as if the padding were data."""
-    numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
-    out_channels, in_channels, *spatial = (kernel[i] for i in numbers.rhs_spec)
-    del out_channels  # is a dimension of the result
-    dilation = prod(eqn.params["lhs_dilation"])  # zeros put between the inputs take no work
-    return 2 * prod(eqn.outvars[0].aval.shape) * in_channels * prod(spatial) // dilation
+    """Products with padding and with the zeros between dilated inputs take no work and are left out."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    image, kernel, result = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    pairs = 1
+    for d in range(len(result) - 2):
+        low, _ = params["padding"][d]
+        spread, apart = params["lhs_dilation"][d], params["rhs_dilation"][d]
+        outputs = np.arange(result[numbers.out_spec[d + 2]]) * params["window_strides"][d]
+        at = outputs[:, None] + np.arange(kernel[numbers.rhs_spec[d + 2]]) * apart - low
+        inside = (at >= 0) & (at <= (image[numbers.lhs_spec[d + 2]] - 1) * spread) & (at % spread == 0)
+        pairs *= int(inside.sum())
+    rows, features = (result[numbers.out_spec[i]] for i in (0, 1))
+    return 2 * rows * features * kernel[numbers.rhs_spec[1]] * pairs

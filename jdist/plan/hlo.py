@@ -12,8 +12,6 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "s4": 4, "u
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_SEVERAL = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
-# They hand on a value, or part of the program's plumbing, and move no bytes.
-PLUMBING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 
 
 @dataclass(frozen=True, kw_only=True)

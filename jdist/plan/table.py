@@ -80,7 +80,7 @@ def _work(plan: Plan) -> list[str]:
         *_aligned(
             [
                 ("  FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
-                ("  bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, as the compiler counts; loop trips included"),
+                ("  bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, as the compiler counts them, scaled where it counts a loop once"),
             ]
         ),
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 from jdist.errors import DeviceError
+from jdist.strategies import libtpu
 from jdist.strategy import Device
 
 # What libtpu calls each chip, and the options that give the devices JAX has on a machine with that chip.
@@ -33,15 +33,6 @@ CHIPS: dict[str, dict[str, Any]] = {
     "tpu7x": {},
 }
 FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", or "v5p:8x8x8,slices=2" for several slices'
-
-# Only while a topology is looked up: no question to a metadata server that is not there, no lock on the machine's
-# one libtpu, and no warnings about a TPU worker's environment on a machine that is none.
-_WITHOUT_A_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +97,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
         DeviceError: no such topology, or libtpu is missing or cannot be loaded.
     """
     topology = parse_topology(name)
-    if importlib.util.find_spec("libtpu") is None:
+    if not libtpu.is_installed():
         raise DeviceError(
             f"compiling for {name!r}, which is not here, needs the TPU compiler: pip install 'jdist[plan-tpu]'."
         )
@@ -116,7 +107,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
     if len([n for n in topology.shape if n > 1]) < 2:  # less than the 2 x 2 chips that libtpu takes a host to have
         options["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
     try:
-        with _environment(_WITHOUT_A_TPU):
+        with _environment(libtpu.compiler_environment(os.environ)):
             found = topologies.get_topology_desc(
                 f"{topology.chip}:{'x'.join(map(str, topology.shape))}", "tpu", **options
             )
@@ -169,11 +160,10 @@ def local_tpu_devices() -> tuple[Device, ...]:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets those variables that are not set, and takes them back."""
-    added = [name for name in variables if name not in os.environ]
-    os.environ.update({name: variables[name] for name in added})
+    """Sets variables and takes them back: what this process starts may be meant for a TPU that is here."""
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in added:
+        for name in variables:
             del os.environ[name]

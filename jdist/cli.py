@@ -66,10 +66,12 @@ def plan(
     sweep: Annotated[str | None, tyro.conf.arg(metavar="global_batch=...", help_behavior_hint="")] = None,
     no_check: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
 ) -> int:
-    """Compile a config's step for hardware that need not be here, and say what it needs there.
+    """Say what a config needs on hardware that is not here.
 
-    It prints what each device needs of memory and whether that fits, what the devices exchange, and a model
-    of the step's time. For a TPU it needs libtpu, which holds the compiler: pip install 'jdist[plan-tpu]'.
+    Its real step is compiled, and nothing is run. Printed are: what each device needs of memory and whether
+    that fits, what the devices exchange, and a model of the step's time. On cpu and gpu one real step is then
+    made, to compare the memory with. For a TPU it needs libtpu, which holds the compiler: pip install
+    'jdist[plan-tpu]'.
 
     For example:
       jdist plan configs/digits.yaml --topology v5p:8x8x8

@@ -1,6 +1,8 @@
 """`jdist.tpu`: its order and errors, and steps compiled by the real TPU compiler for TPUs that are not here."""
 
 import importlib.util
+import itertools
+import os
 import re
 
 import flax.linen as nn
@@ -99,7 +101,7 @@ class TestOrder:
 
     def test_neighbours_on_the_mesh_are_neighbours_in_the_torus(self):
         coords = [d.coords for d in topology_devices("v6e:16x16")]
-        pairs = zip(coords, coords[1:], strict=False)
+        pairs = itertools.pairwise(coords)
         hops = [sum(min(abs(a - b), 16 - abs(a - b)) for a, b in zip(x, y, strict=True)) for x, y in pairs]
         assert hops.count(1) >= 15 * 16  # within each of 16 lines; from line to line it may be two
 
@@ -116,8 +118,6 @@ class TestOrder:
             jdist.tpu(topology="v5p:3x3x3")
 
     def test_the_environment_is_as_it_was(self):
-        import os
-
         before = dict(os.environ)
         topology_devices("v5e:2x4")
         assert dict(os.environ) == before
@@ -260,7 +260,9 @@ def test_a_transformer_exchanges_each_parameter_once(name, count):
 @needs_libtpu
 def test_slices_reduce_within_and_between():
     strategy = jdist.tpu(topology="v5e:2x4,slices=2")
-    step = jdist.distribute(lambda w, batch: (w - jdist.grad(lambda w: jdist.mean((batch["x"] @ w) ** 2))(w), {}), strategy)
+    step = jdist.distribute(
+        lambda w, batch: (w - jdist.grad(lambda w: jdist.mean((batch["x"] @ w) ** 2))(w), {}), strategy
+    )
     w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     lowered = step.lower(w, {"x": jax.ShapeDtypeStruct((64, 512), jnp.float32)})
     found = collectives(parse(lowered.compile().as_text()), dict(strategy.mesh.shape))

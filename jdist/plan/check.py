@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist.experiment.config import Config
@@ -55,9 +56,7 @@ def check_memory(config: Config, parts: Parts, planned: PlannedStep, memory: Mem
     """
     strategy = parts.strategy
     state = strategy.init(*state_maker(config, parts))
-    dataset = strategy.distribute_dataset(
-        parts.train_data, steps_per_call=config.train.steps_per_call, prefetch=0
-    )
+    dataset = strategy.distribute_dataset(parts.train_data, steps_per_call=config.train.steps_per_call, prefetch=0)
     batch = next(iter(dataset))
     token = np.zeros(2, np.int32).nbytes
     arguments = bytes_on_a_device((state, batch)) + token
@@ -84,6 +83,9 @@ def bytes_on_a_device(tree: PyTree) -> int:
     """Bytes that a tree of arrays holds on the first of its devices."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        data = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        if not isinstance(leaf, jax.Array):  # under default a batch stays on the host until the step takes it
+            total += leaf.nbytes
+            continue
+        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         total += data.addressable_shards[0].data.nbytes
     return total

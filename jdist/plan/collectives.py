@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdist.plan.hlo import Executed, Module, executed
+from jdist.plan.hlo import Executed, Module, executed, shape_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 BETWEEN_SLICES = "all-reduce between slices"
@@ -59,8 +59,11 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         if kind == "all-gather":
             payload *= size
         if kind == BETWEEN_SLICES:
-            payload = _sent_bytes(module, item)
+            sent = module.computations[item.computation].get(item.instruction.operands[0])
+            payload = 0 if sent is None else shape_bytes(sent.shape)
             axes, count, size = "between slices", 1, 0
+        elif size == 1:
+            continue  # a device by itself exchanges nothing
         else:
             axes, count = axes_of(groups, mesh_shape), len(groups)
         total = found.setdefault((kind, axes, count, size, item.certain), [0, 0])
@@ -80,14 +83,6 @@ def _kind(item: Executed) -> str | None:
     if item.instruction.opcode == "send" and "_xla_megascale_transfer_type" in item.instruction.attributes:
         return BETWEEN_SLICES  # TPU slices reduce among each other by messages over the data-centre network
     return None
-
-
-def _sent_bytes(module: Module, item: Executed) -> int:
-    known = module.computations[item.computation]
-    first = known.get(item.instruction.operands[0])
-    from jdist.plan.hlo import shape_bytes
-
-    return 0 if first is None else shape_bytes(first.shape)
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:

@@ -94,7 +94,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
             raise
         return too_large(str(exc))
     compile_s = time.perf_counter() - start
-    module = parse(compiled.as_text())
+    module = parse(compiled.as_text() or "")
     stats: Any = compiled.memory_analysis()
     memory = Memory(
         arguments=stats.argument_size_in_bytes,
@@ -121,7 +121,9 @@ def too_large(message: str) -> TooLarge:
     """
     text = message.partition("RESOURCE_EXHAUSTED:")[2].strip() or message
     used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", text)
-    temporaries = re.search(r"required for HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", text)
+    temporaries = re.search(
+        r"required for HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", text
+    )
     found = used or temporaries
     return TooLarge(
         message=text.splitlines()[0],

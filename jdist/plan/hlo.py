@@ -172,7 +172,9 @@ def _executed(module: Module, computation: str, times: int, certain: bool) -> It
         called = dict(_CALLED.findall(instruction.attributes))
         if instruction.opcode == "while":
             trips = trip_count(module, computation, instruction)
-            yield from _executed(module, called["body"], times * (1 if trips is None else trips), certain and trips is not None)
+            yield from _executed(
+                module, called["body"], times * (1 if trips is None else trips), certain and trips is not None
+            )
         elif instruction.opcode in ("call", "conditional", "async-start", "custom-call", "fusion"):
             names = [name for key, name in called.items() if key != "condition"]
             for several in _CALLED_SEVERAL.findall(instruction.attributes):

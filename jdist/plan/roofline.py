@@ -46,9 +46,7 @@ class Estimate:
         return self.exchange_s / self.step_s if self.step_s else 0.0
 
 
-def estimate(
-    chip: Chip, *, flops: float, memory_bytes: float, exchanged: Sequence[Collective], chips: int
-) -> Estimate:
+def estimate(chip: Chip, *, flops: float, memory_bytes: float, exchanged: Sequence[Collective], chips: int) -> Estimate:
     """The model's step time on some number of chips, the work of each chip staying the same.
 
     Args:

@@ -47,7 +47,10 @@ def _memory(plan: Plan) -> list[str]:
         assert plan.refusal is not None  # a plan has the one or the other
         lines = [title, f"  does not fit; the compiler: {plan.refusal.message}"]
         if plan.refusal.needed is not None and plan.refusal.available is not None:
-            over, what = plan.refusal.needed - plan.refusal.available, "temporaries alone" if plan.refusal.partly else "it"
+            over, what = (
+                plan.refusal.needed - plan.refusal.available,
+                "temporaries alone" if plan.refusal.partly else "it",
+            )
             lines.append(
                 f"  {what} would need {size(plan.refusal.needed)} of {size(plan.refusal.available)}, {size(over)} too much"
             )
@@ -80,7 +83,11 @@ def _work(plan: Plan) -> list[str]:
         *_aligned(
             [
                 ("  FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
-                ("  bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, as the compiler counts them, scaled where it counts a loop once"),
+                (
+                    "  bytes",
+                    f"{plan.bytes_moved:,.4g}",
+                    "to and from its memory, by the compiler's count; loops scaled",
+                ),
             ]
         ),
     ]

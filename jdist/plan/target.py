@@ -140,7 +140,9 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
     elif target.is_here:
         strategy = function(**kept)
     else:
-        raise StrategyError(f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored")
+        raise StrategyError(
+            f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored"
+        )
     if target.is_here:
         return strategy
     if strategy.transform == "pmap":

@@ -19,9 +19,7 @@ CHIP = Chip(
     network_bytes_per_s=1e7,
     source="https://example.org",
 )
-GRADIENTS = Collective(
-    kind="all-reduce", axes="replica", groups=1, group_size=8, count=1, bytes=10**8, certain=True
-)
+GRADIENTS = Collective(kind="all-reduce", axes="replica", groups=1, group_size=8, count=1, bytes=10**8, certain=True)
 
 
 def model(chips, collectives=(GRADIENTS,), chip=CHIP, flops=2e12, memory_bytes=1e9):

@@ -22,7 +22,9 @@ def test_what_a_sweep_names(text, batches):
     assert parse_sweep(text) == batches
 
 
-@pytest.mark.parametrize("text", ["global_batch", "batch=1", "global_batch=0", "global_batch=8..4", "global_batch=0..4", ""])
+@pytest.mark.parametrize(
+    "text", ["global_batch", "batch=1", "global_batch=0", "global_batch=8..4", "global_batch=0..4", ""]
+)
 def test_what_is_no_sweep(text):
     with pytest.raises(ConfigError, match=r"--sweep is .*global_batch=128,256,384 or global_batch=128\.\.4096"):
         parse_sweep(text)

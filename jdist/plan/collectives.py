@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,7 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         if kind is None:
             continue
         groups = replica_groups(item.instruction.attributes, module.num_devices)
-        size = len(groups[0])
+        size = module.num_devices if groups is None else max(map(len, groups))
         payload = module.operand_bytes(item.computation, item.instruction)
         if kind == "all-gather":
             payload *= size
@@ -65,7 +65,7 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         elif size == 1:
             continue  # a device by itself exchanges nothing
         else:
-            axes, count = axes_of(groups, mesh_shape), len(groups)
+            axes, count = ("?", 1) if groups is None else (axes_of(groups, mesh_shape), len(groups))
         total = found.setdefault((kind, axes, count, size, item.certain), [0, 0])
         total[0] += item.times
         total[1] += item.times * payload
@@ -85,23 +85,28 @@ def _kind(item: Executed) -> str | None:
     return None
 
 
-def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
+def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | None:
     """The groups of devices of one collective.
 
     Args:
-        attributes: of the instruction; holds `replica_groups={{0,1},{2,3}}`, or as `[2,2]<=[4]`, or with a transpose
-            `[2,2]<=[2,2]T(1,0)`, or `source_target_pairs`.
+        attributes: of the instruction; holds `replica_groups={{0,1},{2,3}}`, or `[2,2]<=[4]`, or with a transpose
+            `[2,2]<=[2,2]T(1,0)`, or by axes `mesh['host'=2,'core'=2] {'core'}`, or `source_target_pairs`.
         num_devices: devices of the program, for `{}`, which means all of them.
 
     Returns:
-        Places of devices on the flattened mesh, group by group.
+        Places of devices on the flattened mesh, group by group; None if the form is another.
 
     Example:
         >>> replica_groups(", replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
         [(0, 2), (1, 3)]
     """
-    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})?\}", attributes)
-    if listed and listed[1]:
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    if pairs:
+        return _connected([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])])
+    if "replica_groups=" not in attributes or "replica_groups={}" in attributes:
+        return [tuple(range(num_devices))]
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
+    if listed:
         return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if counted:
@@ -110,7 +115,28 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
         if counted[3]:
             ids = ids.transpose(tuple(map(int, counted[3].split(","))))
         return [tuple(int(i) for i in group) for group in ids.reshape(shape)]
-    return [tuple(range(num_devices))]
+    by_axes = re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", attributes)
+    if by_axes:
+        mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
+        return [tuple(row) for row in _rows(mesh, re.findall(r"'(\w+)'", by_axes[2]))]
+    return None
+
+
+def _connected(pairs: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Devices that reach one another along the pairs."""
+    groups: list[set[int]] = []
+    for pair in pairs:
+        touched = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in touched] + [set(pair).union(*touched)]
+    return [tuple(sorted(group)) for group in groups]
+
+
+def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """Places on the flattened mesh, a row for each group of devices that differ along `axes` alone."""
+    names = list(mesh_shape)
+    ids = np.arange(int(np.prod(list(mesh_shape.values())))).reshape(tuple(mesh_shape.values()))
+    order = [i for i, name in enumerate(names) if name not in axes] + [names.index(name) for name in axes]
+    return ids.transpose(order).reshape(-1, int(np.prod([mesh_shape[name] for name in axes]))).tolist()
 
 
 def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str:
@@ -121,16 +147,12 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
         'host'
     """
     wanted = {frozenset(group) for group in groups}
-    ids = np.arange(int(np.prod(list(mesh_shape.values())))).reshape(tuple(mesh_shape.values()))
-    names = list(mesh_shape)
-    for size in range(1, len(names) + 1):
-        for axes in itertools.combinations(range(len(names)), size):
-            rest = [i for i in range(len(names)) if i not in axes]
-            rows = ids.transpose((*rest, *axes)).reshape(-1, int(np.prod([ids.shape[i] for i in axes])))
-            if {frozenset(row.tolist()) for row in rows} == wanted:
-                return " x ".join(names[i] for i in axes)
-    if len(wanted) == 1 and len(names) == 1 and ids.size % len(groups[0]) == 0:
-        return f"{names[0]} within a slice"  # every slice runs the program on its own devices, counted from 0
+    for size in range(1, len(mesh_shape) + 1):
+        for axes in itertools.combinations(mesh_shape, size):
+            if {frozenset(row) for row in _rows(mesh_shape, axes)} == wanted:
+                return " x ".join(axes)
+    if len(wanted) == 1 and len(mesh_shape) == 1 and int(np.prod(list(mesh_shape.values()))) % len(groups[0]) == 0:
+        return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
     return "?"
 
 

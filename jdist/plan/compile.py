@@ -120,6 +120,7 @@ def too_large(message: str) -> TooLarge:
         18790481920
     """
     text = message.partition("RESOURCE_EXHAUSTED:")[2].strip() or message
+    text = re.sub(r"^E\d+: \w+: ", "", text)  # newer compilers number their errors
     used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", text)
     temporaries = re.search(
         r"required for HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", text

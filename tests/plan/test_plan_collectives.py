@@ -23,6 +23,11 @@ from jdist.plan.hlo import parse
         ("replica_groups=[1,4]<=[4]", [(0, 1, 2, 3)]),
         ("replica_groups=[2,2]<=[4]", [(0, 1), (2, 3)]),
         ("replica_groups=[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
+        ("replica_groups=mesh['host'=2,'core'=2] {'core'}", [(0, 1), (2, 3)]),
+        ("replica_groups=mesh['host'=2,'core'=2] {'host'}", [(0, 2), (1, 3)]),
+        ("replica_groups=mesh['host'=2,'core'=2] {'host','core'}", [(0, 1, 2, 3)]),
+        ("source_target_pairs={{0,1},{1,0},{2,3}}", [(0, 1), (2, 3)]),
+        ("replica_groups=something new", None),
     ],
 )
 def test_replica_groups_in_every_form(written, groups):
@@ -71,7 +76,7 @@ def test_kinds_bytes_and_axes(mesh):
     assert found["all-reduce"] == ("core", 2, 4, 1, 128)
     assert found["all-gather"] == ("host", 4, 2, 1, 256)
     assert found["reduce-scatter"] == ("core", 2, 4, 1, 128)
-    assert found["collective-permute"][-2:] == (1, 128)
+    assert found["collective-permute"] == ("core", 2, 4, 1, 128)
     assert host_transfers(module) == 0
 
 

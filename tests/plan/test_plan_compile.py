@@ -28,12 +28,13 @@ from jdist.plan.step import plan_step
             True,
         ),
         ("RESOURCE_EXHAUSTED: something new", None, None, False),
+        ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Used 2.00K of 1.00K hbm.", 2048, 1024, False),
     ],
 )
 def test_the_compilers_refusals(message, needed, available, partly):
     found = too_large(message)
     assert (found.needed, found.available, found.partly) == (needed, available, partly)
-    assert found.message == message.partition(": ")[2].splitlines()[0]
+    assert found.message == message.rpartition("Oom: ")[2].removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
 
 
 def planned(tmp_path, *overrides):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jdist.strategies.default import get_strategy as get_strategy
     from jdist.strategies.mirrored import mirrored as mirrored
     from jdist.strategies.one_device import one_device as one_device
+    from jdist.strategies.tpu import tpu as tpu
     from jdist.strategy import Strategy as Strategy
     from jdist.transforms.distribute import distribute as distribute
     from jdist.values import PerReplica as PerReplica
@@ -60,6 +61,7 @@ _NAMES = {
     "replica_id": "jdist.replica",
     "replica_rng": "jdist.replica",
     "set_strategy": "jdist.context",
+    "tpu": "jdist.strategies.tpu",
     "value_and_grad": "jdist.replica",
 }
 __all__ = [*_MODULES, *_NAMES]

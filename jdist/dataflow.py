@@ -45,6 +45,11 @@ def contains_primitive(closed: Any, name: str) -> bool:
     return any(uses_primitive(eqn, name) for eqn in body_of(closed).eqns)
 
 
+def nested(eqn: Any) -> list[Any]:
+    """The bodies of the jaxprs that an equation holds: of a loop, a branch, a call."""
+    return [closed.jaxpr for closed in _nested(eqn.params.values())]
+
+
 def _nested(params: Iterable[Any]) -> Iterator[Any]:
     for param in params:
         if isinstance(param, jex.ClosedJaxpr):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import context
+from jdist.errors import DeviceError
 from jdist.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Strategy:
         reduction: the all-reduce algorithm.
         operations: the functions behind the methods.
         cluster: the processes that take part; None for one process.
+        topology: what the devices are part of if they are not here, such as "v5p:8x8x8"; None for devices
+            that are. Under such a strategy a step can be lowered and compiled, and nothing can be run.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Strategy:
     reduction: Reduction
     operations: Operations = field(repr=False)
     cluster: None = None
+    topology: str | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -112,6 +116,7 @@ class Strategy:
             >>> jdist.one_device().init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))["w"].shape
             (3,)
         """
+        self.need_devices("init")
         return self.operations.init(self, fn, args)
 
     def fetch(self, state: PyTree) -> PyTree:
@@ -127,6 +132,7 @@ class Strategy:
             ReplicaDivergenceError: replicas hold different values.
             NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
         """
+        self.need_devices("fetch")
         return self.operations.fetch(self, state)
 
     def check(self, state: PyTree) -> None:
@@ -136,6 +142,7 @@ class Strategy:
             NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
             ReplicaDivergenceError: names the leaves and the replicas that differ.
         """
+        self.need_devices("check")
         self.operations.check(self, state)
 
     def run(self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -149,6 +156,7 @@ class Strategy:
         Returns:
             `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`.
         """
+        self.need_devices("run")
         return self.operations.run(self, fn, args, kwargs)
 
     def distribute_dataset(
@@ -187,6 +195,7 @@ class Strategy:
             "prefetch": prefetch,
             "options": options,
         }
+        self.need_devices("distribute_dataset")
         return self.operations.distribute_dataset(self, dataset, given)
 
     def distribute_datasets_from_function(
@@ -237,7 +246,21 @@ class Strategy:
             "steps_per_call": steps_per_call,
             "options": options,
         }
+        self.need_devices("distribute_datasets_from_function")
         return self.operations.distribute_datasets_from_function(self, fn, given)
+
+    def need_devices(self, what: str) -> None:
+        """Refuses what cannot be done without the devices.
+
+        Raises:
+            DeviceError: the strategy was built for devices that are not here.
+        """
+        if self.topology is not None:
+            raise DeviceError(
+                f"these devices are not here: the strategy was built for the topology {self.topology!r}, to compile "
+                f"for, so `{what}` cannot run. `step.lower(state, batch).compile()` with `jax.ShapeDtypeStruct`s "
+                "works, and so does `jdist plan`. Where the devices are, leave `topology` out."
+            )
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it."""

@@ -35,6 +35,7 @@ NAMES = [
     "replica_id",
     "replica_rng",
     "set_strategy",
+    "tpu",
     "value_and_grad",
 ]
 

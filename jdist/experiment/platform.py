@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
+from jdist.strategies.libtpu import quiet_environment
 
 # deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
 # kernels by stopwatch, anew in each process.
@@ -61,6 +62,7 @@ def apply_platform(section: PlatformSection) -> None:
     """
     started = "jax" in sys.modules
     os.environ.update(platform_environment(section, os.environ))
+    os.environ.update(quiet_environment(os.environ))
     if section.cpu_devices is None or not started:
         return
     import jax

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,13 @@ class Parts:
         return epochs * self.rows_per_epoch + within * global_batch
 
 
-def prepare(config: Config, document: Document) -> Parts:
+def prepare(config: Config, document: Document, *, make: Callable[..., Strategy] = make_strategy) -> Parts:
     """Make what a config names.
 
     Args:
         config: the checked config.
         document: what it was read from, for the origins in messages.
+        make: builds the strategy from its name and options.
 
     Returns:
         The parts of the run.
@@ -89,7 +90,7 @@ def prepare(config: Config, document: Document) -> Parts:
     problems += wrong
     if not wrong:
         try:
-            strategy = make_strategy(name, **options)
+            strategy = make(name, **options)
         except (StrategyError, DeviceError) as exc:
             problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
     train, one_epoch, rows, steps = config.train, None, None, config.train.steps

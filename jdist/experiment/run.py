@@ -27,6 +27,7 @@ from jdist.experiment.prepare import prepare
 from jdist.experiment.progress import Meter, figures, open_report
 from jdist.experiment.record import open_folder, set_aside, write_atomically
 from jdist.experiment.resume import check_same_run
+from jdist.experiment.step import make_train_step, state_maker
 from jdist.experiment.stop import stop_requests
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.experiment.validate import Problem, refusal, show
@@ -76,18 +77,10 @@ def run(
             write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
 
         # State, data and steps, all laid out by the strategy.
-        key = jax.random.key(train.seed)
-        state = strategy.init(lambda key: task.create_state(key, parts.optimizer), key)
+        state = strategy.init(*state_maker(config, parts))
         train_set = strategy.distribute_dataset(parts.train_data, steps_per_call=train.steps_per_call)
         eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
-        train_step = jdist.distribute(
-            task.train_step,
-            strategy,
-            accumulate=train.accumulate,
-            steps_per_call=train.steps_per_call,
-            check_replicas=train.check_replicas or 0,
-            non_finite=train.non_finite,
-        )
+        train_step = make_train_step(config, parts)
         eval_step = jdist.distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
 
         # Where an earlier process of this run left off. A checkpoint also holds what compressed gradients left out.

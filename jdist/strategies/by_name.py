@@ -11,12 +11,14 @@ from jdist.errors import StrategyError
 from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.one_device import one_device
+from jdist.strategies.tpu import tpu
 from jdist.strategy import Strategy
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "default": default,
     "one_device": one_device,
     "mirrored": mirrored,
+    "tpu": tpu,
 }
 
 
@@ -24,7 +26,7 @@ def make_strategy(name: str, /, **options: Any) -> Strategy:
     """Builds a strategy by name.
 
     Args:
-        name: "default", "one_device" or "mirrored".
+        name: "default", "one_device", "mirrored" or "tpu".
         **options: arguments of the function of that name.
 
     Returns:

@@ -39,9 +39,11 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     found = tuple(find_device(d) for d in devices)
     if not found:
         raise DeviceError("`devices` is empty; name at least one, or leave it out to use every device JAX sees.")
-    for i, device in enumerate(found):
-        if device in found[:i]:
+    seen: set[Device] = set()
+    for device in found:
+        if device in seen:
             raise DeviceError(f"`devices` names {_name(device)} twice; every replica needs a device of its own.")
+        seen.add(device)
     platforms = sorted({d.platform for d in found})
     if len(platforms) > 1:
         raise DeviceError(f"`devices` mixes the platforms {', '.join(platforms)}; one mesh holds devices of one kind.")

@@ -76,7 +76,9 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     Raises:
         DonatedStateError: a leaf was consumed by an earlier call.
         StepError: a leaf is no array.
+        DeviceError: the strategy's devices are not here.
     """
+    strategy.need_devices("a step")
     check_no_deleted(state)
     if isinstance(state, WithResiduals):
         check_replicas(strategy, state.residuals)

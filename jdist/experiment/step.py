@@ -1,0 +1,33 @@
+"""The train step of an experiment and the state it works on; `run` runs them, `plan` compiles them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jdist
+from jdist.experiment.config import Config
+from jdist.experiment.prepare import Parts
+from jdist.transforms.step import DistributedStep
+
+PyTree = Any
+
+
+def make_train_step(config: Config, parts: Parts) -> DistributedStep:
+    """The task's step under the config's strategy, with the config's options."""
+    train = config.train
+    return jdist.distribute(
+        parts.task.train_step,
+        parts.strategy,
+        accumulate=train.accumulate,
+        steps_per_call=train.steps_per_call,
+        check_replicas=train.check_replicas or 0,
+        non_finite=train.non_finite,
+    )
+
+
+def state_maker(config: Config, parts: Parts) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
+    """What makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`."""
+    return lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(config.train.seed)

@@ -1,0 +1,169 @@
+"""What the devices of a compiled program exchange."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdist.plan.hlo import Executed, Module, executed, shape_bytes
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+BETWEEN_SLICES = "all-reduce between slices"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a program, or several that are alike.
+
+    Attributes:
+        kind: "all-reduce", "all-gather", ...
+        axes: the mesh axes that the exchange is over; "?" if the groups are not those of any axes.
+        groups: number of groups of devices that exchange among themselves.
+        group_size: devices in a group.
+        count: how often one call of the program runs it, loop trips included.
+        bytes: payload of all `count` together on one device: of what is reduced, or of what a gather results in.
+        certain: False if it stands in a loop whose number of trips cannot be read; one trip is then counted.
+    """
+
+    kind: str
+    axes: str
+    groups: int
+    group_size: int
+    count: int
+    bytes: int
+    certain: bool
+
+
+def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
+    """Every collective of a compiled program, equal ones together.
+
+    Args:
+        module: the program.
+        mesh_shape: devices along each mesh axis, in the order of the mesh.
+
+    Returns:
+        The collectives, the largest first.
+    """
+    found: dict[tuple[str, str, int, int, bool], list[int]] = {}
+    for item in executed(module):
+        kind = _kind(item)
+        if kind is None:
+            continue
+        groups = replica_groups(item.instruction.attributes, module.num_devices)
+        size = module.num_devices if groups is None else max(map(len, groups))
+        payload = module.operand_bytes(item.computation, item.instruction)
+        if kind == "all-gather":
+            payload *= size
+        if kind == BETWEEN_SLICES:
+            sent = module.computations[item.computation].get(item.instruction.operands[0])
+            payload = 0 if sent is None else shape_bytes(sent.shape)
+            axes, count, size = "between slices", 1, 0
+        elif size == 1:
+            continue  # a device by itself exchanges nothing
+        else:
+            axes, count = ("?", 1) if groups is None else (axes_of(groups, mesh_shape), len(groups))
+        total = found.setdefault((kind, axes, count, size, item.certain), [0, 0])
+        total[0] += item.times
+        total[1] += item.times * payload
+    made = [
+        Collective(kind=kind, axes=axes, groups=groups, group_size=size, count=count, bytes=total, certain=certain)
+        for (kind, axes, groups, size, certain), (count, total) in found.items()
+    ]
+    return tuple(sorted(made, key=lambda c: -c.bytes))
+
+
+def _kind(item: Executed) -> str | None:
+    opcode = item.instruction.opcode.removesuffix("-start")
+    if opcode in KINDS:
+        return opcode
+    if item.instruction.opcode == "send" and "_xla_megascale_transfer_type" in item.instruction.attributes:
+        return BETWEEN_SLICES  # TPU slices reduce among each other by messages over the data-centre network
+    return None
+
+
+def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | None:
+    """The groups of devices of one collective.
+
+    Args:
+        attributes: of the instruction; holds `replica_groups={{0,1},{2,3}}`, or `[2,2]<=[4]`, or with a transpose
+            `[2,2]<=[2,2]T(1,0)`, or by axes `mesh['host'=2,'core'=2] {'core'}`, or `source_target_pairs`.
+        num_devices: devices of the program, for `{}`, which means all of them.
+
+    Returns:
+        Places of devices on the flattened mesh, group by group; None if the form is another.
+
+    Example:
+        >>> replica_groups(", replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
+        [(0, 2), (1, 3)]
+    """
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    if pairs:
+        return _connected([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])])
+    if "replica_groups=" not in attributes or "replica_groups={}" in attributes:
+        return [tuple(range(num_devices))]
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
+    if listed:
+        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d, ]+)\}", listed[1])]
+    counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if counted:
+        shape, dims = (tuple(map(int, counted[i].split(","))) for i in (1, 2))
+        ids = np.arange(int(np.prod(dims))).reshape(dims)
+        if counted[3]:
+            ids = ids.transpose(tuple(map(int, counted[3].split(","))))
+        return [tuple(int(i) for i in group) for group in ids.reshape(shape)]
+    by_axes = re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", attributes)
+    if by_axes:
+        mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
+        return [tuple(row) for row in _rows(mesh, re.findall(r"'(\w+)'", by_axes[2]))]
+    return None
+
+
+def _connected(pairs: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Devices that reach one another along the pairs."""
+    groups: list[set[int]] = []
+    for pair in pairs:
+        touched = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in touched] + [set(pair).union(*touched)]
+    return [tuple(sorted(group)) for group in groups]
+
+
+def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """Places on the flattened mesh, a row for each group of devices that differ along `axes` alone."""
+    names = list(mesh_shape)
+    ids = np.arange(int(np.prod(list(mesh_shape.values())))).reshape(tuple(mesh_shape.values()))
+    order = [i for i, name in enumerate(names) if name not in axes] + [names.index(name) for name in axes]
+    return ids.transpose(order).reshape(-1, int(np.prod([mesh_shape[name] for name in axes]))).tolist()
+
+
+def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str:
+    """The mesh axes whose devices form `groups`, joined by " x "; "?" if none do.
+
+    Example:
+        >>> axes_of([(0, 2), (1, 3)], {"host": 2, "core": 2})
+        'host'
+    """
+    wanted = {frozenset(group) for group in groups}
+    for size in range(1, len(mesh_shape) + 1):
+        for axes in itertools.combinations(mesh_shape, size):
+            if {frozenset(row) for row in _rows(mesh_shape, axes)} == wanted:
+                return " x ".join(axes)
+    if len(wanted) == 1 and len(mesh_shape) == 1 and int(np.prod(list(mesh_shape.values()))) % len(groups[0]) == 0:
+        return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
+    return "?"
+
+
+def host_transfers(module: Module) -> int:
+    """How often one call of a program moves data between a device and its host, besides arguments and results."""
+    total = 0
+    for item in executed(module):
+        opcode, attributes = item.instruction.opcode, item.instruction.attributes
+        by_message = opcode in ("send", "recv") and "is_host_transfer=true" in attributes
+        if opcode in ("infeed", "outfeed") or (by_message and "_xla_megascale" not in attributes):
+            total += item.times
+        elif opcode in ("copy-start", "dynamic-update-slice", "dynamic-slice") and "S(5)" in item.instruction.shape:
+            total += item.times  # memory space 5 is the host's
+    return total

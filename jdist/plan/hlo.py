@@ -1,0 +1,230 @@
+"""The text of a compiled program: its instructions, and how often one call runs each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+# Bits of an element, as XLA names its types.
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "bf16": 16}
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_SEVERAL = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: what other lines call it.
+        shape: its result as XLA writes it, a tuple in parentheses.
+        opcode: "all-reduce", "fusion", ...
+        operands: names of the instructions it reads.
+        arguments: what stands in the parentheses after the opcode.
+        attributes: the rest of the line.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    arguments: str
+    attributes: str
+
+
+@dataclass(kw_only=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+        header: the line with its aliases and layout.
+        entry: name of the computation that a call runs.
+        computations: instructions by name, by computation.
+        roots: each computation's result.
+    """
+
+    header: str = ""
+    entry: str = ""
+    computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
+    roots: dict[str, Instruction] = field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that run the program together: partitions times replicas."""
+        found = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
+        return prod(int(match[1]) for match in found if match)
+
+    def operand_bytes(self, computation: str, instruction: Instruction) -> int:
+        """Bytes of all that an instruction reads."""
+        known = self.computations[computation]
+        return sum(shape_bytes(known[name].shape) for name in instruction.operands if name in known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executed:
+    """An instruction and how often one call of the program runs it.
+
+    Attributes:
+        computation: name of the computation that it stands in.
+        instruction: the instruction.
+        times: how often; in a branch of a conditional as if the branch were taken.
+        certain: False if it stands in a loop whose number of trips cannot be read: `times` then takes one.
+    """
+
+    computation: str
+    instruction: Instruction
+    times: int
+    certain: bool
+
+
+def parse(text: str) -> Module:
+    """Reads a compiled program.
+
+    Args:
+        text: what `jax.stages.Compiled.as_text()` returns.
+
+    Returns:
+        The program.
+
+    Example:
+        >>> import jax
+        >>> text = jax.jit(lambda x: x + 1).lower(1.0).compile().as_text()
+        >>> [i.opcode for i in parse(text).roots.values()][-1]
+        'fusion'
+    """
+    module, current = Module(), ""
+    for line in text.splitlines():
+        if line.startswith("HloModule"):
+            module.header = line
+        elif not line.startswith(" "):
+            header = _HEADER.match(line)
+            if header:
+                current = header[2]
+                module.computations[current] = {}
+                module.entry = current if header[1] else module.entry
+        elif current and " = " in line:
+            instruction = _instruction(line)
+            if instruction is not None:
+                module.computations[current][instruction.name] = instruction
+                if line.lstrip().startswith("ROOT "):
+                    module.roots[current] = instruction
+    return module
+
+
+def _instruction(line: str) -> Instruction | None:
+    line = re.sub(r"/\*.*?\*/", "", line)  # long lists hold comments such as /*index=5*/
+    name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+    shape, rest = _until_closed(rest) if rest.startswith("(") else rest.split(" ", 1)
+    opcode, paren, _ = rest.strip().partition("(")
+    if not paren:
+        return None
+    inside, attributes = _until_closed(rest.strip()[len(opcode) :])
+    return Instruction(
+        name=name.lstrip("%"),
+        shape=shape,
+        opcode=opcode,
+        operands=tuple(re.findall(r"%([\w.\-]+)", inside)),
+        arguments=inside[1:-1],
+        attributes=attributes,
+    )
+
+
+def _until_closed(text: str) -> tuple[str, str]:
+    """Splits after the parenthesis that closes the first one."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[: i + 1], text[i + 1 :]
+    return text, ""
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of a shape as XLA writes it, without the padding of its layout; of a tuple, of all its parts.
+
+    Example:
+        >>> shape_bytes("(f32[2,3]{1,0:T(8,128)S(1)}, bf16[4]{0}, pred[])")
+        33
+    """
+    total = 0
+    for kind, dims in re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape):
+        digits = re.search(r"\d+", kind)
+        bits = _BITS.get(kind, int(digits[0]) if digits else 0)
+        # A bound such as "<=8" marks a dynamic dimension; the buffer is as large as its bound.
+        total += (prod(int(d.lstrip("<=")) for d in dims.split(",") if d) * bits + 7) // 8
+    return total
+
+
+def executed(module: Module) -> Iterator[Executed]:
+    """Every instruction that one call runs, loops and called computations followed; fusions are not looked into.
+
+    A fusion that stands for a collective (TPU fuses a slice into an all-reduce) is followed.
+    """
+    yield from _executed(module, module.entry, 1, True)
+
+
+def _executed(module: Module, computation: str, times: int, certain: bool) -> Iterator[Executed]:
+    for instruction in module.computations.get(computation, {}).values():
+        yield Executed(computation=computation, instruction=instruction, times=times, certain=certain)
+        called = dict(_CALLED.findall(instruction.attributes))
+        if instruction.opcode == "while":
+            trips = trip_count(module, computation, instruction)
+            yield from _executed(
+                module, called["body"], times * (1 if trips is None else trips), certain and trips is not None
+            )
+        elif instruction.opcode in ("call", "conditional", "async-start", "custom-call", "fusion"):
+            names = [name for key, name in called.items() if key != "condition"]
+            for several in _CALLED_SEVERAL.findall(instruction.attributes):
+                names += [name.strip().lstrip("%") for name in several.split(",") if name.strip()]
+            for name in names:
+                if instruction.opcode != "fusion" or _is_collective(module, name):
+                    yield from _executed(module, name, times, certain)
+
+
+def _is_collective(module: Module, computation: str) -> bool:
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    return any(i.opcode.startswith(kinds) for i in module.computations.get(computation, {}).values())
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """How often a loop runs; None if that cannot be read.
+
+    XLA writes it down on CPU and GPU. On TPU it is read from the loop: a counter that starts at a constant and is
+    compared with one. JAX's loops count up by one.
+    """
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if known:
+        return int(known[1])
+    condition = dict(_CALLED.findall(loop.attributes))["condition"]
+    inside, test = module.computations.get(condition, {}), module.roots.get(condition)
+    if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes or len(test.operands) != 2:
+        return None
+    counter, bound = (inside[name] for name in test.operands)
+    outside = module.computations[computation]
+    initial = outside.get(loop.operands[0])
+    start = _element(outside, initial, counter)
+    if bound.opcode == "get-tuple-element":  # a bound that the loop carries along
+        end = _element(outside, initial, bound)
+    else:
+        end = _constant(inside, bound)
+    return None if start is None or end is None else max(0, end - start)
+
+
+def _element(outside: dict[str, Instruction], initial: Instruction | None, read: Instruction) -> int | None:
+    """The constant that a loop's state holds at first where `read` reads it."""
+    index = re.search(r"index=(\d+)", read.attributes)
+    if initial is None or initial.opcode != "tuple" or index is None:
+        return None
+    return _constant(outside, outside.get(initial.operands[int(index[1])]))
+
+
+def _constant(known: dict[str, Instruction], instruction: Instruction | None) -> int | None:
+    """The whole number that an instruction is, followed through copies."""
+    while instruction is not None and instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+        instruction = known.get(instruction.operands[0])
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None

@@ -1,0 +1,158 @@
+"""A config and a target -> what its step needs there; reads top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jdist.experiment.config import Config
+from jdist.experiment.load import Document
+from jdist.experiment.prepare import prepare
+from jdist.experiment.summary import arithmetic
+from jdist.plan import roofline
+from jdist.plan.check import MemoryCheck, check_memory
+from jdist.plan.collectives import Collective, collectives, host_transfers
+from jdist.plan.compile import CompiledStep, Memory, TooLarge, compile_step
+from jdist.plan.hardware import Chip, chip_of
+from jdist.plan.step import plan_step
+from jdist.plan.target import Target, find_target_devices, strategy_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one optimiser step of a config needs on each device of a target.
+
+    Attributes:
+        target: what it was compiled for, as it was asked for.
+        device_kind: what JAX calls the device.
+        num_devices: how many.
+        global_batch: rows of a step over all replicas.
+        summary: strategy, batch and length in words.
+        capacity: bytes of a device's memory; None if nobody says.
+        memory: of one device; None if the compiler refused the step.
+        refusal: the compiler's words, if it refused.
+        flops: operations of matrix products and convolutions on one device.
+        bytes_moved: between a device and its memory.
+        collectives: what the devices exchange in one step.
+        host_transfers: moves between a device and its host inside one call.
+        steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
+        estimates: a model of the step's time; empty if the chip has no public figures here.
+        chip: those figures.
+        checks: predicted and measured memory, where a step could be run.
+        compile_s: seconds to lower and compile.
+    """
+
+    target: str
+    device_kind: str
+    num_devices: int
+    global_batch: int
+    summary: str
+    capacity: int | None
+    memory: Memory | None = None
+    refusal: TooLarge | None = None
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    host_transfers: int = 0
+    steps_per_call: int = 1
+    estimates: tuple[roofline.Estimate, ...] = ()
+    chip: Chip | None = None
+    checks: tuple[MemoryCheck, ...] = ()
+    compile_s: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device's memory holds the step; None if its size is not known."""
+        if self.refusal is not None or self.memory is None:
+            return False
+        return None if self.capacity is None else self.memory.total <= self.capacity
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values; sizes in bytes, times in seconds."""
+        values = dataclasses.asdict(self) | {"fits": self.fits, "formula": roofline.FORMULA}
+        if self.memory is not None:
+            values["memory"]["total"] = self.memory.total
+        for made, estimate in zip(values["estimates"], self.estimates, strict=True):
+            made |= {"step_s": estimate.step_s, "exchange_share": estimate.exchange_share}
+        for made, check in zip(values["checks"], self.checks, strict=True):
+            made["error"] = check.error
+        return values
+
+
+def make_plan(config: Config, document: Document, target: Target, *, check: bool = True) -> Plan:
+    """Compiles a config's step for a target and reads what it needs; on the devices themselves nothing is allocated.
+
+    Args:
+        config: the checked config.
+        document: what it was read from.
+        target: what to compile for; `settle` was called for it.
+        check: where the devices are here, also make one step and compare its memory with the prediction.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: the config names something that is not there.
+        DeviceError: the target's devices cannot be found or described.
+    """
+    devices = find_target_devices(target)
+    parts = prepare(config, document, make=functools.partial(strategy_on, target, devices))
+    kind, steps = devices[0].device_kind, config.train.steps_per_call
+    chip = chip_of(kind)
+    planned = plan_step(config, parts)
+    compiled = compile_step(planned)
+    plan = Plan(
+        target=target.name,
+        device_kind=kind,
+        num_devices=parts.strategy.num_replicas,
+        global_batch=config.train.global_batch,
+        summary=arithmetic(config, parts),
+        capacity=_capacity(target, devices, chip),
+        flops=planned.flops,
+        steps_per_call=steps,
+        chip=chip,
+    )
+    if isinstance(compiled, TooLarge):
+        available = plan.capacity if compiled.available is None else compiled.available
+        return dataclasses.replace(plan, refusal=compiled, capacity=available)
+    mesh = parts.strategy.mesh
+    exchanged = _per_step(compiled, {} if mesh is None else mesh.shape, steps)
+    moved = compiled.bytes_moved / steps
+    estimates = (
+        tuple(
+            roofline.estimate(chip, flops=planned.flops, memory_bytes=moved, exchanged=exchanged, chips=n)
+            for n in sorted({*roofline.CHIPS, plan.num_devices} - {1})
+        )
+        if chip is not None
+        else ()
+    )
+    return dataclasses.replace(
+        plan,
+        memory=compiled.memory,
+        bytes_moved=moved,
+        collectives=exchanged,
+        host_transfers=host_transfers(compiled.module),
+        estimates=estimates,
+        checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
+        compile_s=compiled.compile_s,
+    )
+
+
+def _per_step(compiled: CompiledStep, mesh_shape: Mapping[str, int], steps: int) -> tuple[Collective, ...]:
+    """The collectives of one optimiser step out of those of a call."""
+    found = collectives(compiled.module, mesh_shape) if mesh_shape else ()
+    return tuple(dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in found)
+
+
+def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
+    """Memory of one device: as its allocator says, as its maker says, or its share of this machine's."""
+    if target.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    stats = devices[0].memory_stats() if target.is_here else None
+    if stats is not None and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return None if chip is None else chip.hbm_bytes

@@ -1,0 +1,61 @@
+"""The step that `jdist run` would compile, and the shapes it is called with; nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdist.data.distribute import distributed_dataset
+from jdist.experiment.config import Config
+from jdist.experiment.prepare import Parts
+from jdist.experiment.step import make_train_step, state_maker
+from jdist.plan.flops import count_flops
+from jdist.transforms.step import DistributedStep
+
+PyTree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A step with the shapes of its arguments.
+
+    Attributes:
+        step: the config's train step.
+        state: shapes of the state.
+        batch: shapes of the global batch of one call, over all replicas, padding and mask included.
+        flops: operations of the matrix products and convolutions of one optimiser step on one device.
+    """
+
+    step: DistributedStep
+    state: PyTree
+    batch: PyTree
+    flops: float
+
+
+def plan_step(config: Config, parts: Parts) -> PlannedStep:
+    """The train step of an experiment, ready to be lowered.
+
+    Args:
+        config: the checked config.
+        parts: what `prepare` made of it; the devices of its strategy need not be here.
+
+    Returns:
+        The step and the shapes.
+    """
+    steps = config.train.steps_per_call
+    create, key = state_maker(config, parts)
+    state = jax.eval_shape(create, key)
+    dataset = distributed_dataset(
+        parts.train_data, num_replicas=parts.strategy.num_replicas, place=None, steps_per_call=steps, prefetch=0
+    )
+    batch = dataset.element_spec
+    of_one_step = batch
+    if steps > 1:
+        of_one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    # Without a strategy the step sees all rows and does the work of all replicas, none of it in jdist's own loops.
+    flops = count_flops(parts.task.train_step, state, of_one_step)
+    return PlannedStep(
+        step=make_train_step(config, parts), state=state, batch=batch, flops=flops / parts.strategy.num_replicas
+    )

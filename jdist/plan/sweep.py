@@ -1,0 +1,55 @@
+"""`--sweep global_batch=...`: the same step with other global batches, and the largest that fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from jdist.errors import ConfigError
+from jdist.plan.plan import Plan
+
+
+def parse_sweep(text: str) -> list[int]:
+    """The global batches that a sweep names, in rising order.
+
+    Args:
+        text: `global_batch=128,256,384`, or `global_batch=128..4096` for doublings.
+
+    Returns:
+        The batches.
+
+    Raises:
+        ConfigError: it is neither.
+
+    Example:
+        >>> parse_sweep("global_batch=128..1000")
+        [128, 256, 512]
+    """
+    listed = re.fullmatch(r"(?:train\.)?global_batch=(\d+(?:,\d+)*)", text)
+    if listed and all(int(n) for n in listed[1].split(",")):
+        return sorted({int(n) for n in listed[1].split(",")})
+    doubled = re.fullmatch(r"(?:train\.)?global_batch=([1-9]\d*)\.\.([1-9]\d*)", text)
+    if doubled and int(doubled[1]) <= int(doubled[2]):
+        first, last = int(doubled[1]), int(doubled[2])
+        return [first << n for n in range((last // first).bit_length())]
+    raise ConfigError(
+        f"--sweep is {text!r}; it must be global_batch=128,256,384 or global_batch=128..4096, which doubles from 128."
+    )
+
+
+def sweep(batches: list[int], plan: Callable[[int], Plan]) -> list[Plan]:
+    """Plans each global batch in turn, up to the first that does not fit.
+
+    Args:
+        batches: in rising order.
+        plan: makes the plan of one.
+
+    Returns:
+        The plans made; more rows never need less memory, so what comes after a misfit is left out.
+    """
+    plans: list[Plan] = []
+    for batch in batches:
+        plans.append(plan(batch))
+        if plans[-1].fits is False:
+            break
+    return plans

@@ -1,0 +1,171 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from jdist.plan import roofline
+from jdist.plan.plan import Plan
+
+
+def show(plan: Plan) -> str:
+    """The whole plan, some thirty lines."""
+    lines = [*plan.summary.splitlines(), "", *_memory(plan)]
+    if plan.memory is not None:
+        lines += ["", *_work(plan), "", *_collectives(plan), "", *_model(plan)]
+        lines += ["", *_checks(plan)] if plan.checks else []
+        lines += ["", f"compiled in {plan.compile_s:.1f} s"]
+    return "\n".join(lines)
+
+
+def show_sweep(plans: Sequence[Plan]) -> str:
+    """One line a plan, and the largest global batch that fits."""
+    rows = [("global batch", "memory of a device", "of it free", "")]
+    for plan in plans:
+        if plan.memory is None:
+            needed = None if plan.refusal is None else plan.refusal.needed
+            rows.append((f"{plan.global_batch:,}", size(needed) if needed else "?", "", "does not fit"))
+            continue
+        free = None if plan.capacity is None else plan.capacity - plan.memory.total
+        rows.append(
+            (
+                f"{plan.global_batch:,}",
+                size(plan.memory.total),
+                "" if free is None else size(free),
+                {True: "fits", False: "does not fit", None: "memory not known"}[plan.fits],
+            )
+        )
+    fitting = [plan.global_batch for plan in plans if plan.fits]
+    found = f"largest that fits: {max(fitting):,}" if fitting else "none of them fits"
+    return "\n".join([*_aligned(rows), found])
+
+
+def _memory(plan: Plan) -> list[str]:
+    title = f"memory of each of {plan.num_devices:,} {plan.device_kind} devices"
+    if plan.memory is None:
+        assert plan.refusal is not None  # a plan has the one or the other
+        lines = [title, f"  does not fit; the compiler: {plan.refusal.message}"]
+        if plan.refusal.needed is not None and plan.refusal.available is not None:
+            over, what = (
+                plan.refusal.needed - plan.refusal.available,
+                "temporaries alone" if plan.refusal.partly else "it",
+            )
+            lines.append(
+                f"  {what} would need {size(plan.refusal.needed)} of {size(plan.refusal.available)}, {size(over)} too much"
+            )
+        lines.append("  a smaller train.global_batch, more devices, or train.accumulate=2 need less")
+        return lines
+    m = plan.memory
+    rows = [
+        ("  arguments", size(m.arguments), "state and batch"),
+        ("  outputs", size(m.outputs), f"{size(m.aliased)} of it in place of donated arguments"),
+        ("  temporaries", size(m.temporaries), "activations, gradients, buffers"),
+        ("  program", size(m.code), ""),
+        ("  host", size(m.host), f"{plan.host_transfers} moves between device and host in a step"),
+        ("  total", size(m.total), _verdict(plan)),
+    ]
+    return [title, *_aligned(rows)]
+
+
+def _verdict(plan: Plan) -> str:
+    assert plan.memory is not None
+    if plan.capacity is None:
+        return "the memory of this device is not known"
+    free = plan.capacity - plan.memory.total
+    of = f"of {size(plan.capacity)}"
+    return f"{of}: fits, {size(free)} free" if free >= 0 else f"{of}: does not fit, {size(-free)} too much"
+
+
+def _work(plan: Plan) -> list[str]:
+    return [
+        "work of a device in one step",
+        *_aligned(
+            [
+                ("  FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
+                (
+                    "  bytes",
+                    f"{plan.bytes_moved:,.4g}",
+                    "to and from its memory, by the compiler's count; loops scaled",
+                ),
+            ]
+        ),
+    ]
+
+
+def _collectives(plan: Plan) -> list[str]:
+    if not plan.collectives:
+        return ["collectives in one step: none"]
+    rows = [("  kind", "count", "bytes", "mesh axis", "groups")]
+    for c in plan.collectives:
+        sure = "" if c.certain else " at least: a loop's trips could not be read"
+        groups = f"{c.groups:,} of {c.group_size:,}{sure}" if c.group_size else sure.strip()
+        rows.append((f"  {c.kind}", f"{c.count:,}", f"{c.bytes:,}", c.axes, groups))
+    return ["collectives in one step", *_aligned(rows)]
+
+
+def _model(plan: Plan) -> list[str]:
+    if plan.chip is None:
+        return [f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}"]
+    rows = [("  chips", "compute", "exchange", "step", "exchange / step", "bound by")]
+    for e in plan.estimates:
+        if e.exchange_s is None or e.step_s is None or e.exchange_share is None:
+            rows.append((f"  {e.chips:,}", duration(e.compute_s), "?", "?", "?", "no public figure of the network"))
+            continue
+        rows.append(
+            (
+                f"  {e.chips:,}",
+                duration(e.compute_s),
+                duration(e.exchange_s),
+                duration(e.step_s),
+                f"{e.exchange_share:.1%}",
+                e.bound if e.exchange_s < e.compute_s else "exchange",
+            )
+        )
+    formula = textwrap.wrap(roofline.FORMULA, 110, initial_indent="  ", subsequent_indent="  ")
+    peaks = (
+        f"  {plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
+        f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
+        f"up to {plan.chip.domain_chips:,} chips ({plan.chip.source})"
+    )
+    return ["time of a step: a model from public peaks, not a measurement", *_aligned(rows), *formula, peaks]
+
+
+def _checks(plan: Plan) -> list[str]:
+    rows = [("  what", "predicted", "measured", "error")]
+    rows += [(f"  {c.what}", f"{c.predicted:,}", f"{c.measured:,}", f"{c.error:+.2%}") for c in plan.checks]
+    lines = ["memory: predicted, and measured in one real step (bytes of a device)", *_aligned(rows)]
+    if not any("peak" in c.what for c in plan.checks):
+        lines.append("  this device has no allocator that counts, so the temporaries are not compared")
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns; the first and the last to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if i in (0, last) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size(number: int) -> str:
+    """Bytes in the unit that suits them: `1.50 GiB`."""
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{number:,} B" if unit == "B" else f"{value:,.2f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them: `1.2 ms`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:,.3g} {unit}"
+    return f"{seconds * 1e6:,.3g} us"

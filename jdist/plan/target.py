@@ -1,0 +1,150 @@
+"""`--topology`: which devices to compile for, and a config's strategy on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jdist.errors import DeviceError, StrategyError
+from jdist.experiment.config import PlatformSection
+from jdist.experiment.platform import apply_platform
+
+if TYPE_CHECKING:
+    from jdist.strategy import Device, Strategy
+
+KNOWN = 'a TPU such as "v5e:2x4", "v6e:16x16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What to compile for.
+
+    Attributes:
+        name: as it was asked for.
+        platform: "tpu", "cpu" or "gpu".
+        count: how many devices; None for all there are, or for a TPU, whose topology says it.
+    """
+
+    name: str
+    platform: str
+    count: int | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the devices are here, so that a step can also be run."""
+        return self.platform != "tpu"
+
+
+def parse_target(name: str) -> Target:
+    """Reads what `--topology` says.
+
+    Args:
+        name: "cpu:8", "gpu", "gpu:4", or a TPU topology.
+
+    Returns:
+        The target.
+
+    Raises:
+        DeviceError: none of these; lists the forms.
+
+    Example:
+        >>> parse_target("cpu:8").count
+        8
+    """
+    match = re.fullmatch(r"(cpu|gpu)(?::([1-9]\d*))?", name)
+    if match:
+        return Target(name=name, platform=match[1], count=int(match[2]) if match[2] else None)
+    if ":" not in name or name.startswith(("cpu", "gpu")):
+        near = difflib.get_close_matches(name, ["cpu:8", "gpu", "v4:2x2x1", "v5e:2x4", "v5p:8x8x8", "v6e:16x16"], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
+    from jdist.strategies.topology import parse_topology
+
+    parse_topology(name)
+    return Target(name=name, platform="tpu")
+
+
+def settle(target: Target, section: PlatformSection) -> None:
+    """Sets what has to be settled before JAX starts: virtual CPU devices, or no wait for an accelerator.
+
+    Args:
+        target: what to compile for.
+        section: the config's `platform`; its `cpu_devices` gives way to the target's.
+    """
+    if target.platform == "gpu":
+        apply_platform(section.model_copy(update={"cpu_devices": None}))
+    elif "jax" not in sys.modules or not _started_with(target):
+        # A TPU's compiler runs on this machine's CPU, whatever else is here.
+        apply_platform(section.model_copy(update={"cpu_devices": target.count or 1}))
+
+
+def _started_with(target: Target) -> bool:
+    """Whether this process has JAX on CPU already, with enough devices; so it is in a notebook or a test."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    match = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    enough = int(match[1]) if match else 1
+    return os.environ.get("JAX_PLATFORMS") == "cpu" and enough >= (target.count or 1)
+
+
+def find_target_devices(target: Target) -> tuple[Device, ...]:
+    """The devices of a target, in the order that a mesh over them has.
+
+    Raises:
+        DeviceError: they are not there, or cannot be described.
+    """
+    if target.platform == "tpu":
+        from jdist.strategies.topology import topology_devices
+
+        return topology_devices(target.name)
+    import jax
+
+    try:
+        found = jax.local_devices(backend=target.platform)
+    except RuntimeError as exc:
+        reason = str(exc).partition("\n")[0]
+        raise DeviceError(f"--topology {target.name}: JAX finds no {target.platform} here: {reason}.") from exc
+    if len(found) < (target.count or 1):
+        raise DeviceError(f"--topology {target.name}: there are only {len(found)} {target.platform} devices here.")
+    return tuple(found[: target.count])
+
+
+def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **options: Any) -> Strategy:
+    """The strategy that a config names, on a target's devices instead of those that it would find.
+
+    Args:
+        target: what to compile for.
+        devices: its devices.
+        name: the strategy.
+        **options: of that strategy; which devices it is to take is left out.
+
+    Returns:
+        The strategy; where the devices are not here, one that can only be compiled for.
+
+    Raises:
+        StrategyError: the strategy cannot be built on chosen devices, or an option is not right.
+    """
+    from jdist.strategies.by_name import STRATEGIES
+
+    function = STRATEGIES["mirrored" if name == "tpu" else name]  # on given devices `tpu` is `mirrored`
+    kept = {k: v for k, v in options.items() if k not in ("devices", "device", "topology", "name")}
+    known = inspect.signature(function).parameters
+    if "devices" in known:
+        strategy = function(devices=devices, **kept)
+    elif "device" in known:
+        strategy = function(device=devices[0], **kept)
+    elif target.is_here:
+        strategy = function(**kept)
+    else:
+        raise StrategyError(
+            f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored"
+        )
+    if target.is_here:
+        return strategy
+    if strategy.transform == "pmap":
+        raise StrategyError('`transform` is "pmap", which JAX compiles only for devices that are here; say "shard_map"')
+    return dataclasses.replace(strategy, topology=target.name)

@@ -1,0 +1,47 @@
+"""libtpu, the library that drives a TPU and holds its compiler, on a machine without a TPU. Imports no JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+# What libtpu otherwise asks a metadata server that is not there, and warns about on standard error.
+_NO_WORKER = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_NO_LOCK = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # it locks the machine, and a compiler needs no such lock
+
+
+def is_installed() -> bool:
+    """Whether libtpu can be found."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
+    """The variables to set for a process that is to use libtpu as a compiler; those that are set already are kept.
+
+    Args:
+        environ: the environment as it is.
+        dev: where device files are.
+    """
+    wanted = _NO_LOCK if _has_tpu(dev) else _NO_LOCK | _NO_WORKER
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def quiet_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
+    """The variables that keep libtpu quiet where it is installed and JAX looks for a TPU that is not there.
+
+    Args:
+        environ: the environment as it is.
+        dev: where device files are.
+    """
+    if not is_installed() or _has_tpu(dev):
+        return {}
+    return {name: value for name, value in _NO_WORKER.items() if name not in environ}
+
+
+def _has_tpu(dev: Path) -> bool:
+    return any(dev.glob("accel*")) or any(dev.glob("vfio/*"))

@@ -1,0 +1,169 @@
+"""TPU devices in the order of their interconnect: those of this machine, or of one that is only described.
+
+libtpu holds the TPU compiler, and it can describe any TPU: on the devices that it gives a program can be
+compiled as for the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils, topologies
+
+from jdist.errors import DeviceError
+from jdist.strategies import libtpu
+from jdist.strategy import Device
+
+# What libtpu calls each chip, and the options that give the devices JAX has on a machine with that chip.
+# A v4 chip has two cores that JAX drives as one device ("megacore"); later chips need no option for it.
+CHIPS: dict[str, dict[str, Any]] = {
+    "v2": {},
+    "v3": {},
+    "v4": {"chip_config_name": "megacore"},
+    "v5e": {},
+    "v5p": {},
+    "v6e": {},
+    "tpu7x": {},
+}
+FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", or "v5p:8x8x8,slices=2" for several slices'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What a name such as "v5p:8x8x8,slices=2" says.
+
+    Attributes:
+        chip: "v5p".
+        shape: chips of one slice along each dimension of its torus.
+        slices: how many such slices, joined by the data-centre network.
+    """
+
+    chip: str
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.chip}:{'x'.join(map(str, self.shape))}"
+        return text if self.slices == 1 else f"{text},slices={self.slices}"
+
+
+def parse_topology(name: str) -> Topology:
+    """Reads a topology's name.
+
+    Args:
+        name: CHIP:SHAPE or CHIP:SHAPE,slices=N.
+
+    Returns:
+        Its parts.
+
+    Raises:
+        DeviceError: it is none; says the forms and the nearest chip.
+
+    Example:
+        >>> parse_topology("v5p:8x8x8").shape
+        (8, 8, 8)
+    """
+    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?", str(name))
+    if match is None:
+        raise DeviceError(f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}. {_chips(str(name))}")
+    chip, shape, slices = match.groups()
+    if chip not in CHIPS:
+        raise DeviceError(f"{name!r}: there is no TPU {chip!r}. {_chips(chip)}")
+    return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
+
+
+def _chips(name: str) -> str:
+    near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
+    return (f"Did you mean {near[0]!r}? " if near else "") + f"Chips: {', '.join(CHIPS)}."
+
+
+def topology_devices(name: str) -> tuple[Device, ...]:
+    """The devices of a topology that need not be here, in the order of their interconnect.
+
+    Args:
+        name: as `parse_topology` reads it.
+
+    Returns:
+        Devices to build a mesh of and to compile for; nothing can be put on them.
+
+    Raises:
+        DeviceError: no such topology, or libtpu is missing or cannot be loaded.
+    """
+    topology = parse_topology(name)
+    if not libtpu.is_installed():
+        raise DeviceError(
+            f"compiling for {name!r}, which is not here, needs the TPU compiler: pip install 'jdist[plan-tpu]'."
+        )
+    options = dict(CHIPS[topology.chip])
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if len([n for n in topology.shape if n > 1]) < 2:  # less than the 2 x 2 chips that libtpu takes a host to have
+        options["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
+    try:
+        with _environment(libtpu.compiler_environment(os.environ)):
+            found = topologies.get_topology_desc(
+                f"{topology.chip}:{'x'.join(map(str, topology.shape))}", "tpu", **options
+            )
+    except (RuntimeError, NotImplementedError) as exc:
+        reason = str(exc).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ")
+        raise DeviceError(f"libtpu cannot describe {name!r}: {reason}. Forms: {FORMS}.") from exc
+    return in_interconnect_order(found.devices)
+
+
+def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Orders TPU devices such that neighbours in the order are neighbours in the torus; slices stay together.
+
+    Args:
+        devices: all devices of one slice, or of several slices of one shape.
+
+    Returns:
+        The same devices.
+    """
+    slices = sorted({getattr(d, "slice_index", None) or 0 for d in devices})
+    if len(slices) == 1:
+        return tuple(mesh_utils.create_device_mesh((len(devices),), devices=devices).flat)
+    per_slice = len(devices) // len(slices)
+    return tuple(mesh_utils.create_hybrid_device_mesh((per_slice,), (len(slices),), devices=devices).flat)
+
+
+def local_tpu_devices() -> tuple[Device, ...]:
+    """The TPU devices of this machine, in the order of their interconnect; starts the TPU if nothing has yet.
+
+    Raises:
+        DeviceError: JAX sees no TPU here, or one that several hosts share.
+    """
+    try:
+        devices = jax.devices("tpu")
+    except RuntimeError as exc:
+        seen = ", ".join(f"{d.platform}:{d.id}" for d in jax.local_devices()[:4])
+        raise DeviceError(
+            f"there is no TPU here; JAX sees {seen}{', ...' if jax.local_device_count() > 4 else ''}"
+            f" (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}). In Colab: Runtime, Change runtime type, TPU. On a "
+            "Cloud TPU VM: pip install 'jdist[tpu]', and leave JAX_PLATFORMS unset. To compile for a TPU that is not "
+            'here: jdist.tpu(topology="v5e:2x4").'
+        ) from exc
+    hosts = {d.process_index for d in devices}
+    if len(hosts) > 1:
+        raise DeviceError(
+            f"this TPU slice spans {len(hosts)} hosts, {len(devices)} devices; `jdist.tpu` drives those of one host. Take "
+            "a slice of one host, such as v5e-8."
+        )
+    return in_interconnect_order(devices)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables and takes them back: what this process starts may be meant for a TPU that is here."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]

@@ -1,0 +1,70 @@
+"""A copy of the state on every TPU device, on a mesh in the order of the interconnect."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import get_args
+
+from jdist.errors import StrategyError
+from jdist.reduction import Reduction, make_reduction
+from jdist.strategies.local import strategy_over
+from jdist.strategies.topology import local_tpu_devices, topology_devices
+from jdist.strategy import Strategy, Transform
+
+
+def tpu(
+    topology: str | None = None,
+    name: str | None = None,
+    *,
+    transform: Transform = "shard_map",
+    all_reduce: str | Reduction = "psum",
+    axis: str = "replica",
+) -> Strategy:
+    """Runs a step on every TPU device: as `mirrored`, on a mesh in the order of the interconnect.
+
+    Neighbours on the mesh are neighbours in the torus; where there are several slices, each lies on the mesh in
+    one piece, so that only a reduction between slices crosses the data-centre network. Calling it again gives
+    the same devices: JAX starts a TPU once in a process.
+
+    Args:
+        topology: None for the TPU of this machine (a Cloud TPU VM, Colab). A name such as "v5p:8x8x8" or
+            "v5p:8x8x8,slices=2" for one that is not here: a step can then be lowered and compiled, not run.
+        name: the TPU's name, as `TPUClusterResolver(tpu=name)` takes it. JAX drives the TPU of the machine it runs
+            on, so the name is only compared with TPU_NAME; None, "" and "local" fit any.
+        transform: "shard_map" or "jit"; as in `mirrored`. "pmap" too, without `topology`.
+        all_reduce: how replicas sum their gradients: a name, or a `jdist.reduction.Reduction`.
+        axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+
+    Returns:
+        A Strategy with one replica a device.
+
+    Raises:
+        DeviceError: there is no TPU here, no such topology, or libtpu is missing.
+        StrategyError: `name`, `transform`, `all_reduce` or `axis` is not allowed.
+
+    Example:
+        >>> import jdist
+        >>> jdist.tpu(topology="v5e:2x4").num_replicas
+        8
+    """
+    allowed = [t for t in get_args(Transform) if topology is None or t != "pmap"]
+    if transform not in allowed:
+        # JAX runs pmap's batches through a small program of their own, for which it wants real devices.
+        raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
+    _check_name(name)
+    reduction = make_reduction(all_reduce)
+    devices = local_tpu_devices() if topology is None else topology_devices(topology)
+    made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
+    return dataclasses.replace(made, topology=topology)
+
+
+def _check_name(name: str | None) -> None:
+    here = os.environ.get("TPU_NAME", "")
+    if name in (None, "", "local", here):
+        return
+    remedy = f"TPU_NAME is {here!r} here" if here else "TPU_NAME is not set here"
+    raise StrategyError(
+        f"`name` is {name!r}, but JAX drives the TPU of the machine it runs on, and {remedy}. Start the program on the "
+        f"TPU VM {name!r} itself, and leave `name` out."
+    )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jdist import context, replica
 from jdist.errors import GlobalViewError, StepError
+from jdist.values import is_key
 
 PyTree = Any
 Aggregation = Literal["mean", "sum", "first", "per_replica"]
@@ -47,7 +48,7 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
         old: with "sum", the state that came in; a tree like `new`.
 
     Returns:
-        A tree like `new`, the same on every replica, exact to the last bit whatever the strategy's `all_reduce` is.
+        A tree like `new`, the same on every replica, and exact where the strategy's `all_reduce` is not.
 
     Raises:
         StepError: `how` is none of these, `old` is missing or not asked for, or a mean of integers.
@@ -76,7 +77,7 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
             )
         if axes is None:
             return jax.tree.map(lambda x: jnp.asarray(x)[None], new)
-        return jax.tree.map(lambda x: jax.lax.all_gather(jnp.asarray(x), axes), new)
+        return _on_arrays(lambda x: jax.lax.all_gather(x, axes), new)
     if axes is None:
         return new
     # By JAX's own collectives: a strategy's all-reduce may be one that compresses gradients.
@@ -84,7 +85,21 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
         return jax.tree.map(lambda x: jax.lax.pmean(jnp.asarray(x), axes), new)
     if how == "sum":
         return jax.tree.map(lambda x, before: before + jax.lax.psum(x - before, axes), new, old)
-    return jax.tree.map(lambda x: jax.lax.all_gather(jnp.asarray(x), axes)[0], new)
+    is_first = replica.replica_id() == 0
+    # As a sum, which takes the memory of one version where a gather takes that of all.
+    return _on_arrays(lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes), new)
+
+
+def _on_arrays(collective: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Applies a collective to every leaf; to keys and bools as the numbers that they are made of."""
+
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if is_key(x):
+            return jax.random.wrap_key_data(collective(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return collective(x.astype(jnp.uint8)).astype(x.dtype) if x.dtype == jnp.bool_ else collective(x)
+
+    return jax.tree.map(one, tree)
 
 
 def _check_has_mean(new: PyTree) -> None:

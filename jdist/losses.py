@@ -59,11 +59,9 @@ def compute_average_loss(
                 f"{losses.shape}; the weights' shape must be the beginning of the losses' shape, usually [rows]."
             )
         losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    if global_batch is None:
-        rows: Any = losses.shape[0] * _parts("compute_average_loss", " or pass `global_batch`")
-    else:
-        rows = _checked_rows(global_batch)
-    return losses.sum() / rows
+    parts, weight = _parts("compute_average_loss", global_batch is not None)
+    rows = losses.shape[0] * parts if global_batch is None else _checked_rows(global_batch)
+    return losses.sum() * weight / rows
 
 
 def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Array:
@@ -89,20 +87,28 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
     """
     loss = jnp.asarray(regularization_loss)
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-    return loss.sum() / _parts("scale_regularization_loss", "")
+    parts, weight = _parts("scale_regularization_loss", knows_the_whole=False)
+    return loss.sum() * weight / parts
 
 
-def _parts(call: str, remedy: str) -> int:
-    """In how many parts the loss of one step is computed: replicas times microbatches."""
+def _parts(call: str, knows_the_whole: bool) -> tuple[int, int]:
+    """In how many parts a step's loss is computed, replicas times microbatches, and by what each has to be multiplied.
+
+    In the global view there is no `op="sum"`: microbatches are averaged, so each stands for all of them.
+    """
     if not context.in_replica_context():
+        if knows_the_whole:
+            return 1, 1
         raise StepError(
             f"jdist.{call} was called within `strategy.scope()` but outside a step, where no replica computes. Call it in a "
-            f"distributed step or in `strategy.run`{remedy}."
+            "distributed step or in `strategy.run`."
         )
     trace = context.current_trace()
-    parts = 1 if trace is None or trace.strategy.transform == "jit" else replica.num_replicas()
     recorder = None if trace is None else trace.recorder
-    return parts * recorder.num_microbatches if recorder is not None and recorder.at == "gradient" else parts
+    microbatches = recorder.num_microbatches if recorder is not None and recorder.at == "gradient" else 1
+    if trace is not None and trace.strategy.transform == "jit":
+        return microbatches, microbatches
+    return replica.num_replicas() * microbatches, 1
 
 
 def _checked_rows(global_batch: Any) -> Any:

@@ -48,14 +48,18 @@ class TestAggregate:
     def test_first_is_exact_for_any_leaf(self, two):
         def step():
             one = jdist.replica_id()
-            x = jnp.where(one == 0, jnp.array([jnp.nan, -0.0, jnp.inf]), 1.0)
+            x = jnp.where(one == 0, jnp.array([jnp.nan, -2.5, jnp.inf]), 1.0)
             key = jax.random.fold_in(jax.random.key(0), one)
-            x, flag, key = jdist.aggregate((x, one == 0, key), "first")
-            return x, flag, jax.random.key_data(key)
+            x, flag, first_key = jdist.aggregate((x, one == 0, key), "first")
+            flags, keys = jdist.aggregate((one == 0, key), "per_replica")
+            assert (flags.shape, keys.shape, keys.dtype) == ((2,), (2,), key.dtype)
+            return x, flag, jax.random.key_data(first_key), flags, jax.random.key_data(keys)
 
-        x, flag, key = two.run(step).value
-        np.testing.assert_array_equal(x[1], [np.nan, -0.0, np.inf])
-        assert np.signbit(x[1][1])
+        x, flag, key, flags, keys = two.run(step).value
+        assert flags.tolist() == [[True, False]] * 2
+        assert keys[0].tolist() == keys[1].tolist()
+        assert keys[0, 0].tolist() == key[0].tolist() != keys[0, 1].tolist()
+        np.testing.assert_array_equal(x[1], [np.nan, -2.5, np.inf])
         assert flag.tolist() == [True, True]
         assert key[0].tolist() == key[1].tolist()
 

@@ -41,7 +41,7 @@ class TestComputeAverageLoss:
     def test_in_a_scope_outside_a_step_only_with_the_global_batch(self):
         with TWO.scope():
             assert float(jdist.compute_average_loss(jnp.array([1.0, 2.0]), global_batch=3)) == 1.0
-            with pytest.raises(StepError, match=r"compute_average_loss was called within.*or pass `global_batch`"):
+            with pytest.raises(StepError, match="compute_average_loss was called within"):
                 jdist.compute_average_loss(jnp.array([1.0, 2.0]))
 
     def test_what_is_refused(self):
@@ -50,7 +50,7 @@ class TestComputeAverageLoss:
         with pytest.raises(StepError, match=r"`sample_weight` has shape \(3,\), `per_example_loss` has shape \(2,\)"):
             jdist.compute_average_loss(jnp.ones(2), jnp.ones(3))
         for wrong in (0, -1, 2.0, "2", True, jnp.ones(2, int), jnp.float32(2)):
-            with pytest.raises(StepError, match="`global_batch` is .*positive integer"):
+            with pytest.raises(StepError, match=r"`global_batch` is .*positive integer"):
                 jdist.compute_average_loss(jnp.ones(2), global_batch=wrong)
 
 
@@ -70,15 +70,18 @@ X = np.arange(8, dtype=np.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"steps_per_call": 1, "accumulate": 4}], ids=str)
+@pytest.mark.parametrize("rows", [None, 8])
 @pytest.mark.parametrize("name", ["default", "shard_map", "pmap", "jit"])
-def test_a_step_of_parts_equals_one_of_the_whole_batch(name, options):
+def test_a_step_of_parts_equals_one_of_the_whole_batch(name, rows, options):
     """Also with microbatches, of which each holds a part of its replica's part."""
     strategy = jdist.default() if name == "default" else TRANSFORMS[name]
     op = "mean" if name == "jit" else "sum"
 
     def step(w, x):
         def loss_fn(w):
-            return jdist.compute_average_loss((w * x - 1) ** 2) + jdist.scale_regularization_loss(w**2)
+            return jdist.compute_average_loss((w * x - 1) ** 2, global_batch=rows) + jdist.scale_regularization_loss(
+                w**2
+            )
 
         loss, grad = jdist.value_and_grad(loss_fn, op=op)(w)
         return w - 0.01 * grad, {"loss": loss}

@@ -10,10 +10,15 @@ if TYPE_CHECKING:
     from jdist import errors as errors
     from jdist import nnx as nnx
     from jdist import reduction as reduction
+    from jdist.aggregation import aggregate as aggregate
+    from jdist.aggregation import first_replica_only as first_replica_only
     from jdist.context import has_strategy as has_strategy
+    from jdist.context import in_replica_context as in_replica_context
     from jdist.context import set_strategy as set_strategy
     from jdist.data.input_context import InputContext as InputContext
     from jdist.data.input_options import InputOptions as InputOptions
+    from jdist.losses import compute_average_loss as compute_average_loss
+    from jdist.losses import scale_regularization_loss as scale_regularization_loss
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
     from jdist.replica import grad as grad
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from jdist.strategy import Strategy as Strategy
     from jdist.transforms.distribute import distribute as distribute
     from jdist.values import PerReplica as PerReplica
+    from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
 _MODULES = ("data", "errors", "nnx", "reduction")
@@ -44,13 +50,18 @@ _NAMES = {
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",
     "WithResiduals": "jdist.values",
+    "ValueContext": "jdist.values",
+    "aggregate": "jdist.aggregation",
     "all_gather": "jdist.replica",
     "all_reduce": "jdist.replica",
+    "compute_average_loss": "jdist.losses",
     "default": "jdist.strategies.default",
     "distribute": "jdist.transforms.distribute",
+    "first_replica_only": "jdist.aggregation",
     "get_strategy": "jdist.strategies.default",
     "grad": "jdist.replica",
     "has_strategy": "jdist.context",
+    "in_replica_context": "jdist.context",
     "make_strategy": "jdist.strategies.by_name",
     "mean": "jdist.replica",
     "mirrored": "jdist.strategies.mirrored",
@@ -60,6 +71,7 @@ _NAMES = {
     "replica_axes": "jdist.replica",
     "replica_id": "jdist.replica",
     "replica_rng": "jdist.replica",
+    "scale_regularization_loss": "jdist.losses",
     "set_strategy": "jdist.context",
     "tpu": "jdist.strategies.tpu",
     "value_and_grad": "jdist.replica",

@@ -184,10 +184,12 @@ class _Analysis:
         for eqn in dataflow.effects_of(closed):
             is_late = any(v in self.late for v in eqn.invars if _is_var(v))
             (self.late_effects if is_late else self.early_effects).append(eqn)
+        # An update part that runs where the parameters live knows no replica's number; one that runs on the replicas does.
+        elsewhere = any(cut.kind == "update" for cut in cuts)
         self.varying = dataflow.dependents(
             closed,
             [*self.batch, self.microbatch],
-            starts=lambda eqn: dataflow.uses_primitive(eqn, "axis_index"),
+            starts=lambda eqn: elsewhere and dataflow.uses_primitive(eqn, "axis_index"),
         )
 
     def _flat(self, lists: list[list[Any]], which: Callable[[Cut], bool]) -> list[Any]:

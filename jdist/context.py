@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 from jax.extend.core import get_opaque_trace_state
 
+from jdist.errors import StrategyError
+
 if TYPE_CHECKING:
     from jdist.strategy import Strategy
 
@@ -117,12 +119,32 @@ def current_trace() -> ReplicaTrace | None:
 
 @contextlib.contextmanager
 def scope(strategy: Strategy) -> Iterator[Strategy]:
-    """Makes `strategy` the current one within a `with` block."""
+    """Makes `strategy` the current one within a `with` block.
+
+    Raises:
+        StrategyError: another strategy's scope is open, other than the default one's.
+    """
+    check_not_mixed(strategy)
     token = _scoped.set(strategy)
     try:
         yield strategy
     finally:
         _scoped.reset(token)
+
+
+def check_not_mixed(strategy: Strategy) -> None:
+    """Refuses to use `strategy` within the scope, or in a step, of another one.
+
+    Raises:
+        StrategyError: names both.
+    """
+    outer = _scoped.get()
+    if outer is None or outer is strategy or outer.name == "default":
+        return
+    raise StrategyError(
+        f"two strategies are mixed: within the scope of {outer!r} no other may be used, here {strategy!r}. Leave the "
+        "first one's `with` block before, or use that strategy for both; two calls of `jdist.mirrored()` make two strategies."
+    )
 
 
 def set_strategy(strategy: Strategy | None) -> None:
@@ -133,6 +155,23 @@ def set_strategy(strategy: Strategy | None) -> None:
 def current_strategy() -> Strategy | None:
     """The strategy of the innermost scope, else the process-wide one, else None."""
     return _scoped.get() or (_process_wide[0] if _process_wide else None)
+
+
+def in_replica_context() -> bool:
+    """Whether the caller's code is what a replica runs.
+
+    True while a distributed step or `strategy.run`'s function is traced, in the global view too; and where no strategy other
+    than the default one is current, as code is then run by itself, once. False within `strategy.scope()` outside a step.
+
+    Source: `tf.distribute.in_cross_replica_context`, which is the opposite.
+
+    Example:
+        >>> import jdist
+        >>> with jdist.one_device().scope() as strategy:
+        ...     jdist.in_replica_context(), strategy.run(lambda: jdist.in_replica_context()).value.tolist()
+        (False, [True])
+    """
+    return current_trace() is not None or not has_strategy()
 
 
 def has_strategy() -> bool:

@@ -2,8 +2,8 @@
 
     JDistError
     ├── DeviceError            a device was asked for that is not there, or one cannot serve
-    ├── StrategyError          a strategy's name or options
-    ├── StepError              a step, its roles, or what it returned
+    ├── StrategyError          a strategy's name or options, or two strategies mixed
+    ├── StepError              a step, its roles, what it returned, or what its replicas hold
     │   ├── BoundaryError      a step that cannot be split into gradient part and update part
     │   └── GlobalViewError    a replica call without meaning in a step that sees the whole batch
     ├── BatchError             a batch that does not fit the replicas, or whose leaves disagree
@@ -30,11 +30,11 @@ class DeviceError(JDistError, ValueError):
 
 
 class StrategyError(JDistError, ValueError):
-    """A strategy's name or options are not valid."""
+    """A strategy's name or options are not valid, or two strategies are mixed in one scope."""
 
 
 class StepError(JDistError, ValueError):
-    """A step, its declared roles, or what it returned is not valid."""
+    """A step, its declared roles, what it returned, or values of its replicas are not valid."""
 
 
 class BoundaryError(StepError):

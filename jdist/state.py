@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist import context
+from jdist.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.errors import StepError
 
 PyTree = Any
@@ -87,6 +88,7 @@ class TrainState:
         opt_state: the optimiser's state.
         rng: a PRNG key, or None.
         extra: further collections by name (batch statistics, an average of the parameters, ...), each a pytree.
+        aggregation: `(collection, how)` of each collection that replicas write differently; static.
         apply_fn: the model's apply function; static.
         tx: the optimiser; static.
 
@@ -104,6 +106,7 @@ class TrainState:
     extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)
     apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
     tx: optax.GradientTransformation = dataclasses.field(metadata={"static": True})
+    aggregation: tuple[tuple[str, Aggregation], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @classmethod
     def create(
@@ -113,6 +116,7 @@ class TrainState:
         tx: optax.GradientTransformation,
         apply_fn: Callable[..., Any] | None = None,
         rng: jax.Array | None = None,
+        aggregation: Mapping[str, Aggregation] | None = None,
         **extra: PyTree,
     ) -> TrainState:
         """A state before the first step.
@@ -122,8 +126,22 @@ class TrainState:
             tx: the optimiser.
             apply_fn: the model's apply function.
             rng: a PRNG key for steps that draw.
+            aggregation: how `apply_gradients` brings together what replicas made of a collection, for example
+                `{"batch_stats": "mean", "seen": "sum"}`; see `jdist.aggregate`. With "per_replica" the collection leads
+                with an axis of replicas. A collection left out must come out the same on every replica.
             **extra: further collections, read back as `state.extra[name]`.
+
+        Raises:
+            StepError: `aggregation` names no collection, or no aggregation.
         """
+        aggregation = dict(aggregation or {})
+        for name, how in aggregation.items():
+            check_aggregation(how)
+            if name not in extra:
+                raise StepError(
+                    f"TrainState.create: `aggregation` names {name!r}, which is no collection; there are "
+                    f"{sorted(extra) or 'none'}."
+                )
         return cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -132,6 +150,7 @@ class TrainState:
             extra=extra,
             apply_fn=apply_fn,
             tx=tx,
+            aggregation=tuple(aggregation.items()),
         )
 
     def apply_gradients(self, *, grads: PyTree, **extra: PyTree) -> TrainState:
@@ -139,12 +158,17 @@ class TrainState:
 
         Args:
             grads: gradient, a tree like `params`.
-            **extra: new values of collections that `create` declared.
+            **extra: new values of collections that `create` declared, this replica's where `aggregation` says how to
+                bring them together.
 
         Raises:
             StepError: a collection that `create` did not declare.
         """
         self._check_declared(extra)
+        for name, how in self.aggregation:
+            if name in extra:
+                old = {"old": self.extra[name]} if how == "sum" else {}
+                extra[name] = aggregate(extra[name], how, **old)
         updates, opt_state = optimizer(self.tx).update(grads, self.opt_state, self.params)
         return dataclasses.replace(
             self,
@@ -155,7 +179,7 @@ class TrainState:
         )
 
     def replace(self, **changes: PyTree) -> TrainState:
-        """A copy with some fields, or some declared collections, changed.
+        """A copy with some fields, or some declared collections, changed; nothing is aggregated.
 
         Raises:
             StepError: neither a field nor a declared collection.

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist import context
+from jdist import collect, context
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
+from jdist.values import PerReplica, ValueContext, values_from_function
 
 if TYPE_CHECKING:
     from jdist.data.distribute import DistributedDataset
@@ -150,7 +151,8 @@ class Strategy:
 
         Args:
             fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
-            *args: `PerReplica` values and distributed batches arrive as the replica's own part, all else whole.
+            *args: `PerReplica` values (of one size on all replicas) and distributed batches arrive as the replica's own
+                part, all else whole.
             **kwargs: as `args`.
 
         Returns:
@@ -158,6 +160,80 @@ class Strategy:
         """
         self.need_devices("run")
         return self.operations.run(self, fn, args, kwargs)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Each replica's version of a value, on the host.
+
+        Args:
+            value: a `PerReplica`, a distributed batch (each replica's rows), or a tree with such in it.
+
+        Returns:
+            One tree of numpy arrays for each replica, in order; `(value,)` where nothing in it differs between replicas.
+
+        Raises:
+            StepError: a `PerReplica` of another number of replicas.
+        """
+        return collect.local_results(value, self.num_replicas, self.batch_sharding)
+
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
+        """Makes a value for each replica.
+
+        Args:
+            fn: called on the host once for each replica, with a `jdist.ValueContext`; returns a pytree of arrays or
+                numbers. Sizes may differ between replicas; such values stay on the host and cannot go into `run` or a step.
+
+        Returns:
+            A `PerReplica`, each replica's value on its own device.
+
+        Raises:
+            StepError: the values' trees differ, or hold what is no array of numbers.
+
+        Example:
+            >>> import jdist
+            >>> strategy = jdist.one_device()
+            >>> value = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group + 5)
+            >>> [int(x) for x in strategy.run(lambda x: x * 2, value).local_results()]
+            [10]
+        """
+        return values_from_function(fn, self.num_replicas, self.batch_sharding)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenates what the replicas hold, on the host.
+
+        Args:
+            value: a `PerReplica` or a distributed batch, each leaf of rank 1 or more.
+            axis: the axis to concatenate along, on which alone sizes may differ; negative counts from the end.
+
+        Returns:
+            A tree of numpy arrays.
+
+        Raises:
+            StepError: a leaf is a scalar, has no such axis, or differs in size on another one.
+        """
+        return collect.gather(value, axis, self.num_replicas, self.batch_sharding)
+
+    def reduce(self, op: collect.HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None = None) -> PyTree:
+        """Reduces what the replicas hold to one value, on the host.
+
+        Args:
+            op: "sum" or "mean".
+            value: a `PerReplica`, a distributed batch, or for "mean" what is the same on all replicas.
+            axis: None reduces over the replicas alone, shapes are then alike. An axis, or a tuple of them, is reduced as
+                well, and its size may differ between replicas: a mean divides by the true count.
+
+        Returns:
+            A tree of numpy arrays; dtypes as `jdist.all_reduce` has them.
+
+        Raises:
+            StepError: `op` or `axis` is not allowed, what is left differs in shape, or a mean of nothing.
+
+        Example:
+            >>> import jdist, numpy as np
+            >>> strategy = jdist.one_device()
+            >>> float(strategy.reduce("mean", jdist.PerReplica.of([np.arange(4)]), axis=0))
+            1.5
+        """
+        return collect.reduce(op, value, axis, self.num_replicas, self.batch_sharding)
 
     def distribute_dataset(
         self,
@@ -263,7 +339,11 @@ class Strategy:
             )
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
-        """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it."""
+        """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it.
+
+        Raises:
+            StrategyError: another strategy's scope is open; the same one's may be opened again.
+        """
         return context.scope(self)
 
     def __repr__(self) -> str:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.errors import StepError
+
 PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Uneven:
+    """What replicas hold in different sizes, on the host: no array has them all, so each replica's tree is kept by itself.
+
+    Attributes:
+        parts: one pytree of numpy arrays a replica, all of the same structure.
+    """
+
+    parts: tuple[PyTree, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -19,19 +33,56 @@ class PerReplica:
     """A value that each replica holds its own version of.
 
     Inside a step, `PerReplica(x)` wraps this replica's `x` and keeps it from being averaged. Outside, the
-    same wrapper holds the versions of all replicas, stacked along a new leading axis.
+    same wrapper holds the versions of all replicas, stacked along a new leading axis. Versions of different sizes, which
+    `PerReplica.of` allows, stay on the host: `strategy.gather`, `strategy.reduce` and `local_results` take them, compiled
+    code (`strategy.run`, a step) does not.
 
     Attributes:
-        value: a pytree; inside a step this replica's arrays, outside arrays of shape [num_replicas, ...].
+        value: a pytree; inside a step this replica's arrays, outside arrays of shape [num_replicas, ...], or `Uneven`.
 
     Example:
         >>> import jdist, jax.numpy as jnp
         >>> strategy = jdist.one_device()
-        >>> strategy.run(lambda: jnp.float32(jdist.replica_id())).local_results()
-        (array(0., dtype=float32),)
+        >>> [float(x) for x in strategy.run(lambda: jnp.float32(jdist.replica_id())).local_results()]
+        [0.0]
     """
 
     value: PyTree
+
+    @classmethod
+    def of(cls, values: Sequence[PyTree]) -> PerReplica:
+        """Each replica's value, put together on the host.
+
+        Args:
+            values: one pytree of arrays or numbers a replica, in the order of the replicas; sizes may differ.
+
+        Returns:
+            The values stacked along a new leading axis; or kept apart, where their shapes differ.
+
+        Raises:
+            StepError: no value, trees of different structure, or a leaf that is no array of numbers.
+
+        Example:
+            >>> import jdist, numpy as np
+            >>> jdist.PerReplica.of([np.arange(2), np.arange(2)]).value.shape
+            (2, 2)
+            >>> [len(x) for x in jdist.PerReplica.of([np.arange(4), np.arange(2)]).local_results()]
+            [4, 2]
+        """
+        values = tuple(values)
+        if not values:
+            raise StepError("jdist.PerReplica.of: there is no value; pass one for each replica.")
+        for i, value in enumerate(values):
+            if jax.tree.structure(value) != jax.tree.structure(values[0]):
+                raise StepError(
+                    f"jdist.PerReplica.of: the value of replica {i} has the tree {jax.tree.structure(value)}, that of "
+                    f"replica 0 has {jax.tree.structure(values[0])}. Replicas may differ in sizes, not in structure."
+                )
+        parts = tuple(jax.tree_util.tree_map_with_path(_as_array, value) for value in values)
+        shapes = [[leaf.shape for leaf in jax.tree.leaves(part)] for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            return cls(Uneven(parts))
+        return cls(jax.tree.map(_stacked, *parts))
 
     def local_results(self) -> tuple[PyTree, ...]:
         """Each replica's version, on the host, in the order of the replicas.
@@ -40,6 +91,8 @@ class PerReplica:
             A tuple of `num_replicas` pytrees of numpy arrays.
         """
         stacked = jax.tree.map(to_host, self.value)
+        if isinstance(stacked, Uneven):
+            return stacked.parts
         leaves = jax.tree.leaves(stacked)
         num_replicas = leaves[0].shape[0] if leaves else 0
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
@@ -83,9 +136,33 @@ def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
     return WithResiduals(state.state, jax.tree.map(fn, state.residuals))
 
 
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array of typed PRNG keys, which numpy cannot hold."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _as_array(path: Any, x: Any) -> Any:
+    """A leaf on the host in the dtype that JAX gives it, a typed PRNG key as it is."""
+    if is_key(x):
+        return x
+    array = np.asarray(x)
+    if array.dtype.kind in "OSUMm":
+        raise StepError(
+            f"a value of a replica is no array of numbers: {jax.tree_util.keystr(path) or 'it'} is a {type(x).__name__}. "
+            "Keep other things in a list of your own, one entry for each replica."
+        )
+    return array.astype(jnp.result_type(array))
+
+
+def _stacked(*arrays: Any) -> Any:
+    if is_key(arrays[0]):
+        return jnp.stack(arrays)
+    return np.stack(arrays).astype(jnp.result_type(*arrays))
+
+
 def to_host(x: Any) -> Any:
     """An array as a numpy array of its own; a typed PRNG key stays a key array."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
 
@@ -120,3 +197,22 @@ def put_per_replica(tree: PyTree, taken: list[PyTree]) -> PyTree:
         tree,
         is_leaf=is_per_replica,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is made for, as `strategy.distribute_values_from_function` tells its function.
+
+    Attributes:
+        replica_id_in_sync_group: the replica's number, from 0.
+        num_replicas_in_sync: how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+def values_from_function(fn: Callable[[ValueContext], PyTree], num_replicas: int, by_replica: Any) -> PerReplica:
+    """`Strategy.distribute_values_from_function`; `by_replica` is the sharding of a leading axis of replicas."""
+    made = PerReplica.of([fn(ValueContext(i, num_replicas)) for i in range(num_replicas)])
+    return made if isinstance(made.value, Uneven) else PerReplica(jax.device_put(made.value, by_replica))

@@ -356,3 +356,19 @@ def test_a_print_of_one_microbatch_with_the_combined_gradient_is_refused():
 
     with pytest.raises(BoundaryError, match="a print or callback"):
         jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
+
+
+def test_what_depends_on_the_replicas_number_alone_is_computed_once():
+    """It needs no microbatch, so it may also meet the combined gradients."""
+
+    def step(state, x):
+        loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * x))(state["w"])
+        own = 1.0 + jdist.replica_id()
+        total = jdist.aggregate(state["total"] + own, "sum", old=state["total"])
+        return {"w": state["w"] - grad, "total": total}, {"with the loss": jdist.PerReplica(loss * own)}
+
+    strategy = jdist.mirrored(["cpu:0", "cpu:1"])
+    run = jdist.distribute(step, strategy, accumulate=2)
+    state, metrics = run({"w": np.float32(1), "total": np.float32(5)}, np.arange(4, dtype=np.float32))
+    assert float(state["total"]) == 8.0
+    assert [float(x) for x in metrics["with the loss"].local_results()] == [1.5, 3.0]

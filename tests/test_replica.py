@@ -108,6 +108,42 @@ def test_all_reduce_and_all_gather_are_differentiable(strategy):
     assert got["gather"].tolist() == [[0.0], [4.0]]
 
 
+def test_all_reduce_of_nested_trees_and_its_gradient_in_scan_and_cond(strategy):
+    """Of 1 and 3 the sum is 4 and the mean 2; where replica i multiplies by c = 1, 3 the gradients are 4 and 2."""
+
+    def gradients(x):
+        c = x[0]
+
+        def direct(tree, op):
+            reduced = jdist.all_reduce({"a": [tree["a"][0] * c], "b": (tree["b"],)}, op)
+            return reduced["a"][0] + reduced["b"][0] * c
+
+        def scanned(tree, op):
+            body = lambda total, y: (total + jdist.all_reduce({"y": y}, op)["y"] * c, None)  # noqa: E731
+            return jax.lax.scan(body, 0.0, jnp.stack([tree["b"], tree["b"]]))[0]
+
+        def branched(tree, op):
+            return jax.lax.cond(tree["b"] > 0, lambda y: jdist.all_reduce([y], op)[0] * c, lambda y: y, tree["b"])
+
+        at = {"a": [jnp.float32(1)], "b": jnp.float32(1)}
+        ops = ("sum", "mean")
+        return {
+            "value": {op: jdist.all_reduce({"x": [c, (c * 10,)]}, op) for op in (*ops, "max", "min")},
+            **{f.__name__: {op: jax.grad(f)(at, op) for op in ops} for f in (direct, scanned, branched)},
+        }
+
+    got = each(gradients, np.array([1.0, 3.0], np.float32), strategy)
+    for op, expected in {"sum": 4, "mean": 2, "max": 3, "min": 1}.items():
+        one, (ten,) = got["value"][op]["x"]
+        assert (one.tolist(), ten.tolist()) == ([expected] * 2, [10 * expected] * 2)
+    for op, expected in {"sum": 4.0, "mean": 2.0}.items():
+        # d/da: the cotangent is 1 on each replica, so their sum is 2 (mean 1), and then the replica's own c.
+        assert got["direct"][op]["a"][0].tolist() == [expected / 2, expected / 2 * 3]
+        assert got["direct"][op]["b"].tolist() == [expected, expected]
+        assert got["scanned"][op]["b"].tolist() == [2 * expected, 2 * expected]
+        assert got["branched"][op]["b"].tolist() == [expected, expected]
+
+
 @pytest.mark.parametrize("call", [jdist.all_reduce, lambda x, op: jdist.value_and_grad(lambda w: w, op=op)(x)])
 def test_an_unknown_op_is_refused_with_those_allowed(call):
     with pytest.raises(StepError, match=r"`op` is 'average'; allowed are 'mean', 'sum'"):

@@ -75,19 +75,13 @@ def test_each_replica_keeps_its_own_from_step_to_step(options, transform):
 
 
 @pytest.mark.parametrize("transform", ["shard_map", "pmap"])
-def test_one_compilation(transform):
+def test_one_compilation(transform, compiled):
     step = jdist.distribute(train_step, mirrored(transform))
     state, _ = step(start(), BATCH)
-    compilations = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compilations.append(event) if event.endswith("backend_compile_duration") else None
-    )
-    try:
-        for _ in range(3):
-            state, _ = step(state, BATCH)
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not compilations
+    compiled.clear()
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    assert not compiled
 
 
 def test_the_state_reads_as_the_steps_own_and_is_fetched_without():
@@ -264,7 +258,9 @@ def test_a_step_without_a_state_begins_anew_at_every_call():
 
 def test_an_exact_algorithm_may_keep_nothing():
     claims = constant()._replace(exact=True)
-    with pytest.raises(StrategyError, match=r"constant keeps something .* `Reduction\(name, init, apply, exact=False\)`"):
+    with pytest.raises(
+        StrategyError, match=r"constant keeps something .* `Reduction\(name, init, apply, exact=False\)`"
+    ):
         jdist.distribute(train_step, mirrored(reduction=claims))(start(), BATCH)
 
 

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,19 +20,6 @@ EVERY = {
     "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
 }
 BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
-
-_compiled = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: _compiled.append(event) if event.endswith("backend_compile_duration") else None
-)
-
-
-@pytest.fixture
-def compiled():
-    """Every compilation by XLA since it was last cleared."""
-    _compiled.clear()
-    return _compiled
-
 
 def add(w, batch):
     """Adds the mean of x."""

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jdist
+from jdist.errors import StepError
 from jdist.values import PerReplica, is_per_replica, put_per_replica, take_per_replica
 
 
@@ -52,3 +54,72 @@ def test_one_result_for_each_replica_of_a_step():
     first, second = out["own"].local_results()
     assert (float(first["m"]), float(second["m"])) == (1.5, 3.5)
     assert (first["x"].tolist(), second["x"].tolist()) == ([1, 2], [3, 4])
+
+
+class TestOf:
+    def test_values_of_one_size_are_stacked(self):
+        value = PerReplica.of([{"a": np.arange(2), "b": 1.5}, {"a": np.arange(2, 4), "b": 2}])
+        assert value.value["a"].tolist() == [[0, 1], [2, 3]]
+        assert value.value["b"].tolist() == [1.5, 2.0]
+        assert value.value["b"].dtype == np.float32
+        doubled = jdist.mirrored(["cpu:0", "cpu:1"]).run(lambda v: 2 * v["a"], value)
+        assert doubled.value.tolist() == [[0, 2], [4, 6]]
+
+    def test_values_of_different_sizes_are_kept_apart(self):
+        value = PerReplica.of([{"a": np.arange(4), "b": 0}, {"a": np.arange(2), "b": 1}])
+        assert [r["a"].tolist() for r in value.local_results()] == [[0, 1, 2, 3], [0, 1]]
+        assert [int(r["b"]) for r in value.local_results()] == [0, 1]
+
+    def test_compiled_code_takes_no_sizes_that_differ(self):
+        value = PerReplica.of([np.arange(4), np.arange(2)])
+        with pytest.raises(StepError, match=r"differs in size between replicas: \[\(4,\)\], \[\(2,\)\].*mask"):
+            jdist.mirrored(["cpu:0", "cpu:1"]).run(lambda x: x.sum(), value)
+
+    def test_keys_are_stacked(self):
+        value = PerReplica.of([jax.random.key(0), jax.random.key(1)])
+        assert value.value.shape == (2,)
+        assert jnp.issubdtype(value.value.dtype, jax.dtypes.prng_key)
+
+    def test_it_does_not_show_the_callers_own_memory(self):
+        mine = [np.zeros(2), np.zeros(3)]
+        even, uneven = PerReplica.of(mine[:1]), PerReplica.of(mine)
+        mine[0][:] = 7
+        assert even.local_results()[0].tolist() == uneven.local_results()[0].tolist() == [0, 0]
+
+    def test_what_is_refused(self):
+        with pytest.raises(StepError, match="there is no value"):
+            PerReplica.of([])
+        with pytest.raises(StepError, match=r"the value of replica 1 has the tree .*not in structure"):
+            PerReplica.of([{"a": 1}, {"b": 1}])
+        for wrong in ("text", np.array(["a"]), object()):
+            with pytest.raises(StepError, match=rf"no array of numbers: \['a'\] is a {type(wrong).__name__}"):
+                PerReplica.of([{"a": wrong}])
+
+
+class TestValuesFromFunction:
+    @pytest.mark.parametrize("transform", ["shard_map", "pmap", "jit"])
+    def test_each_replica_is_told_its_number(self, transform):
+        strategy = jdist.mirrored(["cpu:0", "cpu:1"], transform=transform)
+        seen = []
+
+        def fn(context):
+            seen.append(context)
+            return {"x": np.full(3, context.replica_id_in_sync_group)}
+
+        value = strategy.distribute_values_from_function(fn)
+        assert seen == [jdist.ValueContext(0, 2), jdist.ValueContext(1, 2)]
+        assert value.value["x"].sharding == strategy.batch_sharding
+        assert [r["x"].tolist() for r in strategy.local_results(value)] == [[0, 0, 0], [1, 1, 1]]
+        if transform != "jit":
+            assert strategy.run(lambda v: v["x"].sum(), value).value.tolist() == [0, 3]
+
+    def test_on_one_replica(self):
+        for strategy in (jdist.default(), jdist.one_device("cpu:1")):
+            value = strategy.distribute_values_from_function(lambda context: context.num_replicas_in_sync)
+            assert strategy.run(lambda x: x + 1, value).value.tolist() == [2]
+
+    def test_different_sizes_stay_on_the_host(self):
+        strategy = jdist.mirrored(["cpu:0", "cpu:1"])
+        value = strategy.distribute_values_from_function(lambda c: np.arange(4 - 2 * c.replica_id_in_sync_group))
+        assert strategy.gather(value, 0).tolist() == [0, 1, 2, 3, 0, 1]
+        assert float(strategy.reduce("mean", value, axis=0)) == pytest.approx(7 / 6)

@@ -10,17 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist.context import ReplicaTrace, tracing
+from jdist.context import ReplicaTrace, check_not_mixed, current_trace, tracing
 from jdist.errors import GlobalViewError, StepError
 from jdist.strategy import Strategy
 from jdist.transforms.trees import check_arrays
-from jdist.values import PerReplica, is_per_replica
+from jdist.values import PerReplica, Uneven, is_per_replica
 
 PyTree = Any
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """`Strategy.run`; compiles at every call, so a loop belongs in a distributed step."""
+    check_not_mixed(strategy)
+    if current_trace() is not None:
+        raise StepError(
+            "strategy.run was called on a replica, inside a step or another run. Call the function itself there."
+        )
     if strategy.transform == "jit":
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
@@ -63,6 +68,12 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
 
 
 def _check_one_each(value: PerReplica, num_replicas: int) -> None:
+    if isinstance(value.value, Uneven):
+        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(part)] for part in value.value.parts]
+        raise StepError(
+            f"strategy.run: a PerReplica argument differs in size between replicas: {', '.join(map(str, shapes))}. One "
+            "program runs on all of them; fill up to one size and pass a mask."
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(value.value):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_replicas:
             raise StepError(

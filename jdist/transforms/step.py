@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.strategy import Strategy
@@ -152,6 +153,7 @@ class DistributedStep:
             self._results.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_not_mixed(self.strategy)
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
             call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})

@@ -1,0 +1,141 @@
+"""State that is no parameter (batch statistics, counters, metrics): how the replicas' versions become one.
+
+The meaning is that of `tf.VariableAggregation`, as a function: 5, to which replica i of 2 adds 1 + i, is 6.5 by "mean",
+8 by "sum" and 6 by "first".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jdist import context, replica
+from jdist.errors import GlobalViewError, StepError
+from jdist.values import is_key
+
+PyTree = Any
+Aggregation = Literal["mean", "sum", "first", "per_replica"]
+_NOT_GIVEN: Any = object()
+
+
+def check_aggregation(how: object) -> None:
+    """Refuses what is no aggregation.
+
+    Raises:
+        StepError: lists those allowed.
+    """
+    if how not in get_args(Aggregation):
+        raise StepError(f"the aggregation is {how!r}; allowed are {', '.join(map(repr, get_args(Aggregation)))}.")
+
+
+def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyTree:
+    """Brings together what the replicas of a step made of state that is no parameter.
+
+    A counter of what every replica does alike (`step + 1`) needs none of this: it is the same everywhere already.
+
+    Under `transform="jit"` the step sees the whole batch and there is one version only, as outside a mesh: "mean", "sum"
+    and "first" are then `new` itself. With `accumulate` a value that depends on the batch is written, and aggregated, once a
+    microbatch.
+
+    Args:
+        new: this replica's new version; pytree of arrays.
+        how: "mean" of the versions; "sum", `old` and all that was added to it on any replica; "first", the version of
+            replica 0; "per_replica", all versions: each leaf gains a leading axis of replicas, of which a step reads its
+            own by `leaf[jdist.replica_id()]`. Every replica then holds all of them: for counters, not for large arrays.
+        old: with "sum", the state that came in; a tree like `new`.
+
+    Returns:
+        A tree like `new`, the same on every replica, and exact where the strategy's `all_reduce` is not.
+
+    Raises:
+        StepError: `how` is none of these, `old` is missing or not asked for, or a mean of integers.
+        GlobalViewError: "per_replica" in a step that sees the whole batch.
+
+    Example:
+        >>> import jdist
+        >>> jdist.one_device().run(lambda: jdist.aggregate(5 + 1, "sum", old=5)).value.tolist()
+        [6]
+    """
+    check_aggregation(how)
+    if (old is not _NOT_GIVEN) != (how == "sum"):
+        raise StepError(
+            'jdist.aggregate(new, "sum") needs `old=`, the state that came in: what each replica added to it is summed.'
+            if how == "sum"
+            else f"jdist.aggregate(new, {how!r}) takes no `old`; only a sum counts what was added."
+        )
+    if how == "mean":
+        _check_has_mean(new)
+    axes, trace = replica.replica_axes(), context.current_trace()
+    if how == "per_replica":
+        if trace is not None and trace.strategy.transform == "jit":
+            raise GlobalViewError(
+                'jdist.aggregate(..., "per_replica") has no meaning under transform="jit", where a step sees the whole '
+                'batch and there is one version only. Use transform="shard_map".'
+            )
+        if axes is None:
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], new)
+        return _on_arrays(lambda x: jax.lax.all_gather(x, axes), new)
+    if axes is None:
+        return new
+    # By JAX's own collectives: a strategy's all-reduce may be one that compresses gradients.
+    if how == "mean":
+        return jax.tree.map(lambda x: jax.lax.pmean(jnp.asarray(x), axes), new)
+    if how == "sum":
+        return jax.tree.map(lambda x, before: before + jax.lax.psum(x - before, axes), new, old)
+    is_first = replica.replica_id() == 0
+    # As a sum, which takes the memory of one version where a gather takes that of all.
+    return _on_arrays(lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes), new)
+
+
+def _on_arrays(collective: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Applies a collective to every leaf; to keys and bools as the numbers that they are made of."""
+
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if is_key(x):
+            return jax.random.wrap_key_data(collective(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return collective(x.astype(jnp.uint8)).astype(x.dtype) if x.dtype == jnp.bool_ else collective(x)
+
+    return jax.tree.map(one, tree)
+
+
+def _check_has_mean(new: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(new):
+        dtype = jax.typeof(leaf).dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise StepError(
+                f'jdist.aggregate(..., "mean"): {jax.tree_util.keystr(path) or "the value"} is {dtype}, whose mean would not '
+                'be one. Use "sum" for a counter, "first" for what is the same on all replicas.'
+            )
+
+
+def first_replica_only(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Calls `fn` for its effect on the first replica of each process only: a print, a callback.
+
+    Where there is one replica, in the global view and outside a strategy, it is called once.
+
+    Args:
+        fn: a function that JAX can trace and that calls no collective, which would wait for the other replicas.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Example:
+        >>> import jax, jdist
+        >>> step = lambda: jdist.first_replica_only(jax.debug.callback, lambda x: print(f"x is {x}"), 3)
+        >>> _ = jdist.mirrored().run(step), jax.effects_barrier()
+        x is 3
+    """
+    axes, trace = replica.replica_axes(), context.current_trace()
+    if axes is None or trace is None or trace.strategy.num_replicas == 1:
+        fn(*args, **kwargs)
+        return
+    processes = [device.process_index for device in trace.strategy.devices]
+    firsts = jnp.array([processes.index(process) for process in sorted(set(processes))], jnp.int32)
+
+    def call() -> None:
+        fn(*args, **kwargs)
+
+    jax.lax.cond(jnp.isin(replica.replica_id(), firsts), call, lambda: None)

@@ -1,0 +1,150 @@
+"""What replicas hold, brought together on the host: `strategy.local_results`, `gather` and `reduce`.
+
+All of it runs outside every step, on numpy copies; inside a step there are `jdist.all_reduce` and `jdist.all_gather`. The
+meaning is `tf.distribute.Strategy`'s. Each function takes the strategy's number of replicas and its `batch_sharding`, by
+which an array that `distribute_dataset` made is known to be spread over the replicas in rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from jdist.errors import StepError
+from jdist.values import PerReplica, is_key, is_per_replica, to_host
+
+PyTree = Any
+HostReduceOp = Literal["mean", "sum"]
+
+
+def local_results(value: PyTree, num_replicas: int, by_replica: Sharding | None) -> tuple[PyTree, ...]:
+    """`Strategy.local_results`."""
+    nodes, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    parts = [_parts(node, num_replicas, by_replica, "strategy.local_results") for node in nodes]
+    if all(part is None for part in parts):
+        return (jax.tree.map(to_host, value),)
+    whole = [part or (to_host(node),) * num_replicas for node, part in zip(nodes, parts, strict=True)]
+    return tuple(jax.tree.unflatten(treedef, [part[i] for part in whole]) for i in range(num_replicas))
+
+
+def gather(value: PyTree, axis: int, num_replicas: int, by_replica: Sharding | None) -> PyTree:
+    """`Strategy.gather`."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise StepError(f"strategy.gather: `axis` is {axis!r}; it must be an int, the axis to concatenate along.")
+
+    def concatenate(name: str, arrays: tuple[Any, ...]) -> Any:
+        shapes = [array.shape for array in arrays]
+        if any(len(shape) == 0 for shape in shapes):
+            raise StepError(
+                f"strategy.gather: {name} is a scalar on each replica and has no axis to concatenate along. "
+                "Return `x[None]`, or take `strategy.local_results(value)`."
+            )
+        if any(not -len(shape) <= axis < len(shape) for shape in shapes):
+            raise StepError(f"strategy.gather: {name} has shape {shapes[0]} and no axis {axis}.")
+        others = [np.delete(shape, axis).tolist() for shape in shapes]
+        if any(other != others[0] for other in others):
+            raise StepError(
+                f"strategy.gather: {name} has the shapes {', '.join(map(str, shapes))}; they may differ on axis {axis} only."
+            )
+        return (jnp if is_key(arrays[0]) else np).concatenate(arrays, axis)
+
+    def one(outer: Any, node: PyTree) -> PyTree:
+        parts = _parts(node, num_replicas, by_replica, "strategy.gather")
+        if parts is None:
+            if num_replicas > 1:
+                raise StepError(_same_everywhere("gather", "there is nothing to concatenate"))
+            parts = (to_host(node),)
+        return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(_named(outer + path), xs), *parts)
+
+    return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
+
+
+def reduce(
+    op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, num_replicas: int, by_replica: Sharding | None
+) -> PyTree:
+    """`Strategy.reduce`."""
+    if op not in get_args(HostReduceOp):
+        raise StepError(
+            f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'. For others take `strategy.local_results(value)`, "
+            'or `jdist.all_reduce(x, "max")` on the replicas.'
+        )
+    axes = None if axis is None else (axis,) if not isinstance(axis, tuple) else axis
+    if axes is not None and (not axes or any(isinstance(a, bool) or not isinstance(a, int) for a in axes)):
+        raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
+
+    def one(outer: Any, node: PyTree) -> PyTree:
+        parts = _parts(node, num_replicas, by_replica, "strategy.reduce")
+        if parts is None:
+            if op == "sum" and num_replicas > 1:
+                raise StepError(_same_everywhere("reduce", 'a sum would count it once a replica, `"mean"` gives it'))
+            parts = (to_host(node),)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, *xs: _reduce_arrays(op, xs, axes, _named(outer + path)), *parts
+        )
+
+    return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
+
+
+def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | None, name: str) -> np.ndarray:
+    """The sum or mean of one leaf over the replicas, and over `axes` of each replica's array."""
+    if any(is_key(array) for array in arrays):
+        raise StepError(f"strategy.reduce: {name} is a PRNG key, of which there is no {op}.")
+    dtype = jnp.result_type(*arrays)
+    is_exact = not jnp.issubdtype(dtype, jnp.inexact)
+    # What `jdist.all_reduce` gives: a sum of bools counts, a mean of integers is floating point.
+    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, jnp.int32)) if is_exact else dtype
+    wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+    parts = [array.astype(out if is_exact and op == "sum" else wide) for array in arrays]
+    count = len(arrays)
+    if axes is not None:
+        for array in arrays:
+            if any(not -array.ndim <= a < array.ndim for a in axes) or len({a % array.ndim for a in axes}) < len(axes):
+                raise StepError(
+                    f"strategy.reduce: {name} has shape {array.shape}; `axis` {axes} must name axes of it, each once."
+                )
+        count = sum(math.prod(array.shape[a] for a in axes) for array in arrays)
+        parts = [part.sum(axis=axes, dtype=part.dtype) for part in parts]
+    shapes = ", ".join(str(array.shape) for array in arrays)
+    if any(part.shape != parts[0].shape for part in parts):
+        raise StepError(
+            f"strategy.reduce: {name} has the shapes {shapes} on the replicas; what `axis` {axes} leaves of them must be "
+            "alike. To reduce over sizes that differ, name their axis."
+        )
+    total = np.stack(parts).sum(axis=0, dtype=parts[0].dtype)
+    if op == "sum":
+        return np.asarray(total, out)
+    if count == 0:
+        raise StepError(f"strategy.reduce: {name} is empty on every replica (shapes {shapes}) and has no mean.")
+    return np.asarray(total / count, out)
+
+
+def _parts(node: Any, num_replicas: int, by_replica: Sharding | None, call: str) -> tuple[PyTree, ...] | None:
+    """Each replica's part of a `PerReplica` or of a distributed batch's leaf, on the host; None for all else."""
+    if isinstance(node, PerReplica):
+        parts = node.local_results() or (node.value,) * num_replicas  # a tree without leaves tells no number
+        if len(parts) != num_replicas:
+            raise StepError(
+                f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {num_replicas} replicas, and it "
+                "needs one for each."
+            )
+        return parts
+    if by_replica is not None and isinstance(node, jax.Array) and node.sharding == by_replica:
+        rows, size = to_host(node), node.shape[0] // num_replicas
+        return tuple(rows[i * size : (i + 1) * size] for i in range(num_replicas))
+    return None
+
+
+def _same_everywhere(method: str, why: str) -> str:
+    return (
+        f"strategy.{method}: the value is not a PerReplica, so it is the same on all replicas and {why}. Pass what "
+        "`strategy.run` returned, or `jdist.PerReplica.of([...])`."
+    )
+
+
+def _named(path: Any) -> str:
+    return f"leaf {jax.tree_util.keystr(path)}" if path else "the value"

@@ -1,0 +1,59 @@
+"""The guide for those who come from tf.distribute: it names every symbol, what it names exists, and its programs run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import jdist
+
+HERE = Path(__file__).parent
+GUIDE = (HERE.parent.parent / "docs" / "from_tf_distribute.md").read_text()
+SYMBOLS = [s for s in (HERE / "tf_distribute_2_21_0.txt").read_text().splitlines() if not s.startswith("#")]
+ROWS = re.findall(r"^\| (.+?) \| (.+) \|$", GUIDE, re.MULTILINE)
+PROGRAMS = re.findall(r"```py\n.*?```\n\n```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)
+NAMED = sorted(set(re.findall(r"`(?:not )?(jdist(?:\.\w+)+)", GUIDE)))
+
+# Named by the guide and built elsewhere; to be deleted as they come in.
+NOT_YET_MERGED = {
+    "jdist.central_storage",
+}
+
+
+def exists(name):
+    owner = jdist
+    for part in name.split(".")[1:]:
+        # A dataclass field without a default is no attribute of its class.
+        if part in getattr(owner, "__dataclass_fields__", {}):
+            return True
+        owner = getattr(owner, part, None)
+    return owner is not None
+
+
+def test_every_symbol_of_tf_distribute_has_one_row():
+    assert len(SYMBOLS) > 180
+    in_rows = [symbol for first, _ in ROWS for symbol in re.findall(r"`([\w.]+)`", first) if "tf.distribute" in symbol]
+    assert sorted(in_rows) == sorted(SYMBOLS)
+
+
+def test_every_row_says_what_it_is_in_jdist():
+    for first, second in ROWS:
+        if "`tf.distribute" in first:
+            assert re.search(r"`|none|planned|the strings", second), first
+
+
+def test_every_counterpart_exists():
+    assert "jdist.mirrored" in NAMED
+    missing = {name for name in NAMED if not exists(name)}
+    assert not missing - NOT_YET_MERGED
+
+
+@pytest.mark.parametrize(("program", "output"), PROGRAMS, ids=["training loop", "values"])
+def test_the_programs_print_what_the_guide_says(program, output, capsys):
+    exec(compile(program, "from_tf_distribute.md", "exec"), {})  # the repository's own text
+    assert capsys.readouterr().out == output
+
+
+def test_there_are_two_programs():
+    assert len(PROGRAMS) == 2
+    assert GUIDE.count("```py\n") == 2

@@ -1,0 +1,180 @@
+"""Bringing together on the host what the replicas hold; the example values are those of `tf.distribute`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.errors import StepError
+
+TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+ONE = jdist.one_device()
+
+
+def of(*values):
+    return jdist.PerReplica.of([np.asarray(value) for value in values])
+
+
+def same(actual, expected, dtype=None):
+    np.testing.assert_array_equal(actual, expected)
+    assert dtype is None or actual.dtype == dtype
+
+
+class TestLocalResults:
+    def test_of_a_per_replica_value(self):
+        results = TWO.local_results(TWO.run(lambda: {"id": jdist.replica_id()}))
+        assert [int(result["id"]) for result in results] == [0, 1]
+
+    def test_of_a_tree_with_per_replica_values_in_it(self):
+        first, second = TWO.local_results({"own": of([1], [2, 3]), "whole": jnp.arange(2)})
+        assert (first["own"].tolist(), second["own"].tolist()) == ([1], [2, 3])
+        assert first["whole"].tolist() == second["whole"].tolist() == [0, 1]
+
+    def test_what_is_the_same_on_all_replicas_is_one_value(self):
+        (result,) = TWO.local_results({"x": jnp.arange(3)})
+        assert isinstance(result["x"], np.ndarray)
+        assert result["x"].tolist() == [0, 1, 2]
+
+    def test_of_a_distributed_batch_the_rows_of_each_replica(self):
+        (batch,) = TWO.distribute_dataset([{"x": np.arange(4)}])
+        assert [part["x"].tolist() for part in TWO.local_results(batch)] == [[0, 1], [2, 3]]
+
+    def test_on_one_replica(self):
+        for strategy in (ONE, jdist.default()):
+            assert [r.tolist() for r in strategy.local_results(of([1, 2]))] == [[1, 2]]
+
+    def test_keys(self):
+        keys = TWO.run(lambda: jdist.replica_rng(jax.random.key(0)))
+        first, second = TWO.local_results(keys)
+        assert jax.random.key_data(first).tolist() != jax.random.key_data(second).tolist()
+
+    def test_a_value_of_another_number_of_replicas_is_refused(self):
+        for call in (TWO.local_results, lambda v: TWO.gather(v, 0), lambda v: TWO.reduce("sum", v)):
+            with pytest.raises(StepError, match=r"strategy\.\w+: a PerReplica value holds 3 versions.* 2 replicas"):
+                call(of([1], [2], [3]))
+
+
+class TestGather:
+    def test_along_each_axis(self):
+        value = of([[1, 2]], [[3, 4]])
+        same(TWO.gather(value, 0), [[1, 2], [3, 4]])
+        same(TWO.gather(value, 1), [[1, 2, 3, 4]])
+        same(TWO.gather(value, axis=-1), [[1, 2, 3, 4]])
+
+    def test_sizes_may_differ_on_that_axis(self):
+        same(TWO.gather(of([0, 1, 2, 3], [4, 5]), 0), [0, 1, 2, 3, 4, 5])
+        same(TWO.gather(of(np.zeros((2, 1)), np.ones((2, 2))), 1), [[0, 1, 1], [0, 1, 1]])
+        same(TWO.gather(of(np.zeros(2), np.zeros(0)), 0), [0, 0])
+
+    def test_and_on_no_other(self):
+        value = of(np.zeros((2, 1)), np.zeros((2, 2)))
+        with pytest.raises(StepError, match=r"gather: the value has the shapes \(2, 1\), \(2, 2\).* on axis 0 only"):
+            TWO.gather(value, 0)
+        with pytest.raises(StepError, match="may differ on axis 0 only"):
+            TWO.gather(of(np.zeros(2), np.zeros((2, 2))), 0)
+
+    def test_a_scalar_is_refused(self):
+        with pytest.raises(StepError, match=r"leaf \['a'\] is a scalar on each replica.*x\[None\]"):
+            TWO.gather(TWO.run(lambda: {"a": jdist.replica_id()}), 0)
+
+    @pytest.mark.parametrize("axis", [1, -2])
+    def test_an_axis_that_is_not_there(self, axis):
+        with pytest.raises(StepError, match=rf"shape \(2,\) and no axis {axis}"):
+            TWO.gather(of([1, 2], [3, 4]), axis)
+
+    @pytest.mark.parametrize("axis", [None, "0", 0.0, True, (0,)])
+    def test_an_axis_that_is_no_int(self, axis):
+        with pytest.raises(StepError, match=r"`axis` is .*must be an int"):
+            TWO.gather(of([1], [2]), axis)
+
+    def test_trees_batches_and_keys(self):
+        (batch,) = TWO.distribute_dataset([{"x": np.arange(4)}])
+        gathered = TWO.gather({"batch": batch["x"], "own": [of([1], [2])]}, 0)
+        assert (gathered["batch"].tolist(), gathered["own"][0].tolist()) == ([0, 1, 2, 3], [1, 2])
+        keys = TWO.run(lambda: jdist.replica_rng(jax.random.split(jax.random.key(0), 2)))
+        assert TWO.gather(keys, 0).shape == (4,)
+
+    def test_what_is_the_same_everywhere(self):
+        same(ONE.gather(jnp.arange(2), 0), [0, 1])
+        with pytest.raises(StepError, match="not a PerReplica, so it is the same on all replicas"):
+            TWO.gather(jnp.arange(2), 0)
+
+
+class TestReduce:
+    def test_over_the_replicas_alone(self):
+        value = of([0, 1, 2, 3], [4, 5, 6, 7])
+        same(TWO.reduce("sum", value, axis=None), [4, 6, 8, 10], np.int32)
+        same(TWO.reduce("mean", value), [2, 3, 4, 5], np.float32)
+        same(TWO.reduce("sum", TWO.run(lambda: jdist.replica_id() * 2.0 + 1)), 4, np.float32)
+
+    def test_over_an_axis_too_a_mean_divides_by_the_true_count(self):
+        value = of([0, 1, 2, 3], [4, 5])
+        same(TWO.reduce("mean", value, axis=0), 2.5, np.float32)
+        same(TWO.reduce("sum", value, axis=0), 15, np.int32)
+        same(TWO.reduce("mean", value, axis=-1), 2.5)
+        same(TWO.reduce("mean", value, axis=(0,)), 2.5)
+
+    def test_one_replica_without_rows(self):
+        same(TWO.reduce("mean", of(np.float32([1, 2]), np.zeros(0, np.float32)), axis=0), 1.5)
+        same(TWO.reduce("sum", of(np.zeros(0), np.zeros(0)), axis=0), 0)
+
+    def test_no_rows_at_all_have_no_mean(self):
+        with pytest.raises(StepError, match=r"empty on every replica \(shapes \(0,\), \(0, ?\)\) and has no mean"):
+            TWO.reduce("mean", of(np.zeros(0), np.zeros(0)), axis=0)
+
+    def test_several_axes(self):
+        value = of(np.arange(6.0).reshape(2, 3), np.ones((2, 3)))
+        same(TWO.reduce("sum", value, axis=(0, 1)), 21)
+        same(TWO.reduce("mean", value, axis=(0, 1)), 21 / 12)
+        same(TWO.reduce("mean", value, axis=(-1, 0)), 21 / 12)
+        same(TWO.reduce("sum", value, axis=1), [6, 15])
+        same(TWO.reduce("mean", value, axis=0), [5 / 4, 7 / 4, 9 / 4])
+        uneven = of(np.ones((1, 2)), np.full((3, 1), 4.0))
+        same(TWO.reduce("mean", uneven, axis=(0, 1)), np.float32(2.8), np.float32)
+
+    def test_what_is_left_must_be_alike(self):
+        with pytest.raises(StepError, match=r"reduce: the value has the shapes \(4,\), \(2,\).*name their axis"):
+            TWO.reduce("sum", of([0, 1, 2, 3], [4, 5]))
+        with pytest.raises(StepError, match=r"leaf \['a'\].*`axis` \(1,\) leaves of them must be alike"):
+            TWO.reduce("sum", {"a": of(np.ones((1, 2)), np.ones((3, 1)))}, axis=1)
+
+    @pytest.mark.parametrize("op", ["max", "SUM", None, "avg"])
+    def test_another_op_is_refused_by_name(self, op):
+        with pytest.raises(StepError, match=rf"`op` is {op!r}; allowed are 'mean' and 'sum'"):
+            TWO.reduce(op, of(1, 2))
+
+    @pytest.mark.parametrize("axis", ["0", 0.5, True, [0], (), (0, "1"), (False,)])
+    def test_another_axis_is_refused_by_name(self, axis):
+        with pytest.raises(StepError, match=r"`axis` is .*None, an int or a tuple of ints"):
+            TWO.reduce("sum", of([1], [2]), axis=axis)
+
+    @pytest.mark.parametrize("axis", [1, -2, (0, 0), (0, -1), 5])
+    def test_an_axis_that_is_not_there_or_named_twice(self, axis):
+        with pytest.raises(StepError, match=r"the value has shape \(1,\); `axis` .*each once"):
+            TWO.reduce("sum", of([1], [2]), axis=axis)
+
+    def test_what_is_the_same_everywhere_has_a_mean(self):
+        same(TWO.reduce("mean", jnp.arange(3.0)), [0, 1, 2])
+        same(TWO.reduce("mean", jnp.arange(3.0), axis=0), 1)
+        with pytest.raises(StepError, match=r'the same on all replicas.*"mean"'):
+            TWO.reduce("sum", jnp.arange(3.0))
+        same(ONE.reduce("sum", jnp.arange(3.0), axis=0), 3)
+        same(jdist.default().reduce("sum", 3.0), 3)
+
+    def test_dtypes(self):
+        half = of(np.ones((300,), jnp.bfloat16), np.ones((300,), jnp.bfloat16))
+        same(TWO.reduce("sum", half, axis=0), 600, jnp.bfloat16)
+        same(TWO.reduce("mean", half, axis=0), 1, jnp.bfloat16)
+        same(TWO.reduce("sum", of([True, True], [True, False]), axis=0), 3, np.int32)
+        same(TWO.reduce("mean", of([True, True], [True, False]), axis=0), 0.75, np.float32)
+        same(TWO.reduce("mean", of(np.complex64(1j), np.complex64(3))), 1.5 + 0.5j, np.complex64)
+        same(TWO.reduce("sum", of(np.uint8(200), np.uint8(50))), 250)
+        with pytest.raises(StepError, match="is a PRNG key, of which there is no sum"):
+            TWO.reduce("sum", TWO.run(lambda: jax.random.key(0)))
+
+    def test_trees_and_batches(self):
+        (batch,) = TWO.distribute_dataset([{"x": np.arange(4.0)}])
+        reduced = TWO.reduce("mean", {"batch": batch["x"], "own": [of([1], [2, 6])]}, axis=0)
+        assert (float(reduced["batch"]), float(reduced["own"][0])) == (1.5, 3.0)
+        assert TWO.reduce("sum", jdist.PerReplica({"none": None})) == {"none": None}

@@ -264,7 +264,9 @@ def test_a_step_without_a_state_begins_anew_at_every_call():
 
 def test_an_exact_algorithm_may_keep_nothing():
     claims = constant()._replace(exact=True)
-    with pytest.raises(StrategyError, match=r"constant keeps something .* `Reduction\(name, init, apply, exact=False\)`"):
+    with pytest.raises(
+        StrategyError, match=r"constant keeps something .* `Reduction\(name, init, apply, exact=False\)`"
+    ):
         jdist.distribute(train_step, mirrored(reduction=claims))(start(), BATCH)
 
 

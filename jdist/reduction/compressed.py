@@ -83,7 +83,10 @@ def _exchange(
     parts = padded(vector, n * block).reshape(n, -1)
     words, arriving = encode(parts)
     received = jax.lax.all_to_all(words, axes, split_axis=0, concat_axis=0, tiled=True)
-    total = decode(received).sum(axis=0, keepdims=True)
+    # Row by row: XLA's CPU backend takes five times as long over a sum along the first axis of what it decodes on the way.
+    row = jax.lax.dynamic_index_in_dim
+    zeros = jnp.zeros((1, parts.shape[1]), jnp.float32)
+    total = jax.lax.fori_loop(0, n, lambda i, sum_: sum_ + decode(row(received, i)), zeros)
     words, arrived = encode(total)
     whole = decode(jax.lax.all_gather(words, axes, axis=0, tiled=True))
     left = (parts - arriving).at[own].add((total - arrived)[0])  # the second rounding is owed by the part's owner

@@ -62,7 +62,7 @@ class ReplicaDivergenceError(JDistError, RuntimeError):
 
     Attributes:
         leaves: path of each leaf that differs, as `jax.tree_util.keystr` writes it.
-        replicas: for each of those leaves, the replicas that differ from the majority.
+        replicas: for each of those leaves, the replicas that differ from the majority, or all without one.
     """
 
     def __init__(self, message: str, leaves: tuple[str, ...], replicas: tuple[tuple[int, ...], ...]):

@@ -116,7 +116,12 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         )
     axes, trace = replica_axes(), context.current_trace()
     if axes is None:
+        if trace is not None and op != "mean":
+            tree = jax.tree.map(jnp.copy, tree)  # arrays of their own: what is noted is not the caller's argument
+            _note(trace, tree, op)
         return tree
+    if op in ("mean", "sum"):  # Python numbers as arrays: what is noted below goes by identity
+        tree = jax.tree.map(lambda leaf: _floating(leaf) if op == "mean" else jnp.asarray(leaf), tree)
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
     if op in ("max", "min"):
@@ -137,6 +142,12 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
     if trace is not None:
         _note(trace, reduced, op)
     return reduced
+
+
+def _floating(x: Any) -> jax.Array:
+    """As floating point, in which a mean of integers is: their sum might not fit their own dtype."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(x, float))
 
 
 def _note(trace: context.ReplicaTrace, reduced: PyTree, op: str) -> None:

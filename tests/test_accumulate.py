@@ -372,3 +372,14 @@ def test_what_depends_on_the_replicas_number_alone_is_computed_once():
     state, metrics = run({"w": np.float32(1), "total": np.float32(5)}, np.arange(4, dtype=np.float32))
     assert float(state["total"]) == 8.0
     assert [float(x) for x in metrics["with the loss"].local_results()] == [1.5, 3.0]
+
+
+def test_rows_of_bools_stay_bools():
+    def step(w, batch):
+        loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["x"]))(w)
+        return w - grad, {"loss": loss}, batch["x"] > 1
+
+    run = jdist.distribute(step, jdist.default(), accumulate=2, returns=("state", "metrics", "examples"))
+    _, _, rows = run(0.0, {"x": np.arange(4, dtype=np.float32)})
+    assert rows.dtype == bool
+    assert rows.tolist() == [False, False, True, True]

@@ -145,19 +145,29 @@ class TestDtypes:
         assert all(x.value.dtype == jnp.int32 for x in own)
 
 
-@pytest.mark.parametrize(
-    "strategy", [s for s in EVERY if s.transform in ("shard_map", "pmap")], ids=lambda s: s.transform
-)
-def test_a_total_or_an_extreme_of_integers_stays_one(strategy):
-    def step(w, batch):
-        n = jnp.int32(2**24 + 1)  # float32 does not hold it
-        return w, {"sum": jdist.all_reduce(n, "sum"), "max": jdist.all_reduce(n, "max"), "mean": jdist.all_reduce(n)}
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: f"{s.name}-{s.transform}")
+def test_a_total_or_an_extreme_of_integers_stays_one(strategy, accumulate):
+    big = 2**24 + 1  # float32 does not hold it
 
-    metrics = jdist.distribute(step, strategy)(1.0, X)[1]
-    n = strategy.num_replicas
-    assert (metrics["sum"].dtype, int(metrics["sum"])) == (jnp.int32, n * (2**24 + 1))
-    assert (metrics["max"].dtype, int(metrics["max"])) == (jnp.int32, 2**24 + 1)
-    assert metrics["mean"].dtype == jnp.float32
+    def step(w, batch):
+        loss, _ = jdist.value_and_grad(lambda w: w * batch["x"].mean())(w)
+        n = jnp.where(batch["x"].sum() > -1e9, jnp.int32(big), 0)  # of the batch, so once a microbatch
+        metrics = {"mean": jdist.all_reduce(jnp.int8(100)), "unlike": jnp.asarray(2) * 1, "loss": loss}
+        if accumulate == 1:
+            metrics["max"] = jdist.all_reduce(n, "max")
+        if strategy.transform != "jit":  # in the global view a sum is refused
+            metrics["sum"] = jdist.all_reduce(n, "sum")
+        return w, metrics
+
+    metrics = jdist.distribute(step, strategy, accumulate=accumulate)(1.0, X)[1]
+    if strategy.transform != "jit":
+        expected = strategy.num_replicas * accumulate * big
+        assert (metrics["sum"].dtype, int(metrics["sum"])) == (jnp.int32, expected)
+    if accumulate == 1:
+        assert (metrics["max"].dtype, int(metrics["max"])) == (jnp.int32, big)
+    assert (metrics["mean"].dtype, float(metrics["mean"])) == (jnp.float32, 100.0)
+    assert float(metrics["unlike"]) == 2.0
 
 
 class TestTextAndObjects:

@@ -21,6 +21,7 @@ EVERY = {
 }
 BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
 
+
 def add(w, batch):
     """Adds the mean of x."""
     return w + jdist.all_reduce(batch["x"].mean()), {"x": batch["x"].mean()}

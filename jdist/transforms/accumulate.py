@@ -83,7 +83,9 @@ def accumulated(
             leaves[i] = leaf
         now = jax.tree.unflatten(state_treedef, leaves)
         cuts, carried, _, outputs = parts.gradients(now, x[1], others, x[0], counts)
-        early = [None if leaf is None else countable(leaf) for leaf in outputs]
+        early = [
+            leaf if leaf is None or kind == ROWS else countable(leaf) for leaf, kind in zip(outputs, kinds, strict=True)
+        ]
         for leaf, kind in zip(early, kinds, strict=True):
             _check_local(leaf, kind)
         rows = [leaf if kind == ROWS else None for leaf, kind in zip(early, kinds, strict=True)]
@@ -104,7 +106,7 @@ def accumulated(
     cuts, sums = jax.tree.map(lambda x, s: x.astype(s.dtype), total, shapes)
 
     with tracing(ReplicaTrace(strategy, residuals=residuals)):
-        metrics = [leaf if kind in (METRIC, TOTAL) else None for leaf, kind in zip(sums, kinds, strict=True)]
+        metrics = [leaf if kind == METRIC else None for leaf, kind in zip(sums, kinds, strict=True)]
         size = k
         if replica.replica_axes() is not None:
             size *= replica.num_replicas()
@@ -121,9 +123,10 @@ def accumulated(
             outputs.append(after)
         elif row is not None:
             outputs.append(row.swapaxes(0, 1).reshape(-1, *row.shape[2:]))
+        elif kind == TOTAL:  # the same on all replicas already; those of the microbatches add up
+            outputs.append(local)
         elif metric is not None:
-            # A total of every microbatch is the same on all replicas, and the totals add up.
-            outputs.append(metric / (size // k) if kind == TOTAL else metric / size)
+            outputs.append(metric / size)
         else:
             outputs.append(jnp.divide(local, k))
     outputs = jax.tree.unflatten(parts.outputs_treedef, outputs)

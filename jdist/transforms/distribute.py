@@ -28,14 +28,17 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         args: role of each positional argument: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
             compiles again). Further arguments and keyword arguments are replicated.
-        returns: role of each result: "state", "metrics" (averaged over the replicas unless wrapped in `PerReplica`),
-            "examples" (a row an example, in input order; rows whose `mask` is False or zero are left out), "per_replica".
+        returns: role of each result: "state"; "metrics" (averaged over the replicas entry by entry, as floating point,
+            unless wrapped in `PerReplica`; what the step itself reduced by `all_reduce(x, "sum"|"max"|"min")` stays as it
+            is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
+            mask from elsewhere the rows where it is zero); "per_replica".
             By default ("state", "metrics"), or the state alone.
         static_argnames: keyword arguments that are static.
         donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.
         accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all.
             Metrics are averaged over microbatches as over replicas, so return means, not sums. What a step writes to its
-            state from the batch alone (batch statistics, a running average) is written once a microbatch.
+            state from the batch alone (batch statistics, a running average) is written once a microbatch; so are parameters
+            updated by a gradient of `jax.grad`, which nothing tells from these.
         steps_per_call: number of optimiser steps in one call; batches and metrics lead with that axis, all other
             arguments are the same for all steps of the call.
         max_in_flight: number of calls that may run ahead of the host.

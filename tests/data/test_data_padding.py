@@ -19,10 +19,10 @@ def batches(source, *, place=None, num_replicas=2, **options):
 
 
 @pytest.mark.parametrize("place", [None, jax.device_put])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_weight_of_zero_is_no_padding(place, prefetch):
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"prefetch_to_device": False}], ids=str)
+def test_a_weight_of_zero_is_no_padding(place, options):
     source = [{"x": np.arange(4), "mask": WEIGHTS}, {"x": np.arange(3), "mask": WEIGHTS[:3]}]
-    full, short = batches(source, place=place, prefetch=prefetch)
+    full, short = batches(source, place=place, **options)
     assert real_rows(full).tolist() == [True] * 4
     assert real_rows(short).tolist() == [True, True, True, False]
     assert type(full) is dict

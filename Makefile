@@ -3,10 +3,12 @@
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+comma  := ,
 
-version = $(shell $(1) -c 'import platform; print(platform.python_version())' 2>/dev/null)
-THERE  := $(call version,$(BIN)/python)
-WANTED := $(or $(if $(PYTHON),$(call version,$(PYTHON)),$(THERE)),unknown)
+version = $(shell $(1) -c 'import $(2) platform; print(platform.python_version())' 2>/dev/null)
+# An environment without pip was left half made, and is made anew.
+THERE  := $(call version,$(BIN)/python,pip$(comma))
+WANTED := $(or $(if $(PYTHON),$(call version,$(PYTHON),),$(THERE)),unknown)
 PYTHON ?= python3
 CONFIG ?= configs/digits.yaml
 # Two worker processes suit two cores; more processes than cores only slow compilation down.

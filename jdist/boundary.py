@@ -182,6 +182,11 @@ class _Analysis:
         # A print or a callback belongs to the part in which what it shows is known.
         self.late_effects, self.early_effects = [], []
         for eqn in dataflow.effects_of(closed):
+            if not dataflow.is_print_or_callback(eqn):
+                raise BoundaryError(
+                    f"the step reads or writes a `jax.Ref` (`{eqn.primitive.name}`), so it cannot be split. Compute with "
+                    "arrays, or leave `accumulate` at 1."
+                )
             is_late = any(v in self.late for v in eqn.invars if _is_var(v))
             (self.late_effects if is_late else self.early_effects).append(eqn)
         # An update part that runs where the parameters live knows no replica's number; one that runs on the replicas does.
@@ -214,6 +219,7 @@ class _Analysis:
         early_vars = [v for v, is_early in zip(self.outputs, early, strict=True) if is_early]
         late_vars = [v for v, is_early in zip(self.outputs, early, strict=True) if not is_early]
 
+        self._check_not_called_again(counts_in, arguments)
         run_counts = dataflow.subfunction(self.closed, arguments, counts_in)
         run_gradients = dataflow.subfunction(
             self.closed,
@@ -276,6 +282,14 @@ class _Analysis:
     def _num_gradient_leaves(cut: Cut) -> int:
         return len(jax.tree.leaves(jax.tree.unflatten(cut.treedef, range(len(cut.inputs)))[0]))
 
+    def _check_not_called_again(self, wanted: list[Any], given: list[Any]) -> None:
+        equations, _ = dataflow.needed(self.closed, wanted, set(given))
+        if any(eqn is effect for eqn in equations for effect in self.early_effects):
+            raise BoundaryError(
+                "the update, or the mask of a mean, needs what a callback of the step returned, and would call it once more. "
+                "Call it outside of the step and pass the value as an argument, or leave `accumulate` at 1."
+            )
+
     def _crossing(self, carried: set[Any]) -> tuple[list[Any], tuple[str, ...]]:
         """What the update part reads of the gradient part beside the cuts, and the results that need it."""
         results = [*self.new_state, *self.outputs]
@@ -305,6 +319,7 @@ class _Analysis:
             if cut.kind == "update":
                 stages.append((cut, dataflow.subfunction(self.closed, known, inputs)))
                 known = [*known, *placeholders]
+        self._check_not_called_again(wanted, known)
         finish = dataflow.subfunction(self.closed, known, wanted, self.late_effects)
 
         def run(values: Sequence[Any]) -> list[Any]:

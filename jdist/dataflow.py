@@ -61,8 +61,18 @@ def _nested(params: Iterable[Any]) -> Iterator[Any]:
 
 
 def effects_of(closed: Any) -> list[Any]:
-    """The equations that give no value: prints and callbacks."""
-    return [eqn for eqn in body_of(closed).eqns if not eqn.outvars]
+    """The equations that do more than compute: prints, callbacks, reads and writes of a `jax.Ref`."""
+    return [eqn for eqn in body_of(closed).eqns if _effect_names(eqn)]
+
+
+def is_print_or_callback(eqn: Any) -> bool:
+    """Whether all that an equation does beside computing is to call the host."""
+    return all(name.endswith(("DebugEffect", "IOEffect")) for name in _effect_names(eqn))
+
+
+def _effect_names(eqn: Any) -> list[str]:
+    # By name, as JAX exports no effect types. A collective counts as one with an effect on its axis, and has none.
+    return [name for effect in eqn.effects if (name := type(effect).__name__) != "NamedAxisEffect"]
 
 
 def needed(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import jdist
 from jdist.errors import BatchError, BoundaryError
@@ -383,3 +384,40 @@ def test_rows_of_bools_stay_bools():
     _, _, rows = run(0.0, {"x": np.arange(4, dtype=np.float32)})
     assert rows.dtype == bool
     assert rows.tolist() == [False, False, True, True]
+
+
+def test_a_callback_whose_result_nobody_reads_is_called_once_a_microbatch():
+    calls = []
+
+    def log(x):
+        calls.append(float(x))
+        return np.float32(0)
+
+    def step(w, batch):
+        io_callback(log, jax.ShapeDtypeStruct((), jnp.float32), batch["x"].sum())
+        grad = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
+        return w - grad, {}
+
+    jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
+    jax.effects_barrier()
+    assert sorted(calls) == [2, 4]
+
+
+def test_what_would_be_called_twice_or_lost_is_refused():
+    batch = {"x": np.arange(4, dtype=np.float32)}
+
+    def rate_from_the_host(w, batch):
+        rate = io_callback(lambda: np.float32(0.1), jax.ShapeDtypeStruct((), jnp.float32))
+        return w - rate * jdist.grad(lambda w: jdist.mean(w * rate * batch["x"]))(w), {}
+
+    with pytest.raises(BoundaryError, match="what a callback of the step returned"):
+        jdist.distribute(rate_from_the_host, jdist.default(), accumulate=2)(0.0, batch)
+
+    def by_reference(w, batch):
+        total = jax.new_ref(jnp.float32(0))
+        total[...] = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
+        return w - total[...], {}
+
+    assert float(jdist.distribute(by_reference, jdist.default())(0.0, batch)[0]) == -1.5
+    with pytest.raises(BoundaryError, match=r"jax\.Ref"):
+        jdist.distribute(by_reference, jdist.default(), accumulate=2)(0.0, batch)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import jdist
 from jdist.errors import NonFiniteError
@@ -253,6 +254,58 @@ def test_the_choice_copies_nothing():
     compiled = jdist.distribute(step, TWO).lower(state, {"x": np.ones((4, 64), np.float32)}).compile().as_text()
     assert " all-reduce(" in compiled
     assert "f32[64,64]{1,0} copy(" not in compiled
+
+
+CONSTANT = np.zeros(3, np.float32)
+
+
+def test_a_leaf_set_to_a_constant_from_outside_is_kept_too():
+    def step(state, batch):
+        grads = jdist.grad(lambda w: jdist.mean((batch["x"] * w) ** 2))(state["w"])
+        return {"w": state["w"] - grads, "window": CONSTANT, "other": jnp.asarray(CONSTANT)}, {}
+
+    for strategy in EVERY.values():
+        run = jdist.distribute(step, strategy, non_finite="skip")
+        sevens = np.full(3, 7, np.float32)
+        state, _ = run({"w": 1.0, "window": sevens, "other": sevens}, {"x": np.full(4, np.nan, np.float32)})
+        assert {k: np.asarray(v).tolist() for k, v in state.items()} == {"w": 1.0, "window": [7] * 3, "other": [7] * 3}
+
+
+@pytest.mark.parametrize("non_finite", ["raise", "apply"])
+def test_references_and_ordered_callbacks_keep_their_order(non_finite):
+    calls = []
+
+    def number(x):
+        calls.append(float(x))
+        return np.float32(len(calls))
+
+    def step(w, batch):
+        total = jax.new_ref(jnp.float32(0))
+        loss, grads = jdist.value_and_grad(lambda w: w * batch["x"].mean())(w)
+        total[...] = w - grads
+        total[...] *= 10
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        first = io_callback(number, shape, w - grads, ordered=True)
+        second = io_callback(number, shape, loss, ordered=True)
+        return total[...], {"first": first, "second": second}
+
+    ones = {"x": np.ones(4, np.float32)}
+    w, metrics = jdist.distribute(step, jdist.default(), non_finite=non_finite)(np.float32(3), ones)
+    assert float(w) == 20
+    assert (float(metrics["first"]), float(metrics["second"]), calls) == (1, 2, [2.0, 3.0])
+
+
+def test_replicas_agree_on_what_their_own_state_tells():
+    """A gradient of `jax.grad` is not seen; the statistics of one replica alone are not finite."""
+
+    def step(state, batch):
+        grad = jax.lax.pmean(jax.grad(lambda w: w * 2.0)(state["w"]), "replica")
+        return {"w": state["w"] - grad, "seen": batch["x"].mean()}, {}
+
+    run = jdist.distribute(step, TWO, non_finite="skip", check_replicas=0)
+    state, _ = run({"w": 1.0, "seen": 0.0}, {"x": np.array([1, 1, np.nan, 1], np.float32)})
+    assert run.num_skipped == 1
+    assert [float(s.data) for s in state["w"].addressable_shards] == [1.0, 1.0]
 
 
 def test_printing_in_a_step_goes_on_printing(capfd):

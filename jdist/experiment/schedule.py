@@ -14,7 +14,7 @@ from jdist.experiment.parse import Key, dotted
 from jdist.experiment.validate import Problem, show
 
 # What optax raises for arguments that it cannot use.
-REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError)
+REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
 _LENGTHS = ("decay_steps", "transition_steps")
 _LONGEST = 2**40  # steps; no run is as long
 
@@ -36,7 +36,8 @@ def fill_length(value: Any, *, steps: int) -> Any:
     Returns:
         The value, perhaps with `decay_steps` or `transition_steps` filled in.
     """
-    function = _schedules().get(value["schedule"]) if is_schedule(value) else None
+    name = value["schedule"] if is_schedule(value) else None
+    function = _schedules().get(name) if isinstance(name, str) else None
     if function is None:
         return value
     needed = {n for n, p in inspect.signature(function).parameters.items() if p.default is p.empty}

@@ -87,6 +87,7 @@ def guarded(
     rest: tuple[PyTree, PyTree],
     policy: NonFinite,
     watched: Watched,
+    axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Runs a step and keeps the old state where a gradient is not finite.
 
@@ -104,6 +105,7 @@ def guarded(
         rest: the step's other arguments.
         policy: "raise" or "skip".
         watched: takes in the names that the token's codes stand for.
+        axes: the mesh axes that replicas are spread over, where they are bound.
 
     Returns:
         The new token, the state to go on with, and the outputs.
@@ -113,7 +115,7 @@ def guarded(
     def traced(state: PyTree, rest: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree, list[jax.Array]]:
         new, outputs, flags = run(state, *rest)
         if flags.hidden or not flags.finite:
-            flags = _flags_of_state(state, new, flags)
+            flags = _flags_of_state(state, new, flags, axes)
         names[:] = flags.names
         return new, outputs, flags.finite
 
@@ -122,11 +124,13 @@ def guarded(
     old = jax.tree.leaves(state)
     new_vars, flag_vars = outvars[: len(old)], outvars[len(outvars) - len(names) :]
     _, before_flags = dataflow.needed(closed, flag_vars, given=())
-    taken = {v for v in (*invars, *before_flags)}
+    known = dataflow.values_at_start(closed, jax.tree.leaves((state, rest)))
+    taken = {*known, *before_flags}
     places = {v: i for i, v in enumerate(new_vars) if not dataflow.is_literal(v) and v not in taken}
-    places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1} if names else {}
-
-    known, keep = dataflow.values_at_start(closed, jax.tree.leaves((state, rest))), jnp.bool_(True)
+    places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
+    if not names or dataflow.effects_of(closed):  # in parts, prints and the like would come in another order
+        places = {}
+    keep = jnp.bool_(True)
     for number, stage in enumerate(dataflow.stages(closed, places)):
         known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
         if number == 0 and names:
@@ -143,13 +147,19 @@ def guarded(
     return token if names else step_done(token), new, outputs
 
 
-def _flags_of_state(old: PyTree, new: PyTree, flags: Flags) -> Flags:
-    """The flags with one more for each leaf of the state that the step changed: what was not finite before may stay so."""
+def _flags_of_state(old: PyTree, new: PyTree, flags: Flags, axes: tuple[str, ...]) -> Flags:
+    """The flags with one more for each leaf of the state that the step changed: what was not finite before may stay so.
+
+    Replicas agree on them, so that none keeps a state that another leaves, also where the leaves themselves differ.
+    """
     changed = [
         (f"state leaf {jax.tree_util.keystr(path) or 'itself'}", a, b)
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
         if jnp.issubdtype(b.dtype, jnp.inexact) and a is not b
     ]
     names = [*flags.names, *(name for name, _, _ in changed)]
-    finite = [*flags.finite, *(jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed)]
+    own = [jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed]
+    if own and axes:
+        own = list(jax.lax.pmin(jnp.stack(own).astype(jnp.int32), axes) > 0)
+    finite = [*flags.finite, *own]
     return Flags(names, finite, flags.hidden)

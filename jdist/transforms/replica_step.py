@@ -45,7 +45,8 @@ def replica_step(
 
     # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
     # On devices with a memory of their own that exchange takes longer than reading all.
-    shares_memory = strategy.num_replicas > 1 and strategy.transform != "jit" and strategy.devices[0].platform == "cpu"
+    bound = strategy.axes if strategy.num_replicas > 1 and strategy.transform != "jit" else ()
+    shares_memory = bool(bound) and strategy.devices[0].platform == "cpu"
 
     def sorted_step(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         new_state, outputs = sort_results(call.apply(step, state, batches, others), state, options, traced)
@@ -95,7 +96,7 @@ def replica_step(
         if options.non_finite == "apply" or not options.may_update_state:
             state, outputs, _ = checked(state, batches, others)
             return step_done(token), state, outputs
-        return guarded(checked, token, state, (batches, others), options.non_finite, watched)
+        return guarded(checked, token, state, (batches, others), options.non_finite, watched, bound)
 
     def many(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         def body(carry: Any, batches: PyTree) -> Any:

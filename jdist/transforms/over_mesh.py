@@ -32,7 +32,7 @@ class Program(Protocol):
     def lower(self, token: Any, state: Any, batches: Any, others: Any) -> jax.stages.Lowered: ...
 
 
-class _Jitted:
+class JittedProgram:
     """A program of one jitted function.
 
     The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning to
@@ -82,7 +82,7 @@ def _plain(
         same, own, rows = _sort(outputs, traced)
         return token, state, _join(same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows, traced)
 
-    return _Jitted(jax.jit(program, donate_argnums=donate))
+    return JittedProgram(jax.jit(program, donate_argnums=donate))
 
 
 def _jit(
@@ -102,7 +102,7 @@ def _jit(
         token, state, same = keep((token, state, same), whole)
         return token, state, _join(same, [], [keep(x, by_rows) for x in rows], traced)
 
-    return _Jitted(jax.jit(program, donate_argnums=donate))
+    return JittedProgram(jax.jit(program, donate_argnums=donate))
 
 
 def _shard_map(
@@ -135,7 +135,7 @@ def _shard_map(
         token, state, same, own, rows = mapped(token, state, batches, others)
         return token, state, _join(same, own, rows, traced)
 
-    return _Jitted(jax.jit(program, donate_argnums=donate))
+    return JittedProgram(jax.jit(program, donate_argnums=donate))
 
 
 class _pmap:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,6 +29,33 @@ from jdist.transforms.trees import check_no_deleted, check_not_traced
 PyTree = Any
 
 
+@dataclass(frozen=True)
+class Backend:
+    """How a kind of strategy lays out states and compiles steps.
+
+    Attributes:
+        adopt_state: `(strategy, state) -> state` in the strategy's layout.
+        state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
+        make_program: `(step, strategy, options, call, traced, watched, donate) -> Program`; fills in `traced`, `watched`.
+    """
+
+    adopt_state: Callable[[Strategy, PyTree], PyTree]
+    state_shapes: Callable[[Strategy, PyTree], PyTree]
+    make_program: Callable[[Step, Strategy, StepOptions, Call, Traced, Watched, bool], Program]
+
+
+def _replicated_program(
+    step: Step, strategy: Strategy, options: StepOptions, call: Call, traced: Traced, watched: Watched, donate: bool
+) -> Program:
+    function = replica_step(step, strategy, options, call, traced, watched)
+    return compile_over_mesh(function, strategy, options, traced, donate)
+
+
+REPLICATED = Backend(
+    adopt_state, lambda strategy, state: _shapes(state, strategy.replicated_sharding), _replicated_program
+)
+
+
 class DistributedStep:
     """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
 
@@ -36,10 +64,10 @@ class DistributedStep:
         options: the options of `jdist.distribute`.
     """
 
-    def __init__(self, step: Step, strategy: Strategy, options: StepOptions):
+    def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
-        self.strategy, self.options = strategy, options
+        self.strategy, self.options, self._backend = strategy, options, backend
         self._step = step
         self._signature = Signature(step, options)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
@@ -94,7 +122,8 @@ class DistributedStep:
         whole = self._whole
         token = _shapes(self._token, whole)
         with self._naming_axes():
-            return program.lower(token, _shapes(state, whole), _shapes(batches, self._by_rows), _shapes(others, whole))
+            state = self._backend.state_shapes(self.strategy, state)
+            return program.lower(token, state, _shapes(batches, self._by_rows), _shapes(others, whole))
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
@@ -115,7 +144,7 @@ class DistributedStep:
                 others = jax.tree.map(self._replicate, others)
         if state is not self._last_state:
             check_not_traced((state, batches))
-            state = adopt_state(self.strategy, state)
+            state = self._backend.adopt_state(self.strategy, state)
         for leaf in jax.tree.leaves(batches):
             if isinstance(leaf, Tracer):
                 check_not_traced(batches)
@@ -184,9 +213,9 @@ class DistributedStep:
         found = self._programs.get(call)
         if found is None:
             traced = Traced()
-            function = replica_step(self._step, self.strategy, self.options, call, traced, self._watched)
             donate = self.options.donate and self.options.may_update_state
-            found = compile_over_mesh(function, self.strategy, self.options, traced, donate), traced
+            make = self._backend.make_program
+            found = make(self._step, self.strategy, self.options, call, traced, self._watched, donate), traced
             self._programs[call] = found
         return found
 

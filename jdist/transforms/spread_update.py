@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.experimental.compute_on
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist import dataflow
@@ -137,16 +138,21 @@ class _Evaluation:
 
     def run(self, arguments: Sequence[Any], kept: Sequence[bool]) -> list[jax.Array]:
         self.known = dataflow.values_at_start(self.closed, arguments)
+        self.known.update({v: np.asarray(x) for v, x in self.known.items() if isinstance(x, np.ndarray)})
         for number, eqn in enumerate(self.equations):
             self.done = number
-            operands = [dataflow.value_of(v, self.known) for v in eqn.invars]
+            operands = [self.value(v) for v in eqn.invars]
             self.known.update(zip(eqn.outvars, self.apply(eqn, operands), strict=True))
         self.done = len(self.equations)
         self.flush()
         return [self.kept(v) if keep else self.wanted(v) for v, keep in zip(self.results, kept, strict=True)]
 
+    def value(self, v: Any) -> Any:
+        # A constant remembers the mesh that it was traced under, whose axes are bound no more.
+        return np.asarray(v.val) if dataflow.is_literal(v) else self.known[v]
+
     def kept(self, v: Any) -> jax.Array:
-        x = dataflow.value_of(v, self.known)
+        x = self.value(v)
         if isinstance(x, Part) and x.on_host:
             assert x.flat is not None  # nothing waits any more
             return x.flat
@@ -155,7 +161,7 @@ class _Evaluation:
         return jax.device_put(self.device_operand(v, x), self.layout.host)
 
     def wanted(self, v: Any) -> jax.Array:
-        return jnp.asarray(self.whole(v, dataflow.value_of(v, self.known)))
+        return jnp.asarray(self.whole(v, self.value(v)))
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -172,7 +178,9 @@ class _Evaluation:
         if name in RESHAPING and in_parts and math.prod(shape) == math.prod(in_parts[0].shape):
             if eqn.params.get("dimensions") is None or name != "reshape":
                 return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].flat, shape, on_host=False)]
-        if name in ELEMENTWISE and in_parts:
+        # JAX 0.12 stretches axes of size 1 in elementwise operations.
+        fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
+        if name in ELEMENTWISE and in_parts and fits:
             if any(x.on_host for x in in_parts):
                 return [self.wait(eqn, shape)]
             flat = self.layout.num_parts * -(-math.prod(shape) // self.layout.num_parts)
@@ -180,23 +188,27 @@ class _Evaluation:
             return [Part(apply_flat(eqn, inputs, flat), shape, on_host=False)]
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
-            return [Filled(eqn.primitive.bind(*values, **eqn.params), shape)]
+            return [Filled(_bind(eqn, values), shape)]
         if name in _FILLINGS and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
             flat = self.device_operand(eqn.invars[0], in_parts[0])
             real = self.layout.real(flat, in_parts[0].shape, _FILLINGS[name](flat.dtype))
-            return [eqn.primitive.bind(real, **{**eqn.params, "axes": (0,)})]
+            return [_bind(eqn, [real], axes=(0,))]
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
 
     def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
 
-        def run(*operands: Any) -> list[Any]:
-            return dataflow.apply_equation(self.closed, eqn, operands)
-
-        if eqn.primitive.name in _COLLECTIVES or not eqn.outvars or dataflow.nested_jaxprs(eqn):
-            whole = PartitionSpec()
-            run = jax.shard_map(run, mesh=self.strategy.mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        return run(*operands)
+        if eqn.primitive.name not in _COLLECTIVES and eqn.outvars and not dataflow.nested_jaxprs(eqn):
+            results = _bind(eqn, operands)
+            return results if eqn.primitive.multiple_results else [results]
+        mapped = jax.shard_map(
+            lambda *operands: dataflow.apply_equation(self.closed, eqn, operands),
+            mesh=self.strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return mapped(*operands)
 
     def whole(self, v: Any, x: Any) -> Any:
         if isinstance(x, Part):
@@ -262,7 +274,7 @@ class _Evaluation:
     def host_operand(self, v: Any) -> jax.Array:
         """An operand as the hosts compute with it: flat, or a scalar."""
         if dataflow.is_literal(v):
-            return jax.device_put(jnp.asarray(v.val, v.aval.dtype), self.layout.whole_on_host)
+            return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
         x = self.known[v]
         if isinstance(x, Part) and x.on_host:
             assert x.flat is not None  # whatever the hosts have not computed yet is computed by this very call
@@ -286,7 +298,13 @@ def apply_flat(eqn: Any, operands: list[jax.Array], size: int) -> jax.Array:
         operands = [_broadcast(x, size) for x in operands]
     elif not any(jnp.ndim(x) for x in operands):
         operands = [_broadcast(x, size) for x in operands]
-    return eqn.primitive.bind(*operands, **eqn.params)
+    return _bind(eqn, operands)
+
+
+def _bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> Any:
+    # A sharding in a parameter is of the mesh that the equation was traced under, whose axes are bound no more.
+    params = {k: None if isinstance(x, jax.sharding.Sharding) else x for k, x in eqn.params.items()}
+    return eqn.primitive.bind(*operands, **{**params, **changed})
 
 
 def _broadcast(x: jax.Array, size: int) -> jax.Array:

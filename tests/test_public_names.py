@@ -13,6 +13,7 @@ NAMES = [
     "TrainState",
     "all_gather",
     "all_reduce",
+    "central_storage",
     "data",
     "default",
     "distribute",

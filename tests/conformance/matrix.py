@@ -17,6 +17,7 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "mirrored_pmap": lambda: jdist.mirrored(transform="pmap"),
     "mirrored_jit": lambda: jdist.mirrored(transform="jit"),
     "mirrored_half": lambda: jdist.mirrored(jax.local_devices()[: max(1, len(jax.local_devices()) // 2)]),
+    "central_storage": jdist.central_storage,
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
 
         def in_parts(arrays: list[Any]) -> list[jax.Array]:
             leaves = zip(create(arrays), spread, strict=True)
-            return [layout.flatten(x) if in_parts else x for x, in_parts in leaves]
+            return [layout.store(x) if in_parts else x for x, in_parts in leaves]
 
         shardings = [layout.host if in_parts else layout.whole for in_parts in spread]
         made = jax.jit(in_parts, out_shardings=shardings)(arrays)
@@ -55,7 +55,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     check_no_deleted(state)
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-    kept = [is_spread(x) and x.flat.sharding == layout.host for x in leaves]
+    kept = [is_spread(x) and x.stored.sharding == layout.host for x in leaves]
     # What lies elsewhere, a Spread of another strategy too, goes through the layout with a copy on every device.
     others = jax.tree.unflatten(
         treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
@@ -64,19 +64,19 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     seen: set[int] = set()
 
     def place(x: Any, keep: bool) -> Any:
-        if keep and id(x.flat) not in seen:
-            seen.add(id(x.flat))
+        if keep and id(x.stored) not in seen:
+            seen.add(id(x.stored))
             return x
         if keep:
-            return Spread(jnp.copy(x.flat), x.shape)
+            return Spread(jnp.copy(x.stored), x.shape)
         x = next(whole)
-        return Spread(_flatten(layout)(x), x.shape) if layout.is_spread(x.shape, x.dtype) else x
+        return Spread(_store(layout)(x), x.shape) if layout.is_spread(x.shape, x.dtype) else x
 
     return jax.tree.unflatten(treedef, [place(x, keep) for x, keep in zip(leaves, kept, strict=True)])
 
 
 def _flatten(layout: Layout) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(layout.flatten, out_shardings=layout.host)
+    return jax.jit(layout.store, out_shardings=layout.host)
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:

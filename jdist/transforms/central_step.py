@@ -145,7 +145,7 @@ class _CentralStep:
         """One optimiser step, seen from outside of the replicas."""
         cuts, carried, early = self.gradients(planned.gradients, state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-        values = [Part(x.flat, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
+        values = [Part(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes, results_treedef = jax.tree.flatten(planned.results)
         kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
@@ -164,7 +164,7 @@ class _CentralStep:
         layout, axes = self.layout, self.strategy.axes
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.parts.read}
-        copies = {i: jax.device_put(x.flat, layout.device) for i, x in read.items()}
+        copies = {i: jax.device_put(x.stored, layout.device) for i, x in read.items()}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
         shapes: list[list[tuple[int, ...]]] = []
 
@@ -174,7 +174,7 @@ class _CentralStep:
                     return whole[i]
                 if i not in copies:  # not read
                     return jnp.zeros(x.shape, x.dtype)
-                return jax.lax.all_gather(copies[i], axes, tiled=True)[: x.size].reshape(x.shape)
+                return layout.restore(jax.lax.all_gather(copies[i], axes, tiled=True), x.shape)
 
             now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
             shapes[:] = [[], []]
@@ -218,7 +218,7 @@ class _CentralStep:
     def scattered(self, x: jax.Array) -> jax.Array:
         """The sum over the replicas of a gradient; of a large one each replica receives a part."""
         if self.layout.is_spread(x.shape, x.dtype):
-            return jax.lax.psum_scatter(self.layout.flatten(x), self.strategy.axes, tiled=True)
+            return jax.lax.psum_scatter(self.layout.store(x), self.strategy.axes, tiled=True)
         return jax.lax.psum(x, self.strategy.axes)
 
     def own_part(self, x: jax.Array) -> jax.Array:
@@ -227,9 +227,9 @@ class _CentralStep:
             return x
         with tracing(ReplicaTrace(self.strategy)):
             number = replica.replica_id()
-        flat = self.layout.flatten(x)
-        size = flat.size // self.layout.num_parts
-        return jax.lax.dynamic_slice_in_dim(flat, number * size, size)
+        stored = self.layout.store(x)
+        rows = stored.shape[0] // self.layout.num_parts
+        return jax.lax.dynamic_slice_in_dim(stored, number * rows, rows)
 
     def sorted(self, values: list[jax.Array], shapes: list[tuple[int, ...]]) -> tuple[Any, Any]:
         """Values by place: those in parts, and those that all replicas hold."""

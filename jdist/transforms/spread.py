@@ -18,6 +18,9 @@ from jdist.strategy import Strategy
 
 PyTree = Any
 
+_TILE_WIDTH = 128  # of a TPU, in elements
+_MOST_FILLING = 1 / 16  # of a stored array, where it is stored in rows
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
@@ -27,16 +30,17 @@ class Spread:
     Computing with it outside of a step takes `strategy.fetch(x)`, or `np.asarray(x)`; a step gets the array itself.
 
     Attributes:
-        flat: the elements in row-major order, filled up to a multiple of the number of replicas.
+        stored: the elements in row-major order, [rows] or [rows, columns], filled up to a multiple of the number of
+            replicas; each holds as many rows.
         shape: the array's shape.
     """
 
-    flat: jax.Array
+    stored: jax.Array
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def dtype(self) -> Any:
-        return self.flat.dtype
+        return self.stored.dtype
 
     @property
     def ndim(self) -> int:
@@ -47,7 +51,7 @@ class Spread:
         return math.prod(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.array(self.flat)[: self.size].reshape(self.shape)  # a copy, whatever `copy` asks for
+        whole = np.array(self.stored).reshape(-1)[: self.size].reshape(self.shape)  # a copy, whatever `copy` asks for
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -55,9 +59,9 @@ class Spread:
 
     def __repr__(self) -> str:
         # JAX rebuilds registered dataclasses with anything in place of their arrays.
-        if not isinstance(self.flat, jax.Array):
-            return f"Spread({self.flat!r}, shape={self.shape})"
-        parts = self.flat.sharding.num_devices
+        if not isinstance(self.stored, jax.Array):
+            return f"Spread({self.stored!r}, shape={self.shape})"
+        parts = self.stored.sharding.num_devices
         return (
             f"Spread({self.dtype}{list(self.shape)} in {parts} parts in host memory; strategy.fetch gives the array)"
         )
@@ -74,7 +78,7 @@ class Layout:
 
     Attributes:
         num_parts: the number of replicas.
-        host: sharding of a flat array in host memory, one part a replica.
+        host: sharding of a stored array in host memory, one part a replica.
         device: the same in the devices' memory.
         whole: sharding of what every device holds whole.
         whole_on_host: the same in host memory.
@@ -114,28 +118,50 @@ class Layout:
         """Whether an array is kept in parts: it has an element for each of them, and is no array of PRNG keys."""
         return math.prod(shape) >= self.num_parts > 1 and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
-    def flatten(self, x: jax.Array) -> jax.Array:
-        """An array as a flat one that divides into the parts."""
-        flat = x.reshape(-1)
-        return jnp.pad(flat, (0, -flat.size % self.num_parts))
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that an array is stored in: [rows, columns] where that needs little filling, else [elements].
 
-    def gather(self, flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The array of a flat one, both in the devices' memory and seen from outside of the replicas."""
-        flat = jax.lax.with_sharding_constraint(flat, self.whole)
-        return flat[: math.prod(shape)].reshape(shape)
-
-    def real(self, flat: jax.Array, shape: tuple[int, ...], filling: Any) -> jax.Array:
-        """A flat array with `filling` where it was filled up."""
+        Any array could be one row of elements. But on a TPU, making a row of a matrix whose sides are no multiples of
+        its tiles takes long, to compile as well, while rows of a tile's width and more stay where they are.
+        """
+        for axis in range(len(shape) - 1, 0, -1):
+            rows, columns = math.prod(shape[:axis]), math.prod(shape[axis:])
+            filling = -rows % self.num_parts
+            if columns >= _TILE_WIDTH and filling <= _MOST_FILLING * rows:
+                return (rows + filling, columns)
         size = math.prod(shape)
-        return flat if size == flat.size else jnp.where(jnp.arange(flat.size) < size, flat, filling)
+        return (size + -size % self.num_parts,)
+
+    def store(self, x: jax.Array) -> jax.Array:
+        """An array in its stored shape."""
+        rows, *columns = self.stored_shape(x.shape)
+        x = x.reshape(-1, *columns)
+        return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * len(columns))
+
+    def restore(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undoes `store`."""
+        return stored[: self._rows(shape)].reshape(shape)
+
+    def gather(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The array of a stored one, both in the devices' memory and seen from outside of the replicas."""
+        return self.restore(jax.lax.with_sharding_constraint(stored, self.whole), shape)
+
+    def real(self, stored: jax.Array, shape: tuple[int, ...], filling: Any) -> jax.Array:
+        """A stored array with `filling` in the rows that were filled up."""
+        rows = self._rows(shape)
+        if rows == stored.shape[0]:
+            return stored
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, stored.shape, 0) < rows, stored, filling)
+
+    def _rows(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) // math.prod(self.stored_shape(shape)[1:])
 
     def struct(self, x: Any) -> Any:
         """The `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a Spread of one."""
         shape, dtype = (x.shape, x.dtype) if is_spread(x) else (jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
         if not self.is_spread(shape, dtype):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
-        padded = math.prod(shape) + -math.prod(shape) % self.num_parts
-        return Spread(jax.ShapeDtypeStruct((padded,), dtype, sharding=self.host), shape)
+        return Spread(jax.ShapeDtypeStruct(self.stored_shape(shape), dtype, sharding=self.host), shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

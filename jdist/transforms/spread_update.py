@@ -50,9 +50,9 @@ _COLLECTIVES = frozenset({"axis_index", "all_gather", "all_to_all", "ppermute", 
 
 @dataclass(frozen=True)
 class Part:
-    """An array in parts: flat, as `Spread` has it, on the host or on the device; None until the host has computed it."""
+    """An array in parts, stored as a `Spread` is, on the host or on the device; None until the host has computed it."""
 
-    flat: jax.Array | None
+    stored: jax.Array | None
     shape: tuple[int, ...]
     on_host: bool
 
@@ -119,7 +119,7 @@ def evaluate(
         kept: which results are wanted in parts.
 
     Returns:
-        Its results: those that are `kept` flat in host memory, the others whole on the devices.
+        Its results: those that are `kept` stored in host memory, the others whole on the devices.
     """
     return _Evaluation(strategy, layout, closed).run(arguments, kept)
 
@@ -154,8 +154,8 @@ class _Evaluation:
     def kept(self, v: Any) -> jax.Array:
         x = self.value(v)
         if isinstance(x, Part) and x.on_host:
-            assert x.flat is not None  # nothing waits any more
-            return x.flat
+            assert x.stored is not None  # nothing waits any more
+            return x.stored
         if isinstance(x, Filled) or dataflow.is_literal(v):
             x = jnp.full(v.aval.shape, x.value if isinstance(x, Filled) else x, v.aval.dtype)
         return jax.device_put(self.device_operand(v, x), self.layout.host)
@@ -175,25 +175,26 @@ class _Evaluation:
                 return [Filled(filled[0].value if filled else operands[0], shape)]
         if name in RESHAPING and filled:
             return [Filled(filled[0].value, shape)]
-        if name in RESHAPING and in_parts and math.prod(shape) == math.prod(in_parts[0].shape):
-            if eqn.params.get("dimensions") is None or name != "reshape":
-                return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].flat, shape, on_host=False)]
+        if name in RESHAPING and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
+            return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
         fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
         if name in ELEMENTWISE and in_parts and fits:
             if any(x.on_host for x in in_parts):
                 return [self.wait(eqn, shape)]
-            flat = self.layout.num_parts * -(-math.prod(shape) // self.layout.num_parts)
             inputs = [self.device_operand(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
-            return [Part(apply_flat(eqn, inputs, flat), shape, on_host=False)]
+            return [Part(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
             return [Filled(_bind(eqn, values), shape)]
         if name in _FILLINGS and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
-            flat = self.device_operand(eqn.invars[0], in_parts[0])
-            real = self.layout.real(flat, in_parts[0].shape, _FILLINGS[name](flat.dtype))
-            return [_bind(eqn, [real], axes=(0,))]
+            stored = self.device_operand(eqn.invars[0], in_parts[0])
+            real = self.layout.real(stored, in_parts[0].shape, _FILLINGS[name](stored.dtype))
+            return [_bind(eqn, [real], axes=tuple(range(real.ndim)))]
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
+
+    def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+        return math.prod(a) == math.prod(b) and self.layout.stored_shape(a) == self.layout.stored_shape(b)
 
     def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
@@ -216,21 +217,21 @@ class _Evaluation:
         return jnp.full(x.shape, x.value) if isinstance(x, Filled) else x
 
     def device_operand(self, v: Any, x: Any) -> Any:
-        """An operand as the devices compute with it: flat, or a scalar."""
+        """An operand as the devices compute with it: stored, or a scalar."""
         if isinstance(x, Filled):
             return x.value
         if not isinstance(x, Part):
             return self.in_parts(x) if jnp.ndim(x) else x
         if not x.on_host:
-            return x.flat
+            return x.stored
         if v not in self.on_device:
-            if x.flat is None:
+            if x.stored is None:
                 self.flush()
-            self.on_device[v] = jax.device_put(self.known[v].flat, self.layout.device)
+            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device)
         return self.on_device[v]
 
     def in_parts(self, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(self.layout.flatten(x), self.layout.device)
+        return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device)
 
     def wait(self, eqn: Any, shape: tuple[int, ...]) -> Part:
         self.waiting.append(eqn)
@@ -257,9 +258,7 @@ class _Evaluation:
             values = dict(operands)
             for number, eqn in enumerate(waiting):
                 inputs = [values[(number, i) if dataflow.is_literal(v) else v] for i, v in enumerate(eqn.invars)]
-                size = math.prod(eqn.outvars[0].aval.shape)
-                flat = self.layout.num_parts * -(-size // self.layout.num_parts)
-                values[eqn.outvars[0]] = apply_flat(eqn, inputs, flat)
+                values[eqn.outvars[0]] = apply_stored(eqn, inputs, self.layout.stored_shape(eqn.outvars[0].aval.shape))
             return [values[v] for v in wanted]
 
         keys, operands = list(read), [self.host_operand(v) for v in read.values()]
@@ -268,17 +267,17 @@ class _Evaluation:
             compute_type="device_host",
             out_memory_spaces=jax.memory.Space.Host,
         )
-        for v, flat in zip(wanted, on_host(operands), strict=True):
-            self.known[v] = Part(flat, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
+        for v, stored in zip(wanted, on_host(operands), strict=True):
+            self.known[v] = Part(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
 
     def host_operand(self, v: Any) -> jax.Array:
-        """An operand as the hosts compute with it: flat, or a scalar."""
+        """An operand as the hosts compute with it: stored, or a scalar."""
         if dataflow.is_literal(v):
             return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
         x = self.known[v]
         if isinstance(x, Part) and x.on_host:
-            assert x.flat is not None  # whatever the hosts have not computed yet is computed by this very call
-            return x.flat
+            assert x.stored is not None  # whatever the hosts have not computed yet is computed by this very call
+            return x.stored
         if v not in self.on_host:
             value = self.device_operand(v, x)
             to = self.layout.host if jnp.ndim(value) else self.layout.whole_on_host
@@ -286,18 +285,18 @@ class _Evaluation:
         return self.on_host[v]
 
 
-def apply_flat(eqn: Any, operands: list[jax.Array], size: int) -> jax.Array:
-    """Applies an elementwise equation to flat arrays of `size` elements and to scalars."""
+def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Applies an elementwise equation to stored arrays of a stored shape, and to scalars."""
     name = eqn.primitive.name
     if name in RESHAPING:
         return operands[0]
     first, *others = operands
     if name == "select_n":
-        operands = [first, *(_broadcast(x, size) for x in others)]
+        operands = [first, *(_broadcast(x, shape) for x in others)]
     elif name == "clamp":
-        operands = [_broadcast(x, size) for x in operands]
+        operands = [_broadcast(x, shape) for x in operands]
     elif not any(jnp.ndim(x) for x in operands):
-        operands = [_broadcast(x, size) for x in operands]
+        operands = [_broadcast(x, shape) for x in operands]
     return _bind(eqn, operands)
 
 
@@ -307,5 +306,5 @@ def _bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> Any:
     return eqn.primitive.bind(*operands, **{**params, **changed})
 
 
-def _broadcast(x: jax.Array, size: int) -> jax.Array:
-    return x if jnp.ndim(x) else jax.lax.broadcast(x, (size,))
+def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x if jnp.ndim(x) else jax.lax.broadcast(x, shape)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist.strategy import Strategy
 from jdist.transforms import placement
@@ -14,6 +15,7 @@ from jdist.transforms import run as on_replicas
 from jdist.transforms.calls import Step
 from jdist.transforms.central_step import make_program
 from jdist.transforms.options import StepOptions
+from jdist.transforms.replica_check import compare
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.step import Backend, DistributedStep
 from jdist.transforms.trees import check_no_deleted
@@ -101,4 +103,16 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
     return map_leaves(layout.struct, state)
 
 
-BACKEND = Backend(adopt_state, _shapes, make_program)
+def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
+    """Compares what replicas hold whole, and what the gradient part wrote before each replica kept its part of it.
+
+    Raises:
+        ReplicaDivergenceError: names the leaves and the replicas that differ.
+    """
+    placement.compare_replicas(strategy, state)
+    hashes = results[3]
+    if hashes:
+        compare(np.stack([np.asarray(x) for x in hashes.values()], axis=1), list(hashes))
+
+
+BACKEND = Backend(adopt_state, _shapes, make_program, _compare)

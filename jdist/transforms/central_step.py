@@ -19,6 +19,7 @@ from jdist.transforms.loops import scan
 from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import JittedProgram, Program
 from jdist.transforms.placement import check_rows
+from jdist.transforms.replica_check import hash_leaf
 from jdist.transforms.results import LOCAL, METRIC, ROWS, Traced, countable, kinds_of, sort_results
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.spread_update import Part, evaluate, prepared
@@ -67,11 +68,11 @@ class _CentralStep:
         planned = self.planned(token, state, first, others)
 
         def body(carry: Any, batches: PyTree) -> Any:
-            token, state, outputs = self.once(planned, *carry, batches, others)
+            token, state, *outputs = self.once(planned, *carry, batches, others)
             return (token, state), outputs
 
-        (token, state), outputs = scan(self.strategy, body, (token, state), batches)
-        return token, state, outputs
+        (token, state), (outputs, hashes) = scan(self.strategy, body, (token, state), batches)
+        return token, state, outputs, {path: x[-1] for path, x in hashes.items()}
 
     def planned(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
         """Traces the step as a replica sees it, and takes it apart."""
@@ -142,8 +143,13 @@ class _CentralStep:
         return _Planned(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
 
     def once(self, planned: _Planned, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """One optimiser step, seen from outside of the replicas."""
-        cuts, carried, early = self.gradients(planned.gradients, state, batches, others)
+        """One optimiser step, seen from outside of the replicas.
+
+        Returns:
+            `(token, state, outputs, hashes)`; the hashes are of what each replica's gradient part wrote to the state,
+            uint32 [replicas], by the leaf's path.
+        """
+        cuts, carried, early, hashes = self.gradients(planned.gradients, state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         values = [Part(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
@@ -157,10 +163,17 @@ class _CentralStep:
         ]
         new_state = jax.tree.unflatten(treedef, results[1 : 1 + len(leaves)])
         late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
-        return results[0], new_state, self.outputs(planned.gradients, early, late)
+        outputs = self.outputs(planned.gradients, early, late)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
+        hashes = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
+        return results[0], new_state, outputs, hashes
 
     def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """The gradient part on all replicas: `(cuts, carried, outputs)`, the first two in parts where they are large."""
+        """The gradient part on all replicas.
+
+        Returns:
+            `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
+        """
         layout, axes = self.layout, self.strategy.axes
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.parts.read}
@@ -193,15 +206,17 @@ class _CentralStep:
                 {i: x for i, x in enumerate(outputs) if x is not None and (plan.kinds[i] in (LOCAL, ROWS)) == own}
                 for own in (False, True)
             ]
+            # Once each replica has kept its part, nobody can tell any more whether they all had the same.
+            hashes = [hash_leaf(x)[None] for x in made.carried] if self.options.check_replicas else []
             carried = [self.own_part(x) for x in made.carried]
-            return *self.sorted(made.cuts, shapes[0]), *self.sorted(carried, shapes[1]), *by_kind
+            return *self.sorted(made.cuts, shapes[0]), *self.sorted(carried, shapes[1]), *by_kind, hashes
 
         same, parts = PartitionSpec(), PartitionSpec(axes)
-        cut_parts, cuts, carried_parts, carried, shared, own = jax.shard_map(
+        cut_parts, cuts, carried_parts, carried, shared, own, hashes = jax.shard_map(
             body,
             mesh=self.strategy.mesh,
             in_specs=(parts, same, parts, same),
-            out_specs=(parts, same, parts, same, same, parts),
+            out_specs=(parts, same, parts, same, same, parts, parts),
             check_vma=False,
         )(copies, whole, batches, others)
 
@@ -213,6 +228,7 @@ class _CentralStep:
             joined(cut_parts, cuts, shapes[0]),
             joined(carried_parts, carried, shapes[1]),
             [outputs.get(i) for i in range(len(plan.kinds))],
+            hashes,
         )
 
     def scattered(self, x: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ class Spread:
         return math.prod(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.array(self.stored).reshape(-1)[: self.size].reshape(self.shape)  # a copy, whatever `copy` asks for
+        whole = restored(np.array(self.stored), self.shape)  # a copy, whatever `copy` asks for
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -162,6 +162,18 @@ class Layout:
         if not self.is_spread(shape, dtype):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
         return Spread(jax.ShapeDtypeStruct(self.stored_shape(shape), dtype, sharding=self.host), shape)
+
+
+def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The array of a stored one, on the host."""
+    return stored.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def spread_like(array: np.ndarray, like: Spread) -> Spread:
+    """An array on the host, spread as another of its shape is."""
+    stored = np.zeros(like.stored.shape, array.dtype)
+    stored.reshape(-1)[: array.size] = array.reshape(-1)
+    return Spread(jax.device_put(stored, like.stored.sharding), like.shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -37,11 +37,13 @@ class Backend:
         adopt_state: `(strategy, state) -> state` in the strategy's layout.
         state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
         make_program: `(step, strategy, options, call, traced, watched, donate) -> Program`; fills in `traced`, `watched`.
+        compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
     """
 
     adopt_state: Callable[[Strategy, PyTree], PyTree]
     state_shapes: Callable[[Strategy, PyTree], PyTree]
     make_program: Callable[[Step, Strategy, StepOptions, Call, Traced, Watched, bool], Program]
+    compare_replicas: Callable[[Strategy, PyTree, Any], None]
 
 
 def _replicated_program(
@@ -52,7 +54,10 @@ def _replicated_program(
 
 
 REPLICATED = Backend(
-    adopt_state, lambda strategy, state: _shapes(state, strategy.replicated_sharding), _replicated_program
+    adopt_state,
+    lambda strategy, state: _shapes(state, strategy.replicated_sharding),
+    _replicated_program,
+    lambda strategy, state, results: compare_replicas(strategy, state),
 )
 
 
@@ -167,7 +172,7 @@ class DistributedStep:
         state, outputs = results[1], program.outputs_of(results)
         self._window.add(results[0])
         if self._steps_to_check and updated:
-            self._check_replicas(state)
+            self._check_replicas(state, results)
         return _result(state, outputs, traced, batches)
 
     @contextlib.contextmanager
@@ -183,11 +188,11 @@ class DistributedStep:
                 "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
             ) from exc
 
-    def _check_replicas(self, state: PyTree) -> None:
+    def _check_replicas(self, state: PyTree, results: Any) -> None:
         self._steps_to_check -= self.options.steps_per_call
         if self._steps_to_check <= 0:
             self._steps_to_check = self.options.check_replicas
-            compare_replicas(self.strategy, state)
+            self._backend.compare_replicas(self.strategy, state, results)
 
     def _inspect(self, token: np.ndarray) -> None:
         code, count = int(token[0]), int(token[1])

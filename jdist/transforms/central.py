@@ -77,7 +77,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, [place(x, keep) for x, keep in zip(leaves, kept, strict=True)])
 
 
-def _flatten(layout: Layout) -> Callable[[jax.Array], jax.Array]:
+def _store(layout: Layout) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(layout.store, out_shardings=layout.host)
 
 

@@ -158,7 +158,8 @@ class Layout:
 
     def struct(self, x: Any) -> Any:
         """The `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a Spread of one."""
-        shape, dtype = (x.shape, x.dtype) if is_spread(x) else (jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+        aval = x if isinstance(x, Spread | jax.ShapeDtypeStruct) else jax.typeof(x)
+        shape, dtype = aval.shape, aval.dtype
         if not self.is_spread(shape, dtype):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
         return Spread(jax.ShapeDtypeStruct(self.stored_shape(shape), dtype, sharding=self.host), shape)

@@ -111,11 +111,12 @@ class TestWhereThingsAre:
 
     def test_the_update_is_computed_on_the_hosts(self, strategy):
         text = self.lowered(strategy, optax.adamw(1e-3))
-        assert text.count('"device_host"') + text.count('"host"') >= 1
-        assert "reduce_scatter" in text and "all_gather" in text
+        assert '_xla_compute_type = "host"' in text
+        assert '_xla_compute_type = "host"' not in self.lowered(jdist.mirrored(), optax.adamw(1e-3))
+        assert "reduce_scatter" in text
 
     def test_the_optimiser_state_never_goes_to_the_devices(self, strategy):
-        """Of 17 leaves in parts the step gathers the two that the loss reads."""
+        """Of 6 leaves in parts the step gathers the two that the loss reads."""
         text = self.lowered(strategy, optax.adamw(1e-3))
         assert text.count("stablehlo.all_gather") == 2
 
@@ -192,9 +193,7 @@ class TestStates:
 
     def test_checkpoints_hold_whole_arrays(self, strategy, tmp_path):
         mirrored = jdist.mirrored()
-        state, _ = jdist.distribute(train_step, strategy)(
-            strategy.init(lambda: create(optax.adam(1e-2))), BATCHES[0]
-        )
+        state, _ = jdist.distribute(train_step, strategy)(strategy.init(lambda: create(optax.adam(1e-2))), BATCHES[0])
         with Checkpointer(tmp_path / "a", check=strategy.check) as checkpoints:
             checkpoints.save(1, state, wait=True)
             there = checkpoints.restore(mirrored.init(lambda: create(optax.adam(1e-2)))).state
@@ -238,9 +237,7 @@ EVERYTHING = {"returns": ("state", "metrics", "examples", "per_replica")}
 
 def make_everything():
     state = create(optax.sgd(0.1))
-    return create(
-        optax.sgd(0.1), mean=jnp.zeros(66), average=state.params, rows=jnp.float32(0), norm=jnp.float32(0)
-    )
+    return create(optax.sgd(0.1), mean=jnp.zeros(66), average=state.params, rows=jnp.float32(0), norm=jnp.float32(0))
 
 
 def test_nothing_that_a_step_writes_or_returns_is_lost(strategy):
@@ -253,7 +250,7 @@ def test_nothing_that_a_step_writes_or_returns_is_lost(strategy):
         results.append((s.fetch(state), jax.tree.map(np.asarray, outputs)))
     assert_close(*results)
     state, (metrics, rows, each) = results[0]
-    assert rows.shape == (ROWS, 3) and each.value.shape == (4,) and metrics["mine"].value.shape == (4,)
+    assert (rows.shape, each.value.shape, metrics["mine"].value.shape) == ((ROWS, 3), (4,), (4,))
     assert float(state.extra["rows"]) == ROWS * len(BATCHES)
     assert float(metrics["step"]) == len(BATCHES)
 
@@ -278,12 +275,13 @@ class TestNonFinite:
         return [BATCHES[0], bad, BATCHES[2]]
 
     def test_raise_keeps_the_state_before(self, strategy):
-        step = jdist.distribute(train_step, strategy, max_in_flight=1)
+        step = jdist.distribute(train_step, strategy)
         state = strategy.init(lambda: create(optax.adam(1e-2)))
+        first, bad, _ = self.batches()
+        state, _ = step(state, first)
+        step(state, bad)
         with pytest.raises(NonFiniteError, match="step 1: the loss"):
-            for batch in self.batches():
-                state, _ = step(state, batch)
-                step.wait()
+            step.wait()
         want, _ = run(strategy, train_step, lambda: create(optax.adam(1e-2)), BATCHES[:1])
         assert_close(strategy.fetch(step.last_state), want, atol=0)
 

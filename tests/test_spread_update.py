@@ -14,13 +14,14 @@ LAYOUT = Layout.of(STRATEGY)
 RNG = np.random.default_rng(0)
 # State on the host: a matrix in rows, one in a row of elements, a leaf that stays whole. Then gradients, on the devices.
 SHAPES = {"rows": (63, 130), "flat": (7, 5), "small": (3,)}
+SCALAR = np.float32(2)
 
 
 def arrays():
     return {name: RNG.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def run(function, state, grads, scalar=np.float32(2)):
+def run(function, state, grads, scalar=SCALAR):
     """`function(state, grads, scalar)` by parts; and the text of what was traced."""
     closed = jax.make_jaxpr(function)(state, grads, scalar)
     shapes = jax.eval_shape(function, state, grads, scalar)
@@ -75,7 +76,7 @@ def test_elementwise(name):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2 if "half" in name else 1e-6, atol=1e-6),
         got,
-        ELEMENTWISE[name](state, grads, np.float32(2)),
+        ELEMENTWISE[name](state, grads, SCALAR),
     )
     assert "shard_map" not in jaxpr  # nothing had to be whole
 
@@ -86,7 +87,9 @@ def test_what_touches_the_state_is_computed_on_the_hosts_in_one_go():
 
 
 REDUCTIONS = {
-    "norm of the gradients": lambda m, g, s: {k: m[k] - g[k] / jnp.sqrt(sum(jnp.sum(x * x) for x in g.values())) for k in m},
+    "norm of the gradients": lambda m, g, s: {
+        k: m[k] - g[k] / jnp.sqrt(sum(jnp.sum(x * x) for x in g.values())) for k in m
+    },
     "norm of the state": lambda m, g, s: {k: m[k] / jnp.linalg.norm(m[k]) for k in m},
     "norm of what the hosts computed": lambda m, g, s: {k: (u := m[k] + g[k]) / jnp.sum(jnp.abs(u)) for k in m},
     "extremes": each(lambda m, g, s: m * jnp.max(m - 5) + jnp.min(m + 5) + jnp.max(g)),
@@ -100,8 +103,8 @@ REDUCTIONS = {
 def test_reductions(name):
     """The filling, which is not zero after `m - 5` or `exp`, takes no part."""
     state, grads = arrays(), arrays()
-    got, jaxpr = run(REDUCTIONS[name], state, grads)
-    want = REDUCTIONS[name](state, grads, np.float32(2))
+    got, _ = run(REDUCTIONS[name], state, grads)
+    want = REDUCTIONS[name](state, grads, SCALAR)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
@@ -121,5 +124,5 @@ WHOLE = {
 def test_what_is_not_elementwise_is_computed_whole(name):
     state, grads = arrays(), arrays()
     got, _ = run(WHOLE[name], state, grads)
-    want = WHOLE[name](state, grads, np.float32(2))
+    want = WHOLE[name](state, grads, SCALAR)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)

@@ -102,7 +102,10 @@ class TestByName:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("miror", r"no strategy 'miror'\. Did you mean 'mirrored'\? Known: default, one_device, mirrored, central_storage"),
+            (
+                "miror",
+                r"no strategy 'miror'\. Did you mean 'mirrored'\? Known: default, one_device, mirrored, central_storage",
+            ),
             ("onedevice", r"Did you mean 'one_device'\?"),
             ("zzz", r"no strategy 'zzz'\. Known: default, one_device, mirrored, central_storage\."),
             (None, r"no strategy None\."),

@@ -168,7 +168,10 @@ def gradient_part(
             if sum_cuts is None:
                 cuts, metrics = replica.all_reduce((cuts, metrics), "sum")
             else:
-                cuts, metrics = sum_cuts(cuts), replica.all_reduce(metrics, "sum") if jax.tree.leaves(metrics) else metrics
+                cuts, metrics = (
+                    sum_cuts(cuts),
+                    replica.all_reduce(metrics, "sum") if jax.tree.leaves(metrics) else metrics,
+                )
     cuts = [x if op == "sum" else x / size for x, op in zip(cuts, plan.parts.cuts, strict=True)]
     for i, (metric, kind) in enumerate(zip(metrics, plan.kinds, strict=True)):
         if metric is not None:

@@ -68,8 +68,8 @@ class _CentralStep:
         planned = self.planned(token, state, first, others)
 
         def body(carry: Any, batches: PyTree) -> Any:
-            token, state, *outputs = self.once(planned, *carry, batches, others)
-            return (token, state), outputs
+            token, state, outputs, hashes = self.once(planned, carry[0], carry[1], batches, others)
+            return (token, state), (outputs, hashes)
 
         (token, state), (outputs, hashes) = scan(self.strategy, body, (token, state), batches)
         return token, state, outputs, {path: x[-1] for path, x in hashes.items()}
@@ -94,7 +94,9 @@ class _CentralStep:
         seen: list[Flags] = []
 
         def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
-            new_state, outputs = sort_results(self.call.apply(self.step, state, batches, others), state, options, traced)
+            new_state, outputs = sort_results(
+                self.call.apply(self.step, state, batches, others), state, options, traced
+            )
             trace = current_trace()
             assert trace is not None  # the step is traced under one
             seen.append(Flags.of(trace))
@@ -153,7 +155,7 @@ class _CentralStep:
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
         values = [Part(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
-        shapes, results_treedef = jax.tree.flatten(planned.results)
+        shapes = jax.tree.leaves(planned.results)
         kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
         results = evaluate(self.strategy, self.layout, planned.update, arguments, kept)
         # A loop over steps needs its carry back where it was, so the last thing is a copy to the host.
@@ -220,7 +222,9 @@ class _CentralStep:
             check_vma=False,
         )(copies, whole, batches, others)
 
-        def joined(parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: list[tuple[int, ...]]) -> list[Any]:
+        def joined(
+            parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: list[tuple[int, ...]]
+        ) -> list[Any]:
             return [Part(parts[i], s, on_host=False) if i in parts else whole[i] for i, s in enumerate(shapes)]
 
         outputs = {**shared, **own}
@@ -250,7 +254,8 @@ class _CentralStep:
     def sorted(self, values: list[jax.Array], shapes: list[tuple[int, ...]]) -> tuple[Any, Any]:
         """Values by place: those in parts, and those that all replicas hold."""
         in_parts = {i for i, (x, s) in enumerate(zip(values, shapes, strict=True)) if self.layout.is_spread(s, x.dtype)}
-        return tuple({i: x for i, x in enumerate(values) if (i in in_parts) == part} for part in (True, False))
+        parts, whole = ({i: x for i, x in enumerate(values) if (i in in_parts) == part} for part in (True, False))
+        return parts, whole
 
     def outputs(self, plan: Plan, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
         """The step's outputs as they leave the mesh; what waited for the update is the same on all replicas."""

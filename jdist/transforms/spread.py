@@ -35,7 +35,7 @@ class Spread:
         shape: the array's shape.
     """
 
-    stored: jax.Array
+    stored: Any  # a jax.Array, or a ShapeDtypeStruct where only shapes are known
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -62,9 +62,7 @@ class Spread:
         if not isinstance(self.stored, jax.Array):
             return f"Spread({self.stored!r}, shape={self.shape})"
         parts = self.stored.sharding.num_devices
-        return (
-            f"Spread({self.dtype}{list(self.shape)} in {parts} parts in host memory; strategy.fetch gives the array)"
-        )
+        return f"Spread({self.dtype}{list(self.shape)} in {parts} parts in host memory; strategy.fetch gives the array)"
 
 
 def is_spread(node: object) -> bool:

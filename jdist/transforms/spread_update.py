@@ -29,13 +29,17 @@ _compute_on: Any = getattr(
     jax.experimental.compute_on, "compute_on2", None
 ) or jax.experimental.compute_on.compute_on  # fmt: skip
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac "
-    "imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow "
-    "real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square sub tan tanh xor".split()
-)
+# fmt: off
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
+    "sqrt", "square", "sub", "tan", "tanh", "xor",
+})
+# fmt: on
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 _FILLINGS: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
@@ -156,8 +160,8 @@ class _Evaluation:
         if isinstance(x, Part) and x.on_host:
             assert x.stored is not None  # nothing waits any more
             return x.stored
-        if isinstance(x, Filled) or dataflow.is_literal(v):
-            x = jnp.full(v.aval.shape, x.value if isinstance(x, Filled) else x, v.aval.dtype)
+        if isinstance(x, Filled):
+            x = jnp.full(x.shape, x.value, v.aval.dtype)
         return jax.device_put(self.device_operand(v, x), self.layout.host)
 
     def wanted(self, v: Any) -> jax.Array:
@@ -170,11 +174,13 @@ class _Evaluation:
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name == "optimization_barrier":
             return operands
-        if name == "broadcast_in_dim" and not in_parts and (filled or not jnp.ndim(operands[0])):
-            if filled or self.layout.is_spread(shape, eqn.outvars[0].aval.dtype):
-                return [Filled(filled[0].value if filled else operands[0], shape)]
         if name in RESHAPING and filled:
             return [Filled(filled[0].value, shape)]
+        if name == "broadcast_in_dim" and not in_parts and not jnp.ndim(operands[0]):
+            dtype = eqn.outvars[0].aval.dtype
+            return (
+                [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
+            )
         if name in RESHAPING and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
             return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
@@ -214,7 +220,7 @@ class _Evaluation:
     def whole(self, v: Any, x: Any) -> Any:
         if isinstance(x, Part):
             return self.layout.gather(self.device_operand(v, x), x.shape)
-        return jnp.full(x.shape, x.value) if isinstance(x, Filled) else x
+        return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
 
     def device_operand(self, v: Any, x: Any) -> Any:
         """An operand as the devices compute with it: stored, or a scalar."""
@@ -293,9 +299,7 @@ def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) ->
     first, *others = operands
     if name == "select_n":
         operands = [first, *(_broadcast(x, shape) for x in others)]
-    elif name == "clamp":
-        operands = [_broadcast(x, shape) for x in operands]
-    elif not any(jnp.ndim(x) for x in operands):
+    elif name == "clamp" or not any(jnp.ndim(x) for x in operands):
         operands = [_broadcast(x, shape) for x in operands]
     return _bind(eqn, operands)
 

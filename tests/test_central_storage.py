@@ -364,3 +364,17 @@ def test_options(strategy):
     assert jdist.central_storage(DEVICES, axis="batch").axes == ("batch",)
     assert "central_storage: 4 replicas" in repr(strategy)
     assert jdist.make_strategy("central_storage", devices=["cpu:1", "cpu:0"]).num_replicas == 2
+
+
+def test_prints_of_both_parts(strategy, capfd):
+    def step(state, batch):
+        jax.debug.print("rows {}", batch["x"].shape[0])
+        loss, grads = jdist.value_and_grad(lambda p: jnp.mean((predict(p, batch["x"]) - batch["y"]) ** 2))(state.params)
+        new = state.apply_gradients(grads=grads)
+        jax.debug.print("weight {}", new.params["rows"][0, 0].astype(jnp.int32))
+        return new, {"loss": loss}
+
+    run(strategy, step, lambda: create(optax.sgd(0.1)), BATCHES[:1])
+    jax.effects_barrier()
+    shown = capfd.readouterr().out
+    assert shown.count("rows 2") == shown.count("weight 0") == 4  # one for each replica, as under mirrored

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jdist.state import TrainState as TrainState
     from jdist.state import optimizer as optimizer
     from jdist.strategies.by_name import make_strategy as make_strategy
+    from jdist.strategies.central_storage import central_storage as central_storage
     from jdist.strategies.default import default as default
     from jdist.strategies.default import get_strategy as get_strategy
     from jdist.strategies.mirrored import mirrored as mirrored
@@ -55,6 +56,7 @@ _NAMES = {
     "all_gather": "jdist.replica",
     "all_reduce": "jdist.replica",
     "compute_average_loss": "jdist.losses",
+    "central_storage": "jdist.strategies.central_storage",
     "default": "jdist.strategies.default",
     "distribute": "jdist.transforms.distribute",
     "first_replica_only": "jdist.aggregation",

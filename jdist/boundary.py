@@ -84,6 +84,7 @@ class Split:
         gradients_of: how many of these arrays each gradient gave, its loss first.
         carried: indices of the state's leaves that the gradient part writes itself (batch statistics, counters).
         crossing: what else the update part reads from the gradient part: paths of the results that need each.
+        read: indices of the state's leaves that the gradient part reads.
         counts: `(state, batch, others, microbatch) -> counts`, the weights that masked means divide by.
         gradients: `(state, batch, others, microbatch, counts) -> (cut arrays, carried, crossing, outputs)`; of
             `outputs` only those that do not wait for the update, None in place of the rest.
@@ -94,6 +95,7 @@ class Split:
     gradients_of: tuple[int, ...]
     carried: tuple[int, ...]
     crossing: tuple[str, ...]
+    read: tuple[int, ...]
     counts: Callable[..., list[jax.Array]]
     gradients: Callable[..., tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[jax.Array | None]]]
     update: Callable[..., tuple[list[jax.Array], list[jax.Array | None]]]
@@ -110,6 +112,8 @@ def split(
     *,
     at: Literal["gradient", "update"] = "gradient",
     num_microbatches: int = 1,
+    needs_cut: bool = True,
+    otherwise: str = "leave `accumulate` at 1",
 ) -> Split:
     """Traces a step once and splits it.
 
@@ -121,6 +125,9 @@ def split(
         others: further arguments, the same for all microbatches.
         at: where to cut.
         num_microbatches: how many microbatches the gradient part will run over.
+        needs_cut: whether to refuse a step without a cut; all of such a step but what its update part computes from
+            the old state alone is gradient part.
+        otherwise: what an error tells the user to do instead of writing the step anew.
 
     Returns:
         The two parts.
@@ -144,11 +151,11 @@ def split(
     if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
         raise BoundaryError(
             "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or its optimiser inside a `lax.scan`, "
-            "`lax.cond`, `jax.jit` or `jax.checkpoint` of its own, where it cannot be split (`accumulate` needs that). "
+            "`lax.cond`, `jax.jit` or `jax.checkpoint` of its own, where it cannot be split. "
             "Call it in the step itself: let the inner function return the loss of each example and take the mean "
-            "outside of it."
+            f"outside of it; or {otherwise}."
         )
-    if not any(cut.kind == at for cut in cuts):
+    if needs_cut and not any(cut.kind == at for cut in cuts):
         what = "`jdist.value_and_grad` or `jdist.grad`" if at == "gradient" else "an optimiser"
         hint = (
             "Change `jax.value_and_grad` to `jdist.value_and_grad` (a DynamicScale takes gradients of its own and "
@@ -157,14 +164,16 @@ def split(
             else "Change `tx` to `jdist.optimizer(tx)`."
         )
         raise BoundaryError(f"the step calls {what} nowhere, so there is nothing to split. {hint}")
-    return _Analysis(closed, shapes[0], cuts, state, batch, others).split()
+    return _Analysis(closed, shapes[0], cuts, state, batch, others, otherwise).split()
 
 
 class _Analysis:
     """Sorts the variables of a traced step into those of the gradient part and those of the update part."""
 
-    def __init__(self, closed: Any, shapes: Any, cuts: list[Cut], state: PyTree, batch: PyTree, others: PyTree):
-        self.closed, self.cuts = closed, cuts
+    def __init__(
+        self, closed: Any, shapes: Any, cuts: list[Cut], state: PyTree, batch: PyTree, others: PyTree, otherwise: str
+    ):
+        self.closed, self.cuts, self.otherwise = closed, cuts, otherwise
         jaxpr = dataflow.body_of(closed)
         invars, outvars = iter(jaxpr.invars), iter(jaxpr.outvars)
         self.state = _take(invars, len(jax.tree.leaves(state)))
@@ -220,12 +229,13 @@ class _Analysis:
         late_vars = [v for v, is_early in zip(self.outputs, early, strict=True) if not is_early]
 
         self._check_not_called_again(counts_in, arguments)
+        gradient_results = [*cut_in, *carried_vars, *crossing, *early_vars]
         run_counts = dataflow.subfunction(self.closed, arguments, counts_in)
         run_gradients = dataflow.subfunction(
-            self.closed,
-            [*arguments, *counts_out],
-            [*cut_in, *carried_vars, *crossing, *early_vars],
-            self.early_effects,
+            self.closed, [*arguments, *counts_out], gradient_results, self.early_effects
+        )
+        _, reads = dataflow.needed(
+            self.closed, [*gradient_results, *counts_in], {*arguments, *counts_out}, self.early_effects
         )
         run_update = self._update_function(
             [*self.state, *self.others, *cut_out, *carried_vars, *crossing], [*self.new_state, *late_vars]
@@ -248,6 +258,7 @@ class _Analysis:
             gradients_of=tuple(len(cut.inputs) for cut in self.cuts if cut.kind == "gradient"),
             carried=carried,
             crossing=crossing_paths,
+            read=tuple(i for i, v in enumerate(self.state) if v in reads),
             counts=counts,
             gradients=gradients,
             update=update,
@@ -268,14 +279,15 @@ class _Analysis:
                 raise BoundaryError(
                     f"{what} of the step depends on what an earlier update of the same step has changed, so the step "
                     "cannot be split into one gradient part and one update part. Compute all gradients from the "
-                    "parameters as they came in, or make two steps of it, or leave `accumulate` at 1."
+                    f"parameters as they came in, or make two steps of it, or {self.otherwise}."
                 )
 
     def _check_combined(self, gradients: list[Any]) -> None:
         if any(_is_var(v) and v in self.varying and v not in self.late for v in gradients):
             raise BoundaryError(
-                "an optimiser of the step is given gradients that did not come from `jdist.value_and_grad` or `jdist.grad`; it "
-                "would be called once for each microbatch. Take all gradients of the step by them, or leave `accumulate` at 1."
+                "an optimiser of the step is given gradients that did not come from `jdist.value_and_grad` or `jdist.grad`, so "
+                "its call belongs to no part of the step. Take all gradients of the step by them (a DynamicScale takes "
+                f"gradients of its own), or {self.otherwise}."
             )
 
     @staticmethod

@@ -145,6 +145,42 @@ def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequ
     return lambda values: list(run(*values))
 
 
+def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
+    """Evaluates a jaxpr with all functions that it calls (`jax.jit`, `custom_jvp`, `checkpoint`) entered.
+
+    Args:
+        closed: what `jax.make_jaxpr` returned.
+        arguments: its arguments; traced again, they give a jaxpr without calls.
+        rules: by name of a primitive, `(equation, operands) -> results` in place of what it does; None: as it is.
+    """
+    known = values_at_start(closed, arguments)
+    for eqn in body_of(closed).eqns:
+        operands = [value_of(v, known) for v in eqn.invars]
+        results = rules[eqn.primitive.name](eqn, operands) if eqn.primitive.name in rules else None
+        if results is None and eqn.primitive.name in _CALLS:
+            results = inlined(next(_nested(eqn.params.values())), operands, rules)
+        if results is None:
+            results = apply_equation(closed, eqn, operands)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(v, known) for v in body_of(closed).outvars]
+
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+
+
+def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation; None for those that nothing reads."""
+    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
+    wanted = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
+    results = iter(_piece(closed, list(given), [eqn], wanted)(list(given.values())))
+    return [None if isinstance(v, jex.DropVar) else next(results) for v in eqn.outvars]
+
+
+def nested_jaxprs(eqn: Any) -> list[Any]:
+    """The closed jaxprs among an equation's parameters: a loop's body, the branches of a condition."""
+    return list(_nested(eqn.params.values()))
+
+
 def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
     """The values of the variables that no equation writes: a traced function's arguments and constants."""
     jaxpr = body_of(closed)

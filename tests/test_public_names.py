@@ -18,6 +18,7 @@ NAMES = [
     "aggregate",
     "all_gather",
     "all_reduce",
+    "central_storage",
     "compute_average_loss",
     "data",
     "default",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist.errors import StrategyError
+from jdist.strategies.central_storage import central_storage
 from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.one_device import one_device
@@ -19,6 +20,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "one_device": one_device,
     "mirrored": mirrored,
     "tpu": tpu,
+    "central_storage": central_storage,
 }
 
 
@@ -26,7 +28,7 @@ def make_strategy(name: str, /, **options: Any) -> Strategy:
     """Builds a strategy by name.
 
     Args:
-        name: "default", "one_device", "mirrored" or "tpu".
+        name: "default", "one_device", "mirrored", "tpu" or "central_storage".
         **options: arguments of the function of that name.
 
     Returns:

@@ -24,7 +24,13 @@ LOCAL = Operations(
 
 
 def strategy_over(
-    devices: tuple[Device, ...], *, name: str, axis: str, transform: Transform, reduction: Reduction
+    devices: tuple[Device, ...],
+    *,
+    name: str,
+    axis: str,
+    transform: Transform,
+    reduction: Reduction,
+    operations: Operations = LOCAL,
 ) -> Strategy:
     """A strategy with one replica a device, on a mesh of one axis in the order of `devices`.
 
@@ -42,5 +48,5 @@ def strategy_over(
         axes=(axis,),
         transform=transform,
         reduction=reduction,
-        operations=LOCAL,
+        operations=operations,
     )

@@ -37,6 +37,7 @@ from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint_disk import Damaged
 from jdist.train.job import Job
+from jdist.transforms.spread import is_spread
 
 PyTree = Any
 
@@ -257,7 +258,7 @@ class Checkpointer:
                 warnings.warn(text, CheckpointWarning, stacklevel=2)
             return Restored(
                 step=body["step"],
-                state=jax.tree.unflatten(jax.tree.structure(like), values),
+                state=jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values),
                 data=body["data"],
                 metrics=body["metrics"],
                 metadata=body["metadata"],

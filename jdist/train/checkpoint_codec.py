@@ -12,6 +12,7 @@ import numpy as np
 
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.train.checkpoint_disk import Damaged
+from jdist.transforms.spread import Spread, is_spread, restored, spread_like
 from jdist.values import WithResiduals
 
 PyTree = Any
@@ -24,7 +25,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
     if isinstance(tree, WithResiduals):
         owed = {f"{_RESIDUALS}{path}": leaf for path, leaf in flatten(tree.residuals).items()}
         return {**flatten(tree.state), **owed}
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spread)
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
         raise CheckpointError("two leaves of the tree have the same path; give its nodes distinct keys")
@@ -41,7 +42,7 @@ def described(path: str, leaf: Any) -> dict[str, Any]:
     """What a leaf is, for the manifest and for comparing: a number of Python's own has a dtype as "python int"."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
-    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+    if isinstance(leaf, (jax.Array, Spread, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
         known = is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
         if known:
             impl = {"key": str(jax.random.key_impl(leaf))} if is_key(leaf) and isinstance(leaf, jax.Array) else {}
@@ -55,6 +56,8 @@ def described(path: str, leaf: Any) -> dict[str, Any]:
 def check_savable(path: str, leaf: Any) -> None:
     """Refuses a leaf that cannot be saved, by name."""
     described(path, leaf)
+    if is_spread(leaf):
+        leaf = leaf.stored
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise CheckpointError(f"leaf {path} is a ShapeDtypeStruct, which has no value to save")
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
@@ -69,6 +72,8 @@ def check_savable(path: str, leaf: Any) -> None:
 
 def host_copy(leaf: Any) -> np.ndarray:
     """A copy that is nobody else's: a view of a CPU buffer would make the next step's donation copy instead."""
+    if is_spread(leaf):
+        return restored(host_copy(leaf.stored), leaf.shape)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf, order="C")
     if is_key(leaf):
@@ -147,6 +152,8 @@ def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     if key is not None:
         return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), like.sharding)
     array = cast(path, array, like.dtype)
+    if is_spread(like):
+        return spread_like(array, like)
     if isinstance(like, (np.ndarray, np.generic)):
         return array if isinstance(like, np.ndarray) else array[()]
     if like.weak_type and array.shape == ():

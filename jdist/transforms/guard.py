@@ -81,10 +81,10 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
 
 
 def guarded(
-    run: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, Flags]],
+    run: Callable[..., tuple[PyTree, PyTree, Flags]],
     token: jax.Array,
     state: PyTree,
-    rest: tuple[PyTree, PyTree],
+    rest: tuple[PyTree, ...],
     policy: NonFinite,
     watched: Watched,
     axes: tuple[str, ...] = (),
@@ -112,7 +112,7 @@ def guarded(
     """
     names: list[str] = []
 
-    def traced(state: PyTree, rest: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree, list[jax.Array]]:
+    def traced(state: PyTree, rest: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, list[jax.Array]]:
         new, outputs, flags = run(state, *rest)
         if flags.hidden or not flags.finite:
             flags = _flags_of_state(state, new, flags, axes)

@@ -24,10 +24,20 @@ from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, 
 from jdist.values import WithResiduals, to_host, without_residuals
 
 PyTree = Any
+Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
 
 
-def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
-    """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding."""
+def init(
+    strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], compute: Compute | None = None
+) -> PyTree:
+    """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding.
+
+    Args:
+        strategy: where.
+        fn: makes the state.
+        args: its arguments.
+        compute: `(create, its arguments, shapes) -> leaves`, each in its place; None: a copy on every device.
+    """
     if not callable(fn):
         raise StepError(
             f"strategy.init needs a function that makes the state, it got a {type(fn).__name__}. Write "
@@ -51,8 +61,10 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
     sharding = strategy.replicated_sharding
     arrays = [_onto(leaves[i], sharding) for i in dynamic]
     shapes = jax.eval_shape(create, arrays)
-    shardings = None if sharding is None else [sharding] * len(shapes)
-    made = jax.jit(create, out_shardings=shardings)(arrays)
+    if compute is not None:
+        made = compute(create, arrays, shapes)
+    else:
+        made = jax.jit(create, out_shardings=None if sharding is None else [sharding] * len(shapes))(arrays)
     return jax.tree.unflatten(treedefs[-1], made)
 
 

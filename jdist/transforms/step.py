@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,6 +32,46 @@ from jdist.values import WithResiduals, without_residuals
 PyTree = Any
 
 
+@dataclass(frozen=True)
+class Backend:
+    """How a kind of strategy lays out states and compiles steps.
+
+    Attributes:
+        adopt_state: `(strategy, state) -> state` in the strategy's layout.
+        state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
+        make_program: `(step, strategy, options, call, traced, watched, donate, name) -> Program`; fills in `traced` and
+            `watched`.
+        compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
+    """
+
+    adopt_state: Callable[[Strategy, PyTree], PyTree]
+    state_shapes: Callable[[Strategy, PyTree], PyTree]
+    make_program: Callable[[Step, Strategy, StepOptions, Call, Traced, Watched, bool, str], Program]
+    compare_replicas: Callable[[Strategy, PyTree, Any], None]
+
+
+def _replicated_program(
+    step: Step,
+    strategy: Strategy,
+    options: StepOptions,
+    call: Call,
+    traced: Traced,
+    watched: Watched,
+    donate: bool,
+    name: str,
+) -> Program:
+    function = replica_step(step, strategy, options, call, traced, watched, name)
+    return compile_over_mesh(function, strategy, options, traced, donate)
+
+
+REPLICATED = Backend(
+    adopt_state,
+    lambda strategy, state: _shapes(state, strategy.replicated_sharding),
+    _replicated_program,
+    lambda strategy, state, results: compare_replicas(strategy, state),
+)
+
+
 class DistributedStep:
     """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
 
@@ -42,10 +84,10 @@ class DistributedStep:
     # JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
     _adopted = 0
 
-    def __init__(self, step: Step, strategy: Strategy, options: StepOptions):
+    def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
-        self.strategy, self.options = strategy, options
+        self.strategy, self.options, self._backend = strategy, options, backend
         self._step = step
         self._signature = Signature(step, options)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
@@ -107,7 +149,7 @@ class DistributedStep:
                 state = self._with_residuals(call, state, batches, others)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
                 return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
-            return program.lower(token, _shapes(state, whole), batches, others)
+            return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
         except Exception as exc:
             self._explain(exc, call, state, batches)
             raise
@@ -125,7 +167,7 @@ class DistributedStep:
             The state; nothing of the step is run.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        state = adopt_state(self.strategy, state)
+        state = self._backend.adopt_state(self.strategy, state)
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
 
     def _with_residuals(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> WithResiduals:
@@ -166,7 +208,7 @@ class DistributedStep:
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
-                state = adopt_state(self.strategy, state)
+                state = self._backend.adopt_state(self.strategy, state)
                 DistributedStep._adopted += 1
             elif self._adopted_before != DistributedStep._adopted:
                 check_no_deleted(state)
@@ -188,12 +230,13 @@ class DistributedStep:
                 self._signature.check_others(call, others)
             self._explain(exc, call, state, given)
             raise
-        token, state, outputs = self._results[0]
+        results = self._results[0]
+        token, state, outputs = results[:3]  # a backend may add more, for its check
         updated = self._results_hold_state = "state" in traced.returns
         self._take_results()
         self._window.add(token)
         if self._steps_to_check and updated:
-            self._check_replicas(state)
+            self._check_replicas(state, results)
         return _result(state, outputs, traced, given)
 
     def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:
@@ -209,11 +252,11 @@ class DistributedStep:
         if not isinstance(exc, RuntimeError):  # those tell of devices and memory
             exc.add_note(self._signature.taken_as(call, state, batches))
 
-    def _check_replicas(self, state: PyTree) -> None:
+    def _check_replicas(self, state: PyTree, results: Any) -> None:
         self._steps_to_check -= self.options.steps_per_call
         if self._steps_to_check <= 0:
             self._steps_to_check = self.options.check_replicas
-            compare_replicas(self.strategy, state)
+            self._backend.compare_replicas(self.strategy, state, results)
 
     def _inspect(self, token: np.ndarray) -> None:
         code, count = int(token[0]), int(token[1])
@@ -241,9 +284,10 @@ class DistributedStep:
         found = self._programs.get(call)
         if found is None:
             traced = Traced()
-            function = replica_step(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
             donate = self.options.donate and self.options.may_update_state
-            found = compile_over_mesh(function, self.strategy, self.options, traced, donate), traced
+            make = self._backend.make_program
+            program = make(self._step, self.strategy, self.options, call, traced, self._watched, donate, self.__name__)
+            found = program, traced
             self._programs[call] = found
         return found
 

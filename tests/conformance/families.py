@@ -56,6 +56,7 @@ def dataset(strategy: jdist.Strategy, arrays: Any, options: dict[str, Any]) -> A
 def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options: dict[str, Any]) -> Run:
     """Trains a pure state by a decorated step."""
     state = strategy.init(create, jax.random.key(0))
+    laid_out = shardings(state)
     train_step = jdist.distribute(step, strategy, **options)
     losses, compiled = [], 0
     for i, batch in enumerate(dataset(strategy, arrays, options)):
@@ -63,8 +64,7 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
             state, metrics = train_step(state, batch)
         compiled += counted.count if i else 0
         losses.append(np.ravel(metrics["loss"]))
-    whole = strategy.replicated_sharding
-    kept = whole is None or all(leaf.sharding == whole for leaf in jax.tree.leaves(state))
+    kept = shardings(state) == laid_out
     assert jax.tree.structure(state) == jax.tree.structure(train_step.last_state)
     fetched = strategy.fetch(state)
     params = (
@@ -73,6 +73,10 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
         else fetched["params"]
     )
     return Run(params, np.concatenate(losses), compiled, kept)
+
+
+def shardings(state: Any) -> list[Any]:
+    return [leaf.sharding for leaf in jax.tree.leaves(state)]
 
 
 def is_train_state(x: Any) -> bool:
@@ -222,14 +226,13 @@ def nnx_mlp(strategy: jdist.Strategy, tx: optax.GradientTransformation, **option
         optimizer.update(model, grads)
         return {"loss": loss}
 
-    losses, compiled = [], 0
+    losses, compiled, laid_out = [], 0, []
     for i, batch in enumerate(dataset(strategy, labelled((6,)), options)):
         with compilations() as counted:
             losses.append(np.ravel(train_step(model, optimizer, metrics, batch)["loss"]))
         compiled += counted.count if i else 0
-    state = nnx.state((model, optimizer, metrics))
-    whole = strategy.replicated_sharding
-    kept = whole is None or all(leaf.sharding == whole for leaf in jax.tree.leaves(state))
+        laid_out = shardings(nnx.state((model, optimizer, metrics))) if i == 0 else laid_out
+    kept = shardings(nnx.state((model, optimizer, metrics))) == laid_out
     assert int(metrics.accuracy.count[...]) == ROWS * EPOCHS  # every row once, padding left out, on any devices
     return Run(strategy.fetch(nnx.to_pure_dict(nnx.state(model, nnx.Param))), np.concatenate(losses), compiled, kept)
 

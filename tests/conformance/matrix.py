@@ -24,6 +24,7 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "mirrored_hierarchical": lambda: jdist.mirrored(
         transform="pmap", all_reduce=jdist.reduction.hierarchical(HALF, len(jax.local_devices()) // HALF)
     ),
+    "central_storage": jdist.central_storage,
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -14,11 +14,6 @@ ROWS = re.findall(r"^\| (.+?) \| (.+) \|$", GUIDE, re.MULTILINE)
 PROGRAMS = re.findall(r"```py\n.*?```\n\n```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)
 NAMED = sorted(set(re.findall(r"`(?:not )?(jdist(?:\.\w+)+)", GUIDE)))
 
-# Named by the guide and built elsewhere; to be deleted as they come in.
-NOT_YET_MERGED = {
-    "jdist.central_storage",
-}
-
 
 def exists(name):
     owner = jdist
@@ -44,8 +39,7 @@ def test_every_row_says_what_it_is_in_jdist():
 
 def test_every_counterpart_exists():
     assert "jdist.mirrored" in NAMED
-    missing = {name for name in NAMED if not exists(name)}
-    assert not missing - NOT_YET_MERGED
+    assert not {name for name in NAMED if not exists(name)}
 
 
 @pytest.mark.parametrize(("program", "output"), PROGRAMS, ids=["training loop", "values"])

@@ -1,0 +1,61 @@
+"""One copy of the state, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jdist.reduction import psum
+from jdist.strategies.devices import find_devices
+from jdist.strategies.local import LOCAL, strategy_over
+from jdist.strategy import Operations, Strategy
+from jdist.transforms import central
+
+CENTRAL = Operations(
+    init=central.init,
+    fetch=central.fetch,
+    check=LOCAL.check,
+    run=central.run,
+    distribute_dataset=LOCAL.distribute_dataset,
+    distribute_datasets_from_function=LOCAL.distribute_datasets_from_function,
+    distribute=central.distribute,
+)
+
+
+def central_storage(devices: Sequence[Any] | None = None, *, axis: str = "replica") -> Strategy:
+    """Keeps one copy of the state in host memory, and computes gradients on every device.
+
+    Each replica's host holds a part of every parameter and of the optimiser's state. A step copies the parts of what its
+    gradients read to the devices and gathers them there; each gradient is summed on the devices, part by part, and every
+    host updates its own part. Devices hold parameters and gradients only while they compute with them, and nothing of the
+    optimiser's state: models fit whose state does not, for the price of copying between host and device in every step.
+
+    Outside of a step, an array in parts stands in the state as a `Spread`: `strategy.fetch` gives the array. Scalars and
+    PRNG keys stay on the devices, and so does everything with one device.
+
+    Args:
+        devices: jax devices or names such as "gpu:0"; None: every device of the default platform.
+        axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+
+    Returns:
+        A Strategy with one replica a device.
+
+    Raises:
+        DeviceError: a device is not there, or offers no host memory.
+        StrategyError: `axis` is not allowed.
+
+    Example:
+        >>> import jax.numpy as jnp, jdist
+        >>> strategy = jdist.central_storage()
+        >>> state = strategy.init(lambda: {"w": jnp.ones((3, 5))})
+        >>> strategy.fetch(state)["w"].shape
+        (3, 5)
+    """
+    found = find_devices(devices)
+    operations = CENTRAL if len(found) > 1 else LOCAL
+    strategy = strategy_over(
+        found, name="central_storage", axis=axis, transform="shard_map", reduction=psum(), operations=operations
+    )
+    if len(found) > 1:
+        central.check_host_memory(strategy)
+    return strategy

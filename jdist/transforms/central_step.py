@@ -1,0 +1,287 @@
+"""A step over a state in host memory: parameters gathered on the devices, gradients summed by parts, updated on the hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist import replica
+from jdist.context import ReplicaTrace, current_trace, tracing
+from jdist.strategy import Strategy
+from jdist.transforms.accumulate import Plan, gradient_part, make_plan
+from jdist.transforms.calls import Call, Step
+from jdist.transforms.guard import Flags, Watched, guarded, step_done
+from jdist.transforms.loops import scan
+from jdist.transforms.options import StepOptions
+from jdist.transforms.over_mesh import Program
+from jdist.transforms.placement import check_rows
+from jdist.transforms.replica_check import hash_leaf
+from jdist.transforms.results import LOCAL, METRIC, ROWS, Traced, countable, kinds_of, sort_results
+from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
+from jdist.transforms.spread_update import Part, evaluate, prepared
+from jdist.transforms.trees import check_same_state
+from jdist.values import PerReplica
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A step in its two parts, for arguments of known shapes.
+
+    Attributes:
+        gradients: the gradient part.
+        update: the update part, `(token, state, others, cuts, carried) -> (token, state, outputs)`.
+        results: what it returns, as shapes.
+    """
+
+    gradients: Plan
+    update: Any
+    results: Any
+
+
+def make_program(
+    step: Step,
+    strategy: Strategy,
+    options: StepOptions,
+    call: Call,
+    traced: Traced,
+    watched: Watched,
+    donate: bool,
+    name: str,
+) -> Program:
+    """The program of a step over a state in host memory; `Backend.make_program`."""
+    del name  # its reduction keeps nothing
+    made = _CentralStep(step, strategy, options, call, traced, watched)
+    return Program(made.program, donate)
+
+
+class _CentralStep:
+    def __init__(
+        self, step: Step, strategy: Strategy, options: StepOptions, call: Call, traced: Traced, watched: Watched
+    ):
+        self.step, self.strategy, self.options, self.call = step, strategy, options, call
+        self.traced, self.watched = traced, watched
+        self.layout = Layout.of(strategy)
+
+    def program(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, self.strategy, self.options)
+        if self.options.steps_per_call == 1:
+            return self.once(self.planned(token, state, batches, others), token, state, batches, others)
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+        planned = self.planned(token, state, first, others)
+
+        def body(carry: Any, batches: PyTree) -> Any:
+            token, state, outputs, hashes = self.once(planned, carry[0], carry[1], batches, others)
+            return (token, state), (outputs, hashes)
+
+        (token, state), (outputs, hashes) = scan(self.strategy, body, (token, state), batches)
+        return token, state, outputs, {path: x[-1] for path, x in hashes.items()}
+
+    def planned(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
+        """Traces the step as a replica sees it, and takes it apart."""
+        found: list[_Planned] = []
+
+        def trace(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
+            found.append(self.take_apart(token, state, batches, others))
+
+        whole, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
+        mapped = jax.shard_map(
+            trace, mesh=self.strategy.mesh, in_specs=(whole, whole, rows, whole), out_specs=whole, check_vma=False
+        )
+        state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        jax.eval_shape(mapped, token, state, batches, others)
+        return found[0]
+
+    def take_apart(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
+        options, traced = self.options, self.traced
+        seen: list[Flags] = []
+
+        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
+            new_state, outputs = sort_results(
+                self.call.apply(self.step, state, batches, others), state, options, traced
+            )
+            trace = current_trace()
+            assert trace is not None  # the step is traced under one
+            seen.append(Flags.of(trace))
+            leaves = jax.tree.leaves(batches)
+            kinds = jax.tree.leaves(kinds_of(outputs, traced, leaves[0].shape[0] if leaves else None))
+            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
+            return new_state, (outputs, seen[-1].finite), [*kinds, *[METRIC] * len(seen[-1].finite)]
+
+        plan = make_plan(
+            self.strategy,
+            pure,
+            options.accumulate,
+            state,
+            batches,
+            others,
+            needs_cut=options.accumulate > 1,
+            otherwise="use `jdist.mirrored()`, which does not split a step",
+        )
+
+        def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
+            made = gradient_part(self.strategy, plan, state, batches, others)
+            return made.cuts, made.carried
+
+        flags = seen[-1]
+        num_outputs = len(plan.kinds) - len(flags.names)
+
+        def run(state: PyTree, others: PyTree, cuts: list[jax.Array], carried: list[jax.Array]) -> Any:
+            with tracing(ReplicaTrace(self.strategy)):
+                leaves, late = plan.whole.update(state, others, cuts, carried, [])
+            if "state" not in traced.returns:
+                return state, late[:num_outputs], Flags([], [], hidden=False)
+            new = check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, leaves))
+            finite = [x for x in late[num_outputs:] if x is not None]
+            assert len(finite) == len(flags.names)  # each waits for a combined gradient
+            return new, late[:num_outputs], Flags(flags.names, finite, hidden=False)
+
+        def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
+            if options.non_finite == "apply" or not options.may_update_state:
+                state, late, _ = run(state, *rest)
+                return step_done(token), state, late
+            return guarded(run, token, state, rest, options.non_finite, self.watched)
+
+        cuts, carried = jax.eval_shape(gradients, state, batches, others)
+        arguments = token, state, others, cuts, carried
+        closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
+        return _Planned(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
+
+    def once(self, planned: _Planned, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        """One optimiser step, seen from outside of the replicas.
+
+        Returns:
+            `(token, state, outputs, hashes)`; the hashes are of what each replica's gradient part wrote to the state,
+            uint32 [replicas], by the leaf's path.
+        """
+        cuts, carried, early, hashes = self.gradients(planned.gradients, state, batches, others)
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+        values = [Part(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
+        arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
+        shapes = jax.tree.leaves(planned.results)
+        kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
+        results = evaluate(self.strategy, self.layout, planned.update, arguments, kept)
+        # A loop over steps needs its carry back where it was, so the last thing is a copy to the host.
+        results = [
+            Spread(jax.device_put(x, self.layout.host), s.shape) if keep else x
+            for x, s, keep in zip(results, shapes, kept, strict=True)
+        ]
+        new_state = jax.tree.unflatten(treedef, results[1 : 1 + len(leaves)])
+        late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
+        outputs = self.outputs(planned.gradients, early, late)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
+        hashes = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
+        return results[0], new_state, outputs, hashes
+
+    def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        """The gradient part on all replicas.
+
+        Returns:
+            `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
+        """
+        layout, axes = self.layout, self.strategy.axes
+        leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+        read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.parts.read}
+        copies = {i: jax.device_put(x.stored, layout.device) for i, x in read.items()}
+        whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
+        shapes: list[list[tuple[int, ...]]] = []
+
+        def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
+            def value(i: int, x: Any) -> jax.Array:
+                if i in whole:
+                    return whole[i]
+                if i not in copies:  # not read
+                    return jnp.zeros(x.shape, x.dtype)
+                return layout.restore(jax.lax.all_gather(copies[i], axes, tiled=True), x.shape)
+
+            now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
+            shapes[:] = [[], []]
+
+            def total(cuts: list[jax.Array]) -> list[jax.Array]:
+                shapes[0].extend(x.shape for x in cuts)
+                return [self.scattered(x) for x in cuts]
+
+            made = gradient_part(self.strategy, plan, now, batches, others, total)
+            shapes[1].extend(x.shape for x in made.carried)
+            outputs = [
+                x[None] if x is not None and kind == LOCAL else x
+                for x, kind in zip(made.outputs, plan.kinds, strict=True)
+            ]
+            by_kind = [
+                {i: x for i, x in enumerate(outputs) if x is not None and (plan.kinds[i] in (LOCAL, ROWS)) == own}
+                for own in (False, True)
+            ]
+            # Once each replica has kept its part, nobody can tell any more whether they all had the same.
+            hashes = [hash_leaf(x)[None] for x in made.carried] if self.options.check_replicas else []
+            carried = [self.own_part(x) for x in made.carried]
+            return *self.sorted(made.cuts, shapes[0]), *self.sorted(carried, shapes[1]), *by_kind, hashes
+
+        same, parts = PartitionSpec(), PartitionSpec(axes)
+        cut_parts, cuts, carried_parts, carried, shared, own, hashes = jax.shard_map(
+            body,
+            mesh=self.strategy.mesh,
+            in_specs=(parts, same, parts, same),
+            out_specs=(parts, same, parts, same, same, parts, parts),
+            check_vma=False,
+        )(copies, whole, batches, others)
+
+        def joined(
+            parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: list[tuple[int, ...]]
+        ) -> list[Any]:
+            return [Part(parts[i], s, on_host=False) if i in parts else whole[i] for i, s in enumerate(shapes)]
+
+        outputs = {**shared, **own}
+        return (
+            joined(cut_parts, cuts, shapes[0]),
+            joined(carried_parts, carried, shapes[1]),
+            [outputs.get(i) for i in range(len(plan.kinds))],
+            hashes,
+        )
+
+    def scattered(self, x: jax.Array) -> jax.Array:
+        """The sum over the replicas of a gradient; of a large one each replica receives a part."""
+        if self.layout.is_spread(x.shape, x.dtype):
+            return jax.lax.psum_scatter(self.layout.store(x), self.strategy.axes, tiled=True)
+        return jax.lax.psum(x, self.strategy.axes)
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """This replica's part of an array that all hold."""
+        if not self.layout.is_spread(x.shape, x.dtype):
+            return x
+        with tracing(ReplicaTrace(self.strategy)):
+            number = replica.replica_id()
+        stored = self.layout.store(x)
+        rows = stored.shape[0] // self.layout.num_parts
+        return jax.lax.dynamic_slice_in_dim(stored, number * rows, rows)
+
+    def sorted(self, values: list[jax.Array], shapes: list[tuple[int, ...]]) -> tuple[Any, Any]:
+        """Values by place: those in parts, and those that all replicas hold."""
+        in_parts = {i for i, (x, s) in enumerate(zip(values, shapes, strict=True)) if self.layout.is_spread(s, x.dtype)}
+        parts, whole = ({i: x for i, x in enumerate(values) if (i in in_parts) == part} for part in (True, False))
+        return parts, whole
+
+    def outputs(self, plan: Plan, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
+        """The step's outputs as they leave the mesh; what waited for the update is the same on all replicas."""
+        n = self.strategy.num_replicas
+
+        def leaf(kind: str, early: Any, late: Any) -> Any:
+            if late is None:
+                return early
+            if kind == LOCAL:
+                return jnp.broadcast_to(late, (n, *late.shape))
+            if kind == ROWS:
+                return jnp.concatenate([late] * n)
+            return countable(late) / 1 if kind == METRIC and plan.k == 1 else late
+
+        num_flags = len(plan.kinds) - len(late)
+        leaves = [leaf(*x) for x in zip(plan.kinds[: len(late)], early, late, strict=False)]
+        outputs, _ = jax.tree.unflatten(plan.whole.outputs_treedef, [*leaves, *[None] * num_flags])
+        return tuple(
+            PerReplica(tree) if role == "per_replica" else tree
+            for role, tree in zip(self.traced.output_roles, outputs, strict=True)
+        )

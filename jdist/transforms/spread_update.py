@@ -1,0 +1,314 @@
+"""The update part of a step on arrays in parts: on the hosts what is elementwise, on the devices the rest.
+
+Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
+every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a
+gradient, of a parameter) is taken on the devices, part by part. What is neither (a transposition, a product of matrices)
+is computed on the devices from whole arrays: every step that can be split gives the right result, and only such an
+operation costs the device memory of its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.compute_on
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jdist import dataflow
+from jdist.strategy import Strategy
+from jdist.transforms.spread import Layout
+
+# Called compute_on2 before JAX 0.12.
+_compute_on: Any = getattr(
+    jax.experimental.compute_on, "compute_on2", None
+) or jax.experimental.compute_on.compute_on  # fmt: skip
+
+# fmt: off
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
+    "sqrt", "square", "sub", "tan", "tanh", "xor",
+})
+# fmt: on
+RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_FILLINGS: dict[str, Callable[[Any], Any]] = {
+    "reduce_sum": lambda dtype: 0,
+    "reduce_prod": lambda dtype: 1,
+    "reduce_and": lambda dtype: True,
+    "reduce_or": lambda dtype: False,
+    "reduce_max": lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min,
+    "reduce_min": lambda dtype: jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max,
+}
+_COLLECTIVES = frozenset({"axis_index", "all_gather", "all_to_all", "ppermute", "psum", "pmax", "pmin", "psum_scatter"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array in parts, stored as a `Spread` is, on the host or on the device; None until the host has computed it."""
+
+    stored: jax.Array | None
+    shape: tuple[int, ...]
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class Filled:
+    """An array of one value everywhere."""
+
+    value: Any
+    shape: tuple[int, ...]
+
+
+def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
+    """A traced update part in the form that `evaluate` takes; called where the replica axes are bound.
+
+    Calls are entered, conditions become selections, and sums over the replicas products: what an update part computes
+    is the same on all of them.
+
+    Args:
+        closed: what `jax.make_jaxpr` returned.
+        arguments: of it; arrays or `ShapeDtypeStruct`s.
+        num_replicas: how many replicas there are.
+    """
+
+    def total(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        if eqn.params.get("axis_index_groups") is not None:
+            return None
+        return [x * jnp.asarray(num_replicas, jnp.result_type(x)) for x in operands]
+
+    def same(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        return None if eqn.params.get("axis_index_groups") is not None else operands
+
+    def selected(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        branches = dataflow.nested_jaxprs(eqn)
+        if not all(map(_is_elementwise, branches)):
+            return None
+        index, *rest = operands
+        results = [dataflow.inlined(branch, rest, rules) for branch in branches]
+        which = index if len(results) > 2 else index > 0
+        return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
+
+    rules = {"psum": total, "psum_invariant": total, "pmax": same, "pmin": same, "cond": selected}
+    return jax.make_jaxpr(lambda *values: dataflow.inlined(closed, values, rules))(*arguments)
+
+
+def _is_elementwise(closed: Any) -> bool:
+    def fits(eqn: Any) -> bool:
+        nested = dataflow.nested_jaxprs(eqn)
+        return all(map(_is_elementwise, nested)) if nested else eqn.primitive.name in ELEMENTWISE | RESHAPING
+
+    return all(map(fits, dataflow.body_of(closed).eqns))
+
+
+def evaluate(
+    strategy: Strategy, layout: Layout, closed: Any, arguments: Sequence[Any], kept: Sequence[bool]
+) -> list[jax.Array]:
+    """Evaluates an update part, seen from outside of the replicas.
+
+    Args:
+        strategy: whose replicas and axes.
+        layout: where parts are.
+        closed: what `prepared` returned.
+        arguments: arrays that every device holds whole, and `Part`s.
+        kept: which results are wanted in parts.
+
+    Returns:
+        Its results: those that are `kept` stored in host memory, the others whole on the devices.
+    """
+    return _Evaluation(strategy, layout, closed).run(arguments, kept)
+
+
+class _Evaluation:
+    """One evaluation. What the hosts are to compute waits until a device needs it, so that they compute it in one go."""
+
+    def __init__(self, strategy: Strategy, layout: Layout, closed: Any):
+        self.strategy, self.layout, self.closed = strategy, layout, closed
+        self.results = dataflow.body_of(closed).outvars
+        self.equations, _ = dataflow.needed(closed, self.results, (), dataflow.effects_of(closed))
+        self.known: dict[Any, Any] = {}
+        self.waiting: list[Any] = []  # equations for the hosts
+        self.on_host: dict[Any, jax.Array] = {}  # what was copied there
+        self.on_device: dict[Any, jax.Array] = {}
+
+    def run(self, arguments: Sequence[Any], kept: Sequence[bool]) -> list[jax.Array]:
+        self.known = dataflow.values_at_start(self.closed, arguments)
+        self.known.update({v: np.asarray(x) for v, x in self.known.items() if isinstance(x, np.ndarray)})
+        for number, eqn in enumerate(self.equations):
+            self.done = number
+            operands = [self.value(v) for v in eqn.invars]
+            self.known.update(zip(eqn.outvars, self.apply(eqn, operands), strict=True))
+        self.done = len(self.equations)
+        self.flush()
+        return [self.kept(v) if keep else self.wanted(v) for v, keep in zip(self.results, kept, strict=True)]
+
+    def value(self, v: Any) -> Any:
+        # A constant remembers the mesh that it was traced under, whose axes are bound no more.
+        return np.asarray(v.val) if dataflow.is_literal(v) else self.known[v]
+
+    def kept(self, v: Any) -> jax.Array:
+        x = self.value(v)
+        if isinstance(x, Part) and x.on_host:
+            assert x.stored is not None  # nothing waits any more
+            return x.stored
+        if isinstance(x, Filled):
+            x = jnp.full(x.shape, x.value, v.aval.dtype)
+        return jax.device_put(self.device_operand(v, x), self.layout.host)
+
+    def wanted(self, v: Any) -> jax.Array:
+        return jnp.asarray(self.whole(v, self.value(v)))
+
+    def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        in_parts = [x for x in operands if isinstance(x, Part)]
+        filled = [x for x in operands if isinstance(x, Filled)]
+        shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
+        if name == "optimization_barrier":
+            return operands
+        if name in RESHAPING and filled:
+            return [Filled(filled[0].value, shape)]
+        if name == "broadcast_in_dim" and not in_parts and not jnp.ndim(operands[0]):
+            dtype = eqn.outvars[0].aval.dtype
+            return (
+                [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
+            )
+        if name in RESHAPING and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
+            return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
+        # JAX 0.12 stretches axes of size 1 in elementwise operations.
+        fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
+        if name in ELEMENTWISE and in_parts and fits:
+            if any(x.on_host for x in in_parts):
+                return [self.wait(eqn, shape)]
+            inputs = [self.device_operand(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
+            return [Part(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
+        if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
+            values = [x.value if isinstance(x, Filled) else x for x in operands]
+            return [Filled(_bind(eqn, values), shape)]
+        if name in _FILLINGS and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
+            stored = self.device_operand(eqn.invars[0], in_parts[0])
+            real = self.layout.real(stored, in_parts[0].shape, _FILLINGS[name](stored.dtype))
+            return [_bind(eqn, [real], axes=tuple(range(real.ndim)))]
+        return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
+
+    def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+        return math.prod(a) == math.prod(b) and self.layout.stored_shape(a) == self.layout.stored_shape(b)
+
+    def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
+
+        if eqn.primitive.name not in _COLLECTIVES and eqn.outvars and not dataflow.nested_jaxprs(eqn):
+            results = _bind(eqn, operands)
+            return results if eqn.primitive.multiple_results else [results]
+        mapped = jax.shard_map(
+            lambda *operands: dataflow.apply_equation(self.closed, eqn, operands),
+            mesh=self.strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return mapped(*operands)
+
+    def whole(self, v: Any, x: Any) -> Any:
+        if isinstance(x, Part):
+            return self.layout.gather(self.device_operand(v, x), x.shape)
+        return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
+
+    def device_operand(self, v: Any, x: Any) -> Any:
+        """An operand as the devices compute with it: stored, or a scalar."""
+        if isinstance(x, Filled):
+            return x.value
+        if not isinstance(x, Part):
+            return self.in_parts(x) if jnp.ndim(x) else x
+        if not x.on_host:
+            return x.stored
+        if v not in self.on_device:
+            if x.stored is None:
+                self.flush()
+            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device)
+        return self.on_device[v]
+
+    def in_parts(self, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device)
+
+    def wait(self, eqn: Any, shape: tuple[int, ...]) -> Part:
+        self.waiting.append(eqn)
+        return Part(None, shape, on_host=True)
+
+    def flush(self) -> None:
+        """Lets the hosts compute what waits for them."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        made = {v for eqn in waiting for v in eqn.outvars}
+        later = {v for eqn in self.equations[self.done :] for v in eqn.invars if not dataflow.is_literal(v)}
+        later.update(v for v in self.results if not dataflow.is_literal(v))
+        wanted = [v for v in dict.fromkeys(v for eqn in waiting for v in eqn.outvars) if v in later]
+        # A constant is read by its place, a variable by itself.
+        read = {
+            (v if not dataflow.is_literal(v) else (number, i)): v
+            for number, eqn in enumerate(waiting)
+            for i, v in enumerate(eqn.invars)
+            if dataflow.is_literal(v) or v not in made
+        }
+
+        def run(operands: dict[Any, jax.Array]) -> list[jax.Array]:
+            values = dict(operands)
+            for number, eqn in enumerate(waiting):
+                inputs = [values[(number, i) if dataflow.is_literal(v) else v] for i, v in enumerate(eqn.invars)]
+                values[eqn.outvars[0]] = apply_stored(eqn, inputs, self.layout.stored_shape(eqn.outvars[0].aval.shape))
+            return [values[v] for v in wanted]
+
+        keys, operands = list(read), [self.host_operand(v) for v in read.values()]
+        on_host = _compute_on(
+            lambda operands: run(dict(zip(keys, operands, strict=True))),
+            compute_type="device_host",
+            out_memory_spaces=jax.memory.Space.Host,
+        )
+        for v, stored in zip(wanted, on_host(operands), strict=True):
+            self.known[v] = Part(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
+
+    def host_operand(self, v: Any) -> jax.Array:
+        """An operand as the hosts compute with it: stored, or a scalar."""
+        if dataflow.is_literal(v):
+            return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
+        x = self.known[v]
+        if isinstance(x, Part) and x.on_host:
+            assert x.stored is not None  # whatever the hosts have not computed yet is computed by this very call
+            return x.stored
+        if v not in self.on_host:
+            value = self.device_operand(v, x)
+            to = self.layout.host if jnp.ndim(value) else self.layout.whole_on_host
+            self.on_host[v] = jax.device_put(value, to)
+        return self.on_host[v]
+
+
+def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Applies an elementwise equation to stored arrays of a stored shape, and to scalars."""
+    name = eqn.primitive.name
+    if name in RESHAPING:
+        return operands[0]
+    first, *others = operands
+    if name == "select_n":
+        operands = [first, *(_broadcast(x, shape) for x in others)]
+    elif name == "clamp" or not any(jnp.ndim(x) for x in operands):
+        operands = [_broadcast(x, shape) for x in operands]
+    return _bind(eqn, operands)
+
+
+def _bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> Any:
+    # A sharding in a parameter is of the mesh that the equation was traced under, whose axes are bound no more.
+    params = {k: None if isinstance(x, jax.sharding.Sharding) else x for k, x in eqn.params.items()}
+    return eqn.primitive.bind(*operands, **{**params, **changed})
+
+
+def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x if jnp.ndim(x) else jax.lax.broadcast(x, shape)

@@ -1,0 +1,83 @@
+"""Arrays in parts: what they show, and how they are stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.transforms.spread import Layout, Spread, map_leaves, spread_like
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return jdist.central_storage(jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def layout(strategy):
+    return Layout.of(strategy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored"),
+    [
+        ((4,), (4,)),
+        ((13,), (16,)),
+        ((6, 8), (48,)),  # narrow: one row of elements
+        ((5, 7), (36,)),
+        ((64, 128), (64, 128)),
+        ((63, 128), (64, 128)),  # a row more
+        ((5, 128), (640,)),  # three rows more would be more than half of it again
+        ((3, 3, 64, 128), (576, 128)),
+        ((96, 12, 64), (96, 768)),  # its last axis alone is narrow
+        ((2, 1000), (2000,)),
+    ],
+)
+def test_stored_shapes(layout, shape, stored):
+    x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    assert layout.stored_shape(shape) == stored
+    assert layout.store(x).shape == stored
+    assert stored[0] % 4 == 0
+    np.testing.assert_array_equal(layout.restore(layout.store(x), shape), x)
+
+
+def test_what_has_fewer_elements_than_parts_and_keys_stay_whole(layout):
+    assert layout.is_spread((2, 2), jnp.float32)
+    assert not layout.is_spread((3,), jnp.float32)
+    assert not layout.is_spread((), jnp.int32)
+    assert not layout.is_spread((8,), jax.random.key(0).dtype)
+
+
+def test_filling_is_kept_out_of_sums(layout):
+    stored = jnp.ones((16,))
+    assert float(layout.real(stored, (13,), 0).sum()) == 13
+    assert float(layout.real(jnp.ones((64, 128)), (63, 128), 0).sum()) == 63 * 128
+    assert layout.real(stored, (16,), 0) is stored
+
+
+def test_it_shows_what_it_is_and_gives_its_values(strategy):
+    state = strategy.init(lambda: {"w": jnp.arange(15.0).reshape(3, 5), "step": jnp.int32(7)})
+    w = state["w"]
+    assert isinstance(w, Spread)
+    assert (w.shape, w.ndim, w.size, w.dtype) == ((3, 5), 2, 15, jnp.float32)
+    assert repr(w) == "Spread(float32[3, 5] in 4 parts in host memory; strategy.fetch gives the array)"
+    np.testing.assert_array_equal(np.asarray(w), np.arange(15.0).reshape(3, 5))
+    np.testing.assert_array_equal(np.asarray(w, np.int32), np.arange(15).reshape(3, 5))
+    np.testing.assert_array_equal(w[1], np.arange(5.0, 10.0))
+    assert int(state["step"]) == 7
+    with pytest.raises(TypeError):
+        jnp.sin(w)
+    assert "Spread" in repr(jax.tree.map(lambda x: None, w))
+
+
+def test_spread_as_another(strategy):
+    w = strategy.init(lambda: jnp.zeros((3, 5)))
+    other = spread_like(np.arange(15, dtype=np.float32).reshape(3, 5), w)
+    assert other.stored.sharding == w.stored.sharding
+    np.testing.assert_array_equal(np.asarray(other), np.arange(15.0).reshape(3, 5))
+
+
+def test_one_leaf_each(strategy):
+    state = strategy.init(lambda: {"w": jnp.zeros((3, 5)), "n": jnp.int32(0)})
+    assert map_leaves(lambda x: x.shape, state) == {"w": (3, 5), "n": ()}

@@ -1,0 +1,128 @@
+"""Update parts on arrays in parts: every operation gives what it gives on whole arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.transforms.spread import Layout
+from jdist.transforms.spread_update import Part, evaluate, prepared
+
+STRATEGY = jdist.central_storage(jax.devices()[:4])
+LAYOUT = Layout.of(STRATEGY)
+RNG = np.random.default_rng(0)
+# State on the host: a matrix in rows, one in a row of elements, a leaf that stays whole. Then gradients, on the devices.
+SHAPES = {"rows": (63, 130), "flat": (7, 5), "small": (3,)}
+SCALAR = np.float32(2)
+
+
+def arrays():
+    return {name: RNG.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def run(function, state, grads, scalar=SCALAR):
+    """`function(state, grads, scalar)` by parts; and the text of what was traced."""
+    closed = jax.make_jaxpr(function)(state, grads, scalar)
+    shapes = jax.eval_shape(function, state, grads, scalar)
+
+    def program(state, grads, scalar):
+        def part(x, on_host):
+            if not LAYOUT.is_spread(x.shape, x.dtype):
+                return x
+            stored = jax.device_put(LAYOUT.store(x), LAYOUT.device)
+            return Part(jax.device_put(stored, LAYOUT.host) if on_host else stored, x.shape, on_host=on_host)
+
+        values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
+        ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)
+        kept = [LAYOUT.is_spread(s.shape, s.dtype) for s in jax.tree.leaves(shapes)]
+        return evaluate(STRATEGY, LAYOUT, ready, [*values, scalar], kept)
+
+    state, grads, scalar = jax.device_put((state, grads, scalar), LAYOUT.whole)
+    jaxpr = str(jax.make_jaxpr(program)(state, grads, scalar))
+    results = jax.jit(program)(state, grads, scalar)
+    leaves = [
+        LAYOUT.restore(np.asarray(x), s.shape) if LAYOUT.is_spread(s.shape, s.dtype) else x
+        for x, s in zip(results, jax.tree.leaves(shapes), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), jaxpr
+
+
+def each(function):
+    return lambda state, grads, scalar: {name: function(state[name], grads[name], scalar) for name in state}
+
+
+ELEMENTWISE = {
+    "momentum": each(lambda m, g, s: 0.9 * m + s * g),
+    "on the devices alone": each(lambda m, g, s: jnp.tanh(g) * s),
+    "unchanged": each(lambda m, g, s: m),
+    "constant": each(lambda m, g, s: jnp.zeros_like(m) + s),
+    "chosen by a scalar": each(lambda m, g, s: jnp.where(s > 1, m - g, m)),
+    "chosen by element": each(lambda m, g, s: jnp.where(g > 0, m, 0.0)),
+    "clipped": each(lambda m, g, s: jnp.clip(m + g, -1.0, s)),
+    "half precision": each(lambda m, g, s: (m.astype(jnp.bfloat16) * g.astype(jnp.bfloat16)).astype(jnp.float32)),
+    "jit and custom_jvp": each(lambda m, g, s: jax.jit(lambda a, b: jax.nn.relu(a) + jnp.square(b))(m, g)),
+    "checkpoint": each(lambda m, g, s: jax.checkpoint(jnp.sin)(m) * g),
+    "cond": each(lambda m, g, s: jax.lax.cond(s > 1, lambda a, b: a - b, lambda a, b: a, m, g)),
+    "switch": each(lambda m, g, s: jax.lax.switch(1, [lambda a: a, lambda a: a * 3, lambda a: -a], m)),
+    "a row more": each(lambda m, g, s: m[None].reshape(m.shape) + g),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise(name):
+    state, grads = arrays(), arrays()
+    got, jaxpr = run(ELEMENTWISE[name], state, grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2 if "half" in name else 1e-6, atol=1e-6),
+        got,
+        ELEMENTWISE[name](state, grads, SCALAR),
+    )
+    assert "shard_map" not in jaxpr  # nothing had to be whole
+
+
+def test_what_touches_the_state_is_computed_on_the_hosts_in_one_go():
+    _, jaxpr = run(each(lambda m, g, s: (0.9 * m + s * g) * 2 - m), arrays(), arrays())
+    assert jaxpr.count("compute_type=device_host") == 1
+
+
+REDUCTIONS = {
+    "norm of the gradients": lambda m, g, s: {
+        k: m[k] - g[k] / jnp.sqrt(sum(jnp.sum(x * x) for x in g.values())) for k in m
+    },
+    "norm of the state": lambda m, g, s: {k: m[k] / jnp.linalg.norm(m[k]) for k in m},
+    "norm of what the hosts computed": lambda m, g, s: {k: (u := m[k] + g[k]) / jnp.sum(jnp.abs(u)) for k in m},
+    "extremes": each(lambda m, g, s: m * jnp.max(m - 5) + jnp.min(m + 5) + jnp.max(g)),
+    "any": each(lambda m, g, s: jnp.where(jnp.any(m > 100) | jnp.all(g < 100), m, g)),
+    "product": each(lambda m, g, s: m + jnp.prod(1 + 1e-4 * jnp.abs(g))),
+    "integers": each(lambda m, g, s: m + jnp.max(jnp.round(g).astype(jnp.int32) - 9) + jnp.sum(m > 0)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions(name):
+    """The filling, which is not zero after `m - 5` or `exp`, takes no part."""
+    state, grads = arrays(), arrays()
+    got, _ = run(REDUCTIONS[name], state, grads)
+    want = REDUCTIONS[name](state, grads, SCALAR)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+WHOLE = {
+    "matrix product": each(lambda m, g, s: m + (g @ (g.T @ m) if m.ndim == 2 else g)),
+    "transposition": each(lambda m, g, s: (m.T * 2).T + g),
+    "row means": each(lambda m, g, s: m / jnp.mean(jnp.abs(g), axis=-1, keepdims=True)),
+    "row means of the state": each(lambda m, g, s: g - jnp.mean(m, axis=0)),
+    "reshape to another stored shape": each(lambda m, g, s: (m.reshape(-1) * 2).reshape(m.shape) + g),
+    "noise": each(lambda m, g, s: m + jax.random.normal(jax.random.key(3), m.shape)),
+    "loop": each(lambda m, g, s: jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5 + g, m)),
+    "sorted": each(lambda m, g, s: jnp.sort(m.reshape(-1)).reshape(m.shape)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_not_elementwise_is_computed_whole(name):
+    state, grads = arrays(), arrays()
+    got, _ = run(WHOLE[name], state, grads)
+    want = WHOLE[name](state, grads, SCALAR)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)

@@ -64,13 +64,16 @@ class Parts:
         return epochs * self.rows_per_epoch + within * global_batch
 
 
-def prepare(config: Config, document: Document, *, make: Callable[..., Strategy] = make_strategy) -> Parts:
+def prepare(
+    config: Config, document: Document, *, make: Callable[..., Strategy] = make_strategy, to_run: bool = True
+) -> Parts:
     """Make what a config names.
 
     Args:
         config: the checked config.
         document: what it was read from, for the origins in messages.
         make: builds the strategy from its name and options.
+        to_run: whether the run is to take place; for a plan, batches may be larger than the data.
 
     Returns:
         The parts of the run.
@@ -108,7 +111,7 @@ def prepare(config: Config, document: Document, *, make: Callable[..., Strategy]
             )
         elif steps is None and train.epochs is not None and one_epoch.num_steps is not None:
             steps = train.epochs * one_epoch.num_steps
-    problems += _check_numbers(train, strategy, rows=rows, steps=steps)
+    problems += _check_numbers(train, strategy, rows=rows if to_run else None, steps=steps)
     train_data = None if task is None else resumable(task.train_data(train.global_batch, train.seed, None))
     if train_data is not None and steps is not None and (train_data.num_steps or steps) < steps:
         problems.append(

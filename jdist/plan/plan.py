@@ -100,7 +100,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         DeviceError: the target's devices cannot be found or described.
     """
     devices = find_target_devices(target)
-    parts = prepare(config, document, make=functools.partial(strategy_on, target, devices))
+    parts = prepare(config, document, make=functools.partial(strategy_on, target, devices), to_run=False)
     kind, steps = devices[0].device_kind, config.train.steps_per_call
     chip = chip_of(kind)
     planned = plan_step(config, parts)

@@ -40,7 +40,7 @@ def test_the_compilers_refusals(message, needed, available, partly):
 def planned(tmp_path, *overrides):
     document = load(config_file(tmp_path), [*overrides, "strategy.name=mirrored"])
     config = validate(document)
-    return plan_step(config, prepare(config, document))
+    return plan_step(config, prepare(config, document, to_run=False))
 
 
 def test_memory_adds_up(tmp_path):

@@ -65,6 +65,7 @@ ELEMENTWISE = {
     "checkpoint": each(lambda m, g, s: jax.checkpoint(jnp.sin)(m) * g),
     "cond": each(lambda m, g, s: jax.lax.cond(s > 1, lambda a, b: a - b, lambda a, b: a, m, g)),
     "switch": each(lambda m, g, s: jax.lax.switch(1, [lambda a: a, lambda a: a * 3, lambda a: -a], m)),
+    "barrier": each(lambda m, g, s: jax.lax.optimization_barrier(m + g) * 2),
     "a row more": each(lambda m, g, s: m[None].reshape(m.shape) + g),
 }
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.compute_on
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import compute_on
 from jax.sharding import PartitionSpec
 
 from jdist import dataflow
@@ -25,9 +25,7 @@ from jdist.strategy import Strategy
 from jdist.transforms.spread import Layout
 
 # Called compute_on2 before JAX 0.12.
-_compute_on: Any = getattr(
-    jax.experimental.compute_on, "compute_on2", None
-) or jax.experimental.compute_on.compute_on  # fmt: skip
+_compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -142,7 +140,7 @@ class _Evaluation:
 
     def run(self, arguments: Sequence[Any], kept: Sequence[bool]) -> list[jax.Array]:
         self.known = dataflow.values_at_start(self.closed, arguments)
-        self.known.update({v: np.asarray(x) for v, x in self.known.items() if isinstance(x, np.ndarray)})
+        self.known.update({v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | Part)})
         for number, eqn in enumerate(self.equations):
             self.done = number
             operands = [self.value(v) for v in eqn.invars]
@@ -173,7 +171,8 @@ class _Evaluation:
         filled = [x for x in operands if isinstance(x, Filled)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name == "optimization_barrier":
-            return operands
+            self.flush()
+            return [self.value(v) for v in eqn.invars]
         if name in RESHAPING and filled:
             return [Filled(filled[0].value, shape)]
         if name == "broadcast_in_dim" and not in_parts and not jnp.ndim(operands[0]):
@@ -181,7 +180,8 @@ class _Evaluation:
             return (
                 [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
             )
-        if name in RESHAPING and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
+        in_order = name != "reshape" or eqn.params["dimensions"] is None
+        if name in RESHAPING and in_order and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
             return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
         fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
@@ -204,7 +204,6 @@ class _Evaluation:
 
     def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
-
         if eqn.primitive.name not in _COLLECTIVES and eqn.outvars and not dataflow.nested_jaxprs(eqn):
             results = _bind(eqn, operands)
             return results if eqn.primitive.multiple_results else [results]

@@ -64,13 +64,15 @@ def run(
     task, strategy, train, total = parts.task, parts.strategy, config.train, parts.total_steps
     resolved = describe(parts.values, document, derived=parts.derived)
     say(resolved)
-    say(arithmetic(config, parts))
-
-    # The run folder, held until this process ends.
-    path = Path(config.log.folder) / config.name
-    if fresh and (aside := set_aside(path)) is not None:
-        say(f"the run that was in {path} is now in {aside}")
     with contextlib.ExitStack() as stack:
+        # A signal is a wish from here on: an exception in the midst of a compilation by XLA ends the process in a crash.
+        stop = stack.enter_context(stop_requests())
+        say(arithmetic(config, parts))
+
+        # The run folder, held until this process ends.
+        path = Path(config.log.folder) / config.name
+        if fresh and (aside := set_aside(path)) is not None:
+            say(f"the run that was in {path} is now in {aside}")
         folder = stack.enter_context(open_folder(path))
         check_same_run(folder, parts.values, document)
         if not folder.config.exists():
@@ -134,7 +136,6 @@ def run(
         # The loop. Steps run asynchronously: it waits for them only where it reports, evaluates or saves.
         earlier_s = metrics_file.rows[-1].get("time_s", 0.0) if metrics_file.rows else 0.0
         meter = Meter(step=step, total=total, global_batch=train.global_batch, earlier_s=earlier_s)
-        stop = stack.enter_context(stop_requests())
         batches = iter(train_set)
         first = step
         report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))
@@ -180,7 +181,12 @@ def run(
         if step > saved:
             checkpoints.save(step, state, data=train_set.state(), metrics={})
         checkpoints.wait()
+        if step == 0:
+            say(f"stopped before the first of {total:,} steps, nothing to save; start with: {command}")
+            return stop.exit_code
         say(plot_curves(metrics_file.rows, folder.curves, title=config.name))
+        if train.non_finite == "skip" and (skipped := train_step.num_skipped):
+            say(f"{skipped:,} of {step - first:,} steps were left out, as a gradient was NaN or infinite")
         if step < total:
             say(f"stopped at step {step:,} of {total:,} and saved; go on with: {command}")
             return stop.exit_code

@@ -141,3 +141,14 @@ def test_a_signal_saves_and_leaves_with_a_word_on_how_to_go_on(folder, whole, nu
     assert code == 0, out
     assert f"going on from step {said.group(1)} of 1,500" in out
     assert_same_end(folder, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_prepares_or_compiles(folder, number):
+    with started(folder) as process:
+        read_until(process, "1,500 steps")
+        process.send_signal(number)
+        left, out = finish(process)
+    assert left == 128 + number, out
+    assert "Traceback" not in out
+    assert re.search("stopped (before the first of|at step \\S+ of) 1,500", out), out

@@ -206,6 +206,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_the_good_state_is_saved(jdist
     code, out, _ = jdist_run(bad, "train.non_finite=skip")
     assert code == 0
     assert f"going on from step {step} of 24" in out
+    assert re.search(rf"\d of {24 - step} steps were left out", out)
 
 
 @pytest.mark.parametrize("rows", [52, 104])

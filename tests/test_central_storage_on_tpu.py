@@ -67,7 +67,7 @@ def compiled(name, operations, backend, state, **options):
         for name, shape, dtype in (("x", (N,), jnp.float32), ("y", (13,), jnp.float32), ("mask", (), jnp.bool_))
     }
     token = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=strategy.replicated_sharding)
-    program = backend.make_program(step, strategy, checked, Call(("state", "batch")), Traced(), Watched(), True)
+    program = backend.make_program(step, strategy, checked, Call(("state", "batch")), Traced(), Watched(), True, "step")
     return program.lower(token, backend.state_shapes(strategy, state), (batch,), ((), {})).compile()
 
 

@@ -57,6 +57,8 @@ bench: setup
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/replica_check.py
 	$(BIN)/python benchmarks/input.py
+	$(BIN)/python benchmarks/reductions.py
+	$(BIN)/python benchmarks/central_storage.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf

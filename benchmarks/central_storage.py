@@ -10,13 +10,7 @@ batch 1,024, as in step_overhead.py, under SGD with momentum and under AdamW.
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
+from pairs import alternate, compare, on_cpu_devices
 
 
 def measure(rounds: int) -> None:
@@ -24,7 +18,6 @@ def measure(rounds: int) -> None:
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from pairs import alternate, compare
 
     import jdist
 
@@ -78,18 +71,5 @@ def measure(rounds: int) -> None:
             )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[2, 8], help="numbers of virtual CPU devices")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--here", action="store_true", help="measure on the devices that JAX sees, in this process")
-    args = parser.parse_args()
-    if args.here:
-        return measure(args.rounds)
-    for n in args.devices:
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
-        subprocess.run([sys.executable, __file__, "--here", "--rounds", str(args.rounds)], env=env, check=True)
-
-
 if __name__ == "__main__":
-    main()
+    on_cpu_devices(measure, __doc__, __file__, devices=[2, 8], rounds=15)

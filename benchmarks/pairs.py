@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,3 +57,27 @@ def compare(measured: Sequence[float], reference: Sequence[float]) -> Comparison
     return Comparison(
         float(np.median(a)), float(np.median(ratios)), float(low), float(high), statistics.median((a - b).tolist())
     )
+
+
+def on_cpu_devices(
+    measure: Callable[[int], None], description: str | None, script: str, *, devices: list[int], rounds: int
+) -> None:
+    """The command line of a script that measures on several numbers of virtual CPU devices, each in a process of its own.
+
+    Args:
+        measure: `(rounds) -> None`, measures on the devices that JAX sees and prints.
+        description: the script's docstring.
+        script: its file.
+        devices: numbers of devices, if none are asked for.
+        rounds: rounds, if none are asked for.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=devices, help="numbers of virtual CPU devices")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--here", action="store_true", help="measure on the devices that JAX sees, in this process")
+    args = parser.parse_args()
+    if args.here:
+        return measure(args.rounds)
+    for n in args.devices:
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
+        subprocess.run([sys.executable, script, "--here", "--rounds", str(args.rounds)], env=env, check=True)

@@ -9,7 +9,6 @@ there already; a call that needs single replicas has no meaning and raises `Glob
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jdist import context
 from jdist.errors import GlobalViewError, StepError, StrategyError
 from jdist.reduction import psum
+from jdist.reduction.algorithm import axes_size
 
 PyTree = Any
 GradientOp = Literal["mean", "sum"]
@@ -47,7 +47,7 @@ def num_replicas() -> int:
     """
     _refuse_in_global_view("num_replicas()", "use `strategy.num_replicas` if the number of devices is meant")
     axes = replica_axes()
-    return 1 if axes is None else math.prod(jax.lax.axis_size(axis) for axis in axes)
+    return 1 if axes is None else axes_size(axes)
 
 
 def replica_id() -> jax.Array:
@@ -121,7 +121,7 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
             _note(trace, tree, op)
         return tree
     if op in ("mean", "sum"):  # Python numbers as arrays: what is noted below goes by identity
-        tree = jax.tree.map(lambda leaf: _floating(leaf) if op == "mean" else jnp.asarray(leaf), tree)
+        tree = jax.tree.map(lambda leaf: floating(leaf) if op == "mean" else jnp.asarray(leaf), tree)
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
     if op in ("max", "min"):
@@ -144,7 +144,7 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
     return reduced
 
 
-def _floating(x: Any) -> jax.Array:
+def floating(x: Any) -> jax.Array:
     """As floating point, in which a mean of integers is: their sum might not fit their own dtype."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(x, float))

@@ -137,8 +137,8 @@ def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is an array of typed PRNG keys, which numpy cannot hold."""
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    """Whether `x` is an array, or the shape of one, of typed PRNG keys, which numpy cannot hold."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _as_array(path: Any, x: Any) -> Any:

@@ -21,6 +21,7 @@ from jdist.transforms.calls import Call
 from jdist.transforms.central import BACKEND
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import make_options
+from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.results import Traced
 from jdist.transforms.step import REPLICATED
 
@@ -67,7 +68,9 @@ def compiled(name, operations, backend, state, **options):
         for name, shape, dtype in (("x", (N,), jnp.float32), ("y", (13,), jnp.float32), ("mask", (), jnp.bool_))
     }
     token = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=strategy.replicated_sharding)
-    program = backend.make_program(step, strategy, checked, Call(("state", "batch")), Traced(), Watched(), True, "step")
+    program = backend.make_program(
+        ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), Watched(), "step")
+    )
     return program.lower(token, backend.state_shapes(strategy, state), (batch,), ((), {})).compile()
 
 

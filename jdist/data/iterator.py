@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jdist.data.padding import real_rows, remember_real_rows
+from jdist.data.padding import hand_on_real_rows
 from jdist.data.pipeline import Numbered
 from jdist.data.prefetch import Prefetcher
 from jdist.errors import DatasetError
@@ -59,10 +59,8 @@ class DatasetIterator(Iterator[PyTree]):
         try:
             position, batch = next(self._batches)
             if self._hand_over is not None:
-                real = real_rows(batch)
-                batch = self._hand_over(batch)
-                if real is not None:
-                    remember_real_rows(batch, int(real.sum()))
+                made, batch = batch, self._hand_over(batch)
+                hand_on_real_rows(made, batch)
         except StopIteration:
             if not self._done:  # else another thread has closed this pass meanwhile
                 self._done = True

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdist.experiment.config import Config
@@ -14,6 +13,7 @@ from jdist.experiment.prepare import Parts
 from jdist.experiment.step import state_maker
 from jdist.plan.compile import Memory
 from jdist.plan.step import PlannedStep
+from jdist.values import is_key
 
 PyTree = Any
 
@@ -86,6 +86,6 @@ def bytes_on_a_device(tree: PyTree) -> int:
         if not isinstance(leaf, jax.Array):  # under default a batch stays on the host until the step takes it
             total += leaf.nbytes
             continue
-        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        data = jax.random.key_data(leaf) if is_key(leaf) else leaf
         total += data.addressable_shards[0].data.nbytes
     return total

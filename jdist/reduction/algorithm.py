@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax
 
 PyTree = Any
 
@@ -23,6 +26,11 @@ class Reduction(NamedTuple):
     init: Callable[[PyTree], PyTree]
     apply: Callable[[PyTree, PyTree, tuple[str, ...]], tuple[PyTree, PyTree]]
     exact: bool = True
+
+
+def axes_size(axes: tuple[str, ...]) -> int:
+    """How many replicas are spread over mesh axes that are bound."""
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def keeping_nothing(name: str, total: Callable[[PyTree, tuple[str, ...]], PyTree]) -> Reduction:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.errors import StrategyError
-from jdist.reduction.algorithm import Reduction
+from jdist.reduction.algorithm import Reduction, axes_size
 from jdist.reduction.vectors import concatenate, padded, split
 
 PyTree = Any
@@ -79,7 +79,7 @@ def _exchange(
     vector: jax.Array, encode: Encode, decode: Decode, block: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of all replicas' vectors, and what of this replica's did not arrive in it."""
-    n, own = math.prod(jax.lax.axis_size(axis) for axis in axes), jax.lax.axis_index(axes)
+    n, own = axes_size(axes), jax.lax.axis_index(axes)
     parts = padded(vector, n * block).reshape(n, -1)
     words, arriving = encode(parts)
     received = jax.lax.all_to_all(words, axes, split_axis=0, concat_axis=0, tiled=True)

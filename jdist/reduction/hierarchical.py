@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 
 from jdist.errors import StrategyError
-from jdist.reduction.algorithm import Reduction, keeping_nothing
+from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
 from jdist.reduction.vectors import by_vectors, padded
 
 PyTree = Any
@@ -67,7 +66,7 @@ def _stages(inner: Any, outer: Any, axes: tuple[str, ...]) -> tuple[dict[str, An
                 "these, or give two sizes whose product is the number of replicas."
             )
         return {"axis_name": inner}, {"axis_name": outer}, jax.lax.axis_size(inner)
-    n = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    n = axes_size(axes)
     if inner * outer != n:
         raise StrategyError(
             f"hierarchical: `inner` is {inner} and `outer` is {outer}, which makes {inner * outer} replicas; there are "

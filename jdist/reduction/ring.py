@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 
-from jdist.reduction.algorithm import Reduction, keeping_nothing
+from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
 from jdist.reduction.vectors import by_vectors, padded
 
 
@@ -25,7 +23,7 @@ def ring() -> Reduction:
     """
 
     def total(vector: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        n = math.prod(jax.lax.axis_size(axis) for axis in axes)
+        n = axes_size(axes)
         own = jax.lax.axis_index(axes)
         to_next = [(i, (i + 1) % n) for i in range(n)]
         parts = padded(vector, n).reshape(n, -1)

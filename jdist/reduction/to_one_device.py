@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
-from jdist.reduction.algorithm import Reduction, keeping_nothing
+from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
 from jdist.reduction.vectors import by_vectors
 
 
@@ -24,7 +22,7 @@ def to_one_device() -> Reduction:
     """
 
     def total(vector: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        n = math.prod(jax.lax.axis_size(axis) for axis in axes)
+        n = axes_size(axes)
         own = jax.lax.axis_index(axes)
         distances = [2**k for k in range((n - 1).bit_length())]
         for far in reversed(distances):  # a replica that nobody sends to receives zeros

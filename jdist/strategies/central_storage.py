@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from jdist.reduction import psum
 from jdist.strategies.devices import find_devices
 from jdist.strategies.local import LOCAL, strategy_over
-from jdist.strategy import Operations, Strategy
+from jdist.strategy import Strategy
 from jdist.transforms import central
 
-CENTRAL = Operations(
-    init=central.init,
-    fetch=central.fetch,
-    check=LOCAL.check,
-    run=central.run,
-    distribute_dataset=LOCAL.distribute_dataset,
-    distribute_datasets_from_function=LOCAL.distribute_datasets_from_function,
-    distribute=central.distribute,
+CENTRAL = dataclasses.replace(
+    LOCAL, init=central.init, fetch=central.fetch, run=central.run, distribute=central.distribute
 )
 
 

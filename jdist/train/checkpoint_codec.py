@@ -13,7 +13,7 @@ import numpy as np
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.train.checkpoint_disk import Damaged
 from jdist.transforms.spread import Spread, is_spread, restored, spread_like
-from jdist.values import WithResiduals
+from jdist.values import WithResiduals, is_key
 
 PyTree = Any
 _RESIDUALS = "residuals of "
@@ -30,12 +30,6 @@ def flatten(tree: PyTree) -> dict[str, Any]:
     if len(flat) != len(leaves):
         raise CheckpointError("two leaves of the tree have the same path; give its nodes distinct keys")
     return flat
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def described(path: str, leaf: Any) -> dict[str, Any]:

@@ -203,10 +203,6 @@ def _once(strategy: Strategy, plan: Plan, state: PyTree, batches: PyTree, others
     """The gradient part on one replica whose rows are one microbatch."""
     counts = _summed_counts(strategy, plan.parts.counts(state, batches, others, jnp.int32(0)))
     cuts, carried, _, outputs = plan.parts.gradients(state, batches, others, jnp.int32(0), counts)
-    outputs = [
-        countable(leaf) if leaf is not None and kind == METRIC else leaf
-        for leaf, kind in zip(outputs, plan.kinds, strict=True)
-    ]
     return cuts, carried, outputs
 
 

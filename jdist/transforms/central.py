@@ -63,6 +63,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
     )
     whole = iter(jax.tree.leaves(placement.adopt_state(strategy, others)))
+    store = jax.jit(layout.store, out_shardings=layout.host)
     seen: set[int] = set()
 
     def place(x: Any, keep: bool) -> Any:
@@ -72,13 +73,9 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         if keep:
             return Spread(jnp.copy(x.stored), x.shape)
         x = next(whole)
-        return Spread(_store(layout)(x), x.shape) if layout.is_spread(x.shape, x.dtype) else x
+        return Spread(store(x), x.shape) if layout.is_spread(x.shape, x.dtype) else x
 
     return jax.tree.unflatten(treedef, [place(x, keep) for x, keep in zip(leaves, kept, strict=True)])
-
-
-def _store(layout: Layout) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(layout.store, out_shardings=layout.host)
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:

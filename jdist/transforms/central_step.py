@@ -9,18 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdist import replica
-from jdist.context import ReplicaTrace, current_trace, tracing
-from jdist.strategy import Strategy
+from jdist.context import ReplicaTrace, tracing
 from jdist.transforms.accumulate import Plan, gradient_part, make_plan
-from jdist.transforms.calls import Call, Step
-from jdist.transforms.guard import Flags, Watched, guarded, step_done
+from jdist.transforms.guard import Flags, guarded
 from jdist.transforms.loops import scan
-from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import Program
 from jdist.transforms.placement import check_rows
 from jdist.transforms.replica_check import hash_leaf
-from jdist.transforms.results import LOCAL, METRIC, ROWS, Traced, countable, kinds_of, sort_results
+from jdist.transforms.replica_step import ProgramSpec
+from jdist.transforms.results import LOCAL, ROWS
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.spread_update import Part, evaluate, prepared
 from jdist.transforms.trees import check_same_state
@@ -44,29 +41,15 @@ class _Planned:
     results: Any
 
 
-def make_program(
-    step: Step,
-    strategy: Strategy,
-    options: StepOptions,
-    call: Call,
-    traced: Traced,
-    watched: Watched,
-    donate: bool,
-    name: str,
-) -> Program:
+def make_program(spec: ProgramSpec) -> Program:
     """The program of a step over a state in host memory; `Backend.make_program`."""
-    del name  # its reduction keeps nothing
-    made = _CentralStep(step, strategy, options, call, traced, watched)
-    return Program(made.program, donate)
+    return Program(_CentralStep(spec).program, spec.donate)
 
 
 class _CentralStep:
-    def __init__(
-        self, step: Step, strategy: Strategy, options: StepOptions, call: Call, traced: Traced, watched: Watched
-    ):
-        self.step, self.strategy, self.options, self.call = step, strategy, options, call
-        self.traced, self.watched = traced, watched
-        self.layout = Layout.of(strategy)
+    def __init__(self, spec: ProgramSpec):
+        self.spec, self.strategy, self.options = spec, spec.strategy, spec.options
+        self.layout = Layout.of(spec.strategy)
 
     def program(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         check_rows(batches, self.strategy, self.options)
@@ -98,24 +81,11 @@ class _CentralStep:
         return found[0]
 
     def take_apart(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
-        options, traced = self.options, self.traced
+        options = self.options
         seen: list[Flags] = []
-
-        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
-            new_state, outputs = sort_results(
-                self.call.apply(self.step, state, batches, others), state, options, traced
-            )
-            trace = current_trace()
-            assert trace is not None  # the step is traced under one
-            seen.append(Flags.of(trace))
-            leaves = jax.tree.leaves(batches)
-            kinds = jax.tree.leaves(kinds_of(outputs, traced, leaves[0].shape[0] if leaves else None))
-            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
-            return new_state, (outputs, seen[-1].finite), [*kinds, *[METRIC] * len(seen[-1].finite)]
-
         plan = make_plan(
             self.strategy,
-            pure,
+            self.spec.splittable(seen),
             options.accumulate,
             state,
             batches,
@@ -134,7 +104,7 @@ class _CentralStep:
         def run(state: PyTree, others: PyTree, cuts: list[jax.Array], carried: list[jax.Array]) -> Any:
             with tracing(ReplicaTrace(self.strategy)):
                 leaves, late = plan.whole.update(state, others, cuts, carried, [])
-            if "state" not in traced.returns:
+            if "state" not in self.spec.traced.returns:
                 return state, late[:num_outputs], Flags([], [], hidden=False)
             new = check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, leaves))
             finite = [x for x in late[num_outputs:] if x is not None]
@@ -142,10 +112,7 @@ class _CentralStep:
             return new, late[:num_outputs], Flags(flags.names, finite, hidden=False)
 
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
-            if options.non_finite == "apply" or not options.may_update_state:
-                state, late, _ = run(state, *rest)
-                return step_done(token), state, late
-            return guarded(run, token, state, rest, options.non_finite, self.watched)
+            return guarded(run, token, state, rest, self.spec.policy, self.spec.watched)
 
         cuts, carried = jax.eval_shape(gradients, state, batches, others)
         arguments = token, state, others, cuts, carried
@@ -253,11 +220,9 @@ class _CentralStep:
         """This replica's part of an array that all hold."""
         if not self.layout.is_spread(x.shape, x.dtype):
             return x
-        with tracing(ReplicaTrace(self.strategy)):
-            number = replica.replica_id()
         stored = self.layout.store(x)
         rows = stored.shape[0] // self.layout.num_parts
-        return jax.lax.dynamic_slice_in_dim(stored, number * rows, rows)
+        return jax.lax.dynamic_slice_in_dim(stored, jax.lax.axis_index(self.strategy.axes) * rows, rows)
 
     def sorted(self, values: list[jax.Array], shapes: list[tuple[int, ...]]) -> tuple[Any, Any]:
         """Values by place: those in parts, and those that all replicas hold."""
@@ -276,12 +241,12 @@ class _CentralStep:
                 return jnp.broadcast_to(late, (n, *late.shape))
             if kind == ROWS:
                 return jnp.concatenate([late] * n)
-            return countable(late) / 1 if kind == METRIC and plan.k == 1 else late
+            return late
 
         num_flags = len(plan.kinds) - len(late)
         leaves = [leaf(*x) for x in zip(plan.kinds[: len(late)], early, late, strict=False)]
         outputs, _ = jax.tree.unflatten(plan.whole.outputs_treedef, [*leaves, *[None] * num_flags])
         return tuple(
             PerReplica(tree) if role == "per_replica" else tree
-            for role, tree in zip(self.traced.output_roles, outputs, strict=True)
+            for role, tree in zip(self.spec.traced.output_roles, outputs, strict=True)
         )

@@ -103,13 +103,16 @@ def guarded(
         token: see `decide`.
         state: the state before the step.
         rest: the step's other arguments.
-        policy: "raise" or "skip".
+        policy: "raise", "skip" or "apply".
         watched: takes in the names that the token's codes stand for.
         axes: the mesh axes that replicas are spread over, where they are bound.
 
     Returns:
         The new token, the state to go on with, and the outputs.
     """
+    if policy == "apply":
+        new, outputs, _ = run(state, *rest)
+        return step_done(token), new, outputs
     names: list[str] = []
 
     def traced(state: PyTree, rest: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, list[jax.Array]]:

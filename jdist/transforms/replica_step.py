@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ import jax.numpy as jnp
 from jdist import replica
 from jdist.context import ReplicaTrace, current_trace, tracing
 from jdist.strategy import Strategy
-from jdist.transforms.accumulate import accumulated
+from jdist.transforms.accumulate import Pure, accumulated
 from jdist.transforms.calls import Call, Step
-from jdist.transforms.guard import Flags, Watched, guarded, step_done
+from jdist.transforms.guard import Flags, Watched, guarded
 from jdist.transforms.loops import scan
-from jdist.transforms.options import StepOptions
+from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
 from jdist.transforms.results import METRIC, Traced, average, kinds_of, sort_results
 from jdist.transforms.trees import check_same_state
@@ -24,40 +25,76 @@ PyTree = Any
 ReplicaFunction = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
 
 
-def replica_step(
-    step: Step, strategy: Strategy, options: StepOptions, call: Call, traced: Traced, watched: Watched, name: str
-) -> ReplicaFunction:
-    """The function that every replica runs.
+@dataclass(frozen=True)
+class ProgramSpec:
+    """What a program is made of.
 
-    Args:
+    Attributes:
         step: the user's step.
         strategy: what it runs under.
         options: the decorator's options.
-        call: how the arguments of this call are laid out.
+        call: how the arguments of a call are laid out.
         traced: filled in while tracing.
         watched: takes in the names that the token's codes stand for.
         name: the step's, under which a state keeps its residuals.
+    """
+
+    step: Step
+    strategy: Strategy
+    options: StepOptions
+    call: Call
+    traced: Traced
+    watched: Watched
+    name: str
+
+    @property
+    def donate(self) -> bool:
+        """Whether the old state's buffers may be reused for the new state."""
+        return self.options.donate and self.options.may_update_state
+
+    @property
+    def policy(self) -> NonFinite:
+        """What a non-finite gradient does; of a step that updates nothing, nothing."""
+        return self.options.non_finite if self.options.may_update_state else "apply"
+
+    def apply(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
+        """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
+        called = self.call.apply(self.step, state, batches, others)
+        new_state, outputs = sort_results(called, state, self.options, self.traced)
+        trace = current_trace()
+        assert trace is not None  # every caller traces under one
+        return new_state, outputs, Flags.of(trace)
+
+    def splittable(self, seen: list[Flags]) -> Pure:
+        """The step as `accumulate.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
+
+        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
+            new_state, outputs, flags = self.apply(state, batches, others)
+            seen.append(flags)
+            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
+            kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, _rows(batches))), *[METRIC] * len(flags.finite)]
+            return new_state, (outputs, flags.finite), kinds
+
+        return pure
+
+
+def replica_step(spec: ProgramSpec) -> ReplicaFunction:
+    """The function that every replica runs.
 
     Returns:
         `(token, state, batches, others) -> (token, state, outputs)`, `outputs` without the state, one by return role;
         for the token see `guard`.
     """
-
+    strategy, options, traced, name = spec.strategy, spec.options, spec.traced, spec.name
     # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
     # On devices with a memory of their own that exchange takes longer than reading all.
     bound = strategy.axes if strategy.num_replicas > 1 and strategy.transform != "jit" else ()
     shares_memory = bool(bound) and strategy.devices[0].platform == "cpu"
 
-    def sorted_step(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
-        new_state, outputs = sort_results(call.apply(step, state, batches, others), state, options, traced)
-        trace = current_trace()
-        assert trace is not None  # both callers trace under one
-        return new_state, outputs, Flags.of(trace)
-
     def plain(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         state, residuals = Opened.of(strategy, name, state)
         with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)) as trace:
-            new_state, outputs, flags = sorted_step(state, batches, others)
+            new_state, outputs, flags = spec.apply(state, batches, others)
             if shares_memory and flags.finite:
                 finite = replica.all_reduce(jnp.stack(flags.finite).astype(jnp.int32), "min") > 0
                 flags = Flags(flags.names, list(finite), flags.hidden)
@@ -67,16 +104,8 @@ def replica_step(
     def in_microbatches(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         seen: list[Flags] = []
         state, residuals = Opened.of(strategy, name, state)
-
-        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
-            new_state, outputs, flags = sorted_step(state, batches, others)
-            seen.append(flags)
-            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
-            kinds = [*jax.tree.leaves(kinds_of(outputs, traced, _rows(batches))), *[METRIC] * len(flags.finite)]
-            return new_state, (outputs, flags.finite), kinds
-
         new_state, (outputs, finite) = accumulated(
-            strategy, pure, options.accumulate, state, batches, others, residuals
+            strategy, spec.splittable(seen), options.accumulate, state, batches, others, residuals
         )
         return (
             (residuals.close(new_state) if residuals else new_state),
@@ -93,10 +122,7 @@ def replica_step(
         return check_same_state(state, new_state), outputs, flags
 
     def once(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        if options.non_finite == "apply" or not options.may_update_state:
-            state, outputs, _ = checked(state, batches, others)
-            return step_done(token), state, outputs
-        return guarded(checked, token, state, (batches, others), options.non_finite, watched, bound)
+        return guarded(checked, token, state, (batches, others), spec.policy, spec.watched, bound)
 
     def many(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         def body(carry: Any, batches: PyTree) -> Any:

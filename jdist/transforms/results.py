@@ -15,7 +15,7 @@ from jdist.context import current_trace
 from jdist.errors import GlobalViewError, StepError
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, check_same_state, kind_of
-from jdist.values import PerReplica, is_per_replica
+from jdist.values import PerReplica, is_key, is_per_replica
 
 PyTree = Any
 # How a result leaf comes together from the replicas: averaged, kept apart, or rows joined. A total is a metric that the
@@ -74,12 +74,11 @@ def _numbers(role: str, tree: PyTree) -> PyTree:
 def _floating(leaf: Any) -> Any:
     if isinstance(leaf, PerReplica) or _kind_of_metric(leaf) != METRIC:
         return leaf
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         raise StepError(
             "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
         )
-    return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.result_type(leaf, float))
+    return replica.floating(leaf)
 
 
 def _kind_of_metric(leaf: Any) -> str:

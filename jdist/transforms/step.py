@@ -23,7 +23,7 @@ from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import Program, compile_over_mesh
 from jdist.transforms.placement import adopt_state, check_rows, compare_replicas, place_batches
-from jdist.transforms.replica_step import replica_step
+from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced
 from jdist.transforms.trees import check_no_deleted, check_not_traced
@@ -39,29 +39,18 @@ class Backend:
     Attributes:
         adopt_state: `(strategy, state) -> state` in the strategy's layout.
         state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
-        make_program: `(step, strategy, options, call, traced, watched, donate, name) -> Program`; fills in `traced` and
-            `watched`.
+        make_program: `(spec) -> Program`, of what is said there.
         compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
     """
 
     adopt_state: Callable[[Strategy, PyTree], PyTree]
     state_shapes: Callable[[Strategy, PyTree], PyTree]
-    make_program: Callable[[Step, Strategy, StepOptions, Call, Traced, Watched, bool, str], Program]
+    make_program: Callable[[ProgramSpec], Program]
     compare_replicas: Callable[[Strategy, PyTree, Any], None]
 
 
-def _replicated_program(
-    step: Step,
-    strategy: Strategy,
-    options: StepOptions,
-    call: Call,
-    traced: Traced,
-    watched: Watched,
-    donate: bool,
-    name: str,
-) -> Program:
-    function = replica_step(step, strategy, options, call, traced, watched, name)
-    return compile_over_mesh(function, strategy, options, traced, donate)
+def _replicated_program(spec: ProgramSpec) -> Program:
+    return compile_over_mesh(replica_step(spec), spec.strategy, spec.options, spec.traced, spec.donate)
 
 
 REPLICATED = Backend(
@@ -284,10 +273,8 @@ class DistributedStep:
         found = self._programs.get(call)
         if found is None:
             traced = Traced()
-            donate = self.options.donate and self.options.may_update_state
-            make = self._backend.make_program
-            program = make(self._step, self.strategy, self.options, call, traced, self._watched, donate, self.__name__)
-            found = program, traced
+            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
+            found = self._backend.make_program(spec), traced
             self._programs[call] = found
         return found
 

@@ -17,7 +17,7 @@ DEVICES = jax.devices()[:4]
 RNG = np.random.default_rng(0)
 ROWS = 8
 BATCHES = [
-    {"x": RNG.normal(size=(ROWS, 66)).astype(np.float32), "y": RNG.normal(size=(ROWS, 3)).astype(np.float32)}
+    {"x": RNG.normal(size=(ROWS, 63)).astype(np.float32), "y": RNG.normal(size=(ROWS, 3)).astype(np.float32)}
     for _ in range(6)
 ]
 
@@ -31,8 +31,8 @@ def create(tx: Any, **extra: Any) -> jdist.TrainState:
     """Parameters of which one is stored in rows, one in a row of elements, and one, with 3 elements, whole."""
     k1, k2 = jax.random.split(jax.random.key(0))
     params = {
-        "rows": jax.random.normal(k1, (66, 130)) * 0.1,
-        "flat": jax.random.normal(k2, (130, 3)) * 0.1,
+        "rows": jax.random.normal(k1, (63, 256)) * 0.1,
+        "flat": jax.random.normal(k2, (256, 3)) * 0.1,
         "small": jnp.zeros(3),
     }
     return jdist.TrainState.create(params=params, tx=tx, rng=jax.random.key(1), **extra)
@@ -182,8 +182,8 @@ class TestStates:
 
     def test_fetch_takes_any_part_of_a_state(self, strategy):
         state = strategy.init(lambda: create(optax.sgd(0.1)))
-        assert strategy.fetch(state.params)["rows"].shape == (66, 130)
-        assert strategy.fetch(state.params["flat"]).shape == (130, 3)
+        assert strategy.fetch(state.params)["rows"].shape == (63, 256)
+        assert strategy.fetch(state.params["flat"]).shape == (256, 3)
 
     def test_run_gives_functions_the_whole_state(self, strategy):
         state = strategy.init(lambda: create(optax.sgd(0.1)))
@@ -206,7 +206,7 @@ class TestStates:
 def everything(state, batch):
     """Writes to its state before the gradient, beside it and after it."""
     rng, key = jax.random.split(state.rng)
-    keep = jax.random.bernoulli(key, 0.8, (66,))
+    keep = jax.random.bernoulli(key, 0.8, (63,))
 
     def loss_fn(params):
         predictions = predict(params, batch["x"] * keep)
@@ -237,7 +237,7 @@ EVERYTHING = {"returns": ("state", "metrics", "examples", "per_replica")}
 
 def make_everything():
     state = create(optax.sgd(0.1))
-    return create(optax.sgd(0.1), mean=jnp.zeros(66), average=state.params, rows=jnp.float32(0), norm=jnp.float32(0))
+    return create(optax.sgd(0.1), mean=jnp.zeros(63), average=state.params, rows=jnp.float32(0), norm=jnp.float32(0))
 
 
 def test_nothing_that_a_step_writes_or_returns_is_lost(strategy):
@@ -336,7 +336,7 @@ def test_statistics_that_differ_between_replicas_are_named(strategy):
         return new.replace(mean=batch["x"].mean(0)), metrics
 
     def make():
-        return create(optax.sgd(0.1), mean=jnp.zeros(66))
+        return create(optax.sgd(0.1), mean=jnp.zeros(63))
 
     with pytest.raises(ReplicaDivergenceError, match=r"extra\['mean'\]"):
         run(strategy, unsynced, make, BATCHES[:1])

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from tpu_steps import COLLECTIVE, host_computations
 
 import jdist
 from jdist.strategies.central_storage import CENTRAL
@@ -29,7 +30,6 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip ins
 
 N = 3635  # 5 * 727, so neither rows nor elements divide by 8; 159 MB of state under Adam
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)")
 
 
 def create(key):
@@ -106,14 +106,8 @@ def test_devices_hold_less_than_mirrored(central, mirrored):
     assert device_bytes(central) < 0.25 * device_bytes(mirrored)
 
 
-def host_computations(compiled):
-    """The text of every computation that a host runs."""
-    blocks = re.findall(r"^%[^\n]*\{\n(.*?)^\}([^\n]*)", compiled.as_text(), re.DOTALL | re.MULTILINE)
-    return [body for body, attributes in blocks if 'execution_thread="host"' in attributes]
-
-
 def check_hosts(compiled):
-    hosts = host_computations(compiled)
+    hosts = host_computations(compiled.as_text())
     update = max(hosts, key=len)
     assert all(f" {op}(" in update for op in ("multiply", "add", "divide", "sqrt", "select"))  # adamw, and the guard
     assert not any(COLLECTIVE.search(text) for text in hosts)
@@ -130,7 +124,7 @@ def large_roots(text):
 
 def test_the_hosts_update_and_the_devices_communicate(central, mirrored):
     check_hosts(central)
-    assert not host_computations(mirrored)
+    assert not host_computations(mirrored.as_text())
     assert large_roots(mirrored.as_text())
 
 

@@ -3,45 +3,33 @@
 import importlib.util
 import itertools
 import os
-import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from tpu_steps import (
+    TOPOLOGIES,
+    batch_of,
+    digits_batch,
+    digits_step,
+    size_bytes,
+    the_all_reduce,
+    transformer_batch,
+    transformer_step,
+)
 
 import jdist
 from jdist.errors import DeviceError, StrategyError
-from jdist.plan.collectives import collectives, host_transfers
+from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
 from jdist.strategies import libtpu
 from jdist.strategies.topology import parse_topology, topology_devices
-from jdist.tasks import digits
-from jdist.tasks.transformer import Block
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: pip install 'jdist[plan-tpu]'"
 )
-TOPOLOGIES = {"v4:2x2x1": 4, "v5e:2x4": 8, "v6e:16x16": 256, "v5p:16x16x16": 4096}
-
-
-def batch_of(rows, **leaves):
-    made = {k: jax.ShapeDtypeStruct((rows, *shape), dtype) for k, (shape, dtype) in leaves.items()}
-    return made | {"mask": jax.ShapeDtypeStruct((rows,), bool)}
-
-
-def size_bytes(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def compiled(step, state, batch):
-    module = parse(step.lower(state, batch).compile().as_text())
-    (all_reduces,) = collectives(module, dict(step.strategy.mesh.shape))  # one kind, over one axis, all alike
-    aliases = len(re.findall(r"\((\d+), \{\}, m\w+-alias\)", module.header))
-    assert aliases == len(jax.tree.leaves(state))  # every leaf of the donated state is used again
-    assert host_transfers(module) == 0
-    return all_reduces
 
 
 class TestWhereThereIsNoTpu:
@@ -146,28 +134,20 @@ class TestDevicesThatAreNotHere:
         assert jdist.mirrored().topology is None
 
 
-def digits_step(strategy, **options):
-    task = digits.make()
-    state = jax.eval_shape(lambda key: task.create_state(key, optax.adamw(1e-3)), jax.random.key(0))
-    return jdist.distribute(task.train_step, strategy, **options), state
-
-
 @needs_libtpu
 class TestTheDigitsStep:
     @pytest.mark.parametrize(("name", "count"), TOPOLOGIES.items())
     def test_it_exchanges_its_gradients_and_metrics_once(self, name, count):
         step, state = digits_step(jdist.tpu(topology=name))
-        batch = batch_of(4 * count, image=((8, 8, 1), jnp.float32), label=((), jnp.int32))
-        found = compiled(step, state, batch)
+        found = the_all_reduce(step, state, digits_batch(4 * count))
         assert (found.kind, found.axes, found.groups, found.group_size) == ("all-reduce", "replica", 1, count)
         scalars = 3  # the number of real rows, the loss, the accuracy
         assert found.bytes == size_bytes(state.params) + 4 * scalars
 
     def test_the_trips_of_a_loop_are_counted(self):
         step, state = digits_step(jdist.tpu(topology="v5e:2x4"), steps_per_call=5)
-        batch = batch_of(32, image=((8, 8, 1), jnp.float32), label=((), jnp.int32))
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), batch)
-        found = compiled(step, state, batch)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), digits_batch(32))
+        found = the_all_reduce(step, state, batch)
         assert found.certain
         assert found.bytes == 5 * (size_bytes(state.params) + 4 * 3)
 
@@ -199,60 +179,18 @@ def test_synchronised_batch_normalisation_exchanges_its_statistics_too():
         return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new), {"loss": loss}
 
     state = jax.eval_shape(create, jax.random.key(0))
-    found = compiled(train_step, state, batch_of(64, x=((64,), jnp.float32), label=((), jnp.int32)))
+    found = the_all_reduce(train_step, state, batch_of(64, x=((64,), jnp.float32), label=((), jnp.int32)))
     mean_and_square = 2 * 24 * 4
     # Forwards the statistics, backwards what they pass on; the loss, the number of rows.
     assert found.bytes == size_bytes(state[0]) + 2 * mean_and_square + 4 * 2
     assert (found.axes, found.group_size) == ("replica", 8)
 
 
-LAYERS, WIDTH, LENGTH, TOKENS = 92, 192, 16, 257
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return Block(heads=8, layers=LAYERS, dropout=0.0, dtype=jnp.float32)(x), None
-
-
-class ScannedTransformer(nn.Module):
-    """The text task's blocks, stacked in one scan: the compiler sees one block, which takes it seconds, not minutes."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(TOKENS, WIDTH)(tokens)
-        stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
-        return nn.Dense(TOKENS)(stack()(x, None)[0])
-
-
-def transformer_state():
-    """Shapes alone: none of the 160 MB is allocated."""
-    model = ScannedTransformer()
-
-    def create(key):
-        params = model.init(key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
-        return jdist.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(1e-2))
-
-    return jax.eval_shape(create, jax.random.key(0))
-
-
-def transformer_step(state, batch):
-    def loss_fn(params):
-        logits = state.apply_fn({"params": params}, batch["tokens"][:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
-        return jdist.mean(losses, batch["mask"])
-
-    loss, grads = jdist.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
-
-
 @needs_libtpu
 @pytest.mark.parametrize(("name", "count"), TOPOLOGIES.items())
 def test_a_transformer_exchanges_each_parameter_once(name, count):
-    state = transformer_state()
-    assert size_bytes(state.params) >= 160e6
-    step = jdist.distribute(transformer_step, jdist.tpu(topology=name))
-    found = compiled(step, state, batch_of(2 * count, tokens=((LENGTH + 1,), jnp.int32)))
+    step, state = transformer_step(jdist.tpu(topology=name))
+    found = the_all_reduce(step, state, transformer_batch(2 * count))
     assert (found.kind, found.axes, found.groups, found.group_size) == ("all-reduce", "replica", 1, count)
     assert found.bytes == size_bytes(state.params) + 4 * 2  # and the number of real rows, and the loss
 

@@ -18,8 +18,8 @@ from jdist.strategy import Strategy
 
 PyTree = Any
 
-_TILE_WIDTH = 128  # of a TPU, in elements
-_MOST_FILLING = 1 / 16  # of a stored array, where it is stored in rows
+_TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
+_MOST_FILLING = 1 / 32  # of an array that is stored in rows, with what its last tiles leave empty
 
 
 @jax.tree_util.register_dataclass
@@ -120,13 +120,14 @@ class Layout:
         """The shape that an array is stored in: [rows, columns] where that needs little filling, else [elements].
 
         Any array could be one row of elements. But on a TPU, making a row of a matrix whose sides are no multiples of
-        its tiles takes long, to compile as well, while rows of a tile's width and more stay where they are.
+        its tiles takes long, to compile as well, while rows that fill their tiles stay where they are.
         """
         for axis in range(len(shape) - 1, 0, -1):
             rows, columns = math.prod(shape[:axis]), math.prod(shape[axis:])
-            filling = -rows % self.num_parts
-            if columns >= _TILE_WIDTH and filling <= _MOST_FILLING * rows:
-                return (rows + filling, columns)
+            own = -(-rows // self.num_parts)
+            own_in_tiles = (own + -own % _TILE_ROWS) * (columns + -columns % _TILE_COLUMNS)
+            if self.num_parts * own_in_tiles <= (1 + _MOST_FILLING) * rows * columns:
+                return (self.num_parts * own, columns)
         size = math.prod(shape)
         return (size + -size % self.num_parts,)
 

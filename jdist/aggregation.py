@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jdist import context, replica
 from jdist.errors import GlobalViewError, StepError
-from jdist.values import is_key
+from jdist.global_arrays import is_key
 
 PyTree = Any
 Aggregation = Literal["mean", "sum", "first", "per_replica"]

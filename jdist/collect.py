@@ -1,8 +1,8 @@
 """What replicas hold, brought together on the host: `strategy.local_results`, `gather` and `reduce`.
 
 All of it runs outside every step, on numpy copies; inside a step there are `jdist.all_reduce` and `jdist.all_gather`. The
-meaning is `tf.distribute.Strategy`'s. Each function takes the strategy's number of replicas and its `batch_sharding`, by
-which an array that `distribute_dataset` made is known to be spread over the replicas in rows.
+meaning is `tf.distribute.Strategy`'s. With several processes `gather` and `reduce` exchange what their replicas hold, so all
+of them have to call; `local_results` exchanges nothing.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from jdist.errors import StepError
-from jdist.values import PerReplica, is_key, is_per_replica, to_host
+from jdist.global_arrays import is_key, local_rows, to_host
+from jdist.values import PerReplica, Replicas, is_per_replica
 
 PyTree = Any
 HostReduceOp = Literal["mean", "sum"]
 
 
-def local_results(value: PyTree, num_replicas: int, by_replica: Sharding | None) -> tuple[PyTree, ...]:
+def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     """`Strategy.local_results`."""
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    parts = [_parts(node, num_replicas, by_replica, "strategy.local_results") for node in nodes]
+    parts = [_local_parts(node, replicas) for node in nodes]
     if all(part is None for part in parts):
         return (jax.tree.map(to_host, value),)
-    whole = [part or (to_host(node),) * num_replicas for node, part in zip(nodes, parts, strict=True)]
-    return tuple(jax.tree.unflatten(treedef, [part[i] for part in whole]) for i in range(num_replicas))
+    whole = [part or (to_host(node),) * len(replicas.local) for node, part in zip(nodes, parts, strict=True)]
+    return tuple(jax.tree.unflatten(treedef, [part[i] for part in whole]) for i in range(len(replicas.local)))
 
 
-def gather(value: PyTree, axis: int, num_replicas: int, by_replica: Sharding | None) -> PyTree:
+def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
     """`Strategy.gather`."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise StepError(f"strategy.gather: `axis` is {axis!r}; it must be an int, the axis to concatenate along.")
@@ -54,9 +54,9 @@ def gather(value: PyTree, axis: int, num_replicas: int, by_replica: Sharding | N
         return (jnp if is_key(arrays[0]) else np).concatenate(arrays, axis)
 
     def one(outer: Any, node: PyTree) -> PyTree:
-        parts = _parts(node, num_replicas, by_replica, "strategy.gather")
+        parts = _parts(node, replicas, "strategy.gather")
         if parts is None:
-            if num_replicas > 1:
+            if replicas.count > 1:
                 raise StepError(_same_everywhere("gather", "there is nothing to concatenate"))
             parts = (to_host(node),)
         return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(_named(outer + path), xs), *parts)
@@ -64,9 +64,7 @@ def gather(value: PyTree, axis: int, num_replicas: int, by_replica: Sharding | N
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
 
 
-def reduce(
-    op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, num_replicas: int, by_replica: Sharding | None
-) -> PyTree:
+def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, replicas: Replicas) -> PyTree:
     """`Strategy.reduce`."""
     if op not in get_args(HostReduceOp):
         raise StepError(
@@ -78,9 +76,9 @@ def reduce(
         raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
 
     def one(outer: Any, node: PyTree) -> PyTree:
-        parts = _parts(node, num_replicas, by_replica, "strategy.reduce")
+        parts = _parts(node, replicas, "strategy.reduce")
         if parts is None:
-            if op == "sum" and num_replicas > 1:
+            if op == "sum" and replicas.count > 1:
                 raise StepError(_same_everywhere("reduce", 'a sum would count it once a replica, `"mean"` gives it'))
             parts = (to_host(node),)
         return jax.tree_util.tree_map_with_path(
@@ -123,20 +121,36 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
     return np.asarray(total / count, out)
 
 
-def _parts(node: Any, num_replicas: int, by_replica: Sharding | None, call: str) -> tuple[PyTree, ...] | None:
+def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | None:
     """Each replica's part of a `PerReplica` or of a distributed batch's leaf, on the host; None for all else."""
     if isinstance(node, PerReplica):
-        parts = node.local_results() or (node.value,) * num_replicas  # a tree without leaves tells no number
-        if len(parts) != num_replicas:
+        parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves tells no number
+        if len(parts) != replicas.count:
             raise StepError(
-                f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {num_replicas} replicas, and it "
+                f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {replicas.count} replicas, and it "
                 "needs one for each."
             )
         return parts
-    if by_replica is not None and isinstance(node, jax.Array) and node.sharding == by_replica:
-        rows, size = to_host(node), node.shape[0] // num_replicas
-        return tuple(rows[i * size : (i + 1) * size] for i in range(num_replicas))
-    return None
+    return _split(to_host(node), replicas.count) if _is_by_rows(node, replicas) else None
+
+
+def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
+    """As `_parts`, of this process's replicas."""
+    if isinstance(node, PerReplica) and any(_is_by_rows(x, replicas) for x in jax.tree.leaves(node.value)):
+        return node.local_results()
+    if _is_by_rows(node, replicas):
+        return _split(local_rows(node), len(replicas.local))
+    parts = _parts(node, replicas, "strategy.local_results")  # on the host, or the same on all: nothing to exchange
+    return None if parts is None else tuple(parts[i] for i in replicas.local)
+
+
+def _is_by_rows(node: Any, replicas: Replicas) -> bool:
+    return replicas.by_replica is not None and isinstance(node, jax.Array) and node.sharding == replicas.by_replica
+
+
+def _split(rows: Any, count: int) -> tuple[Any, ...]:
+    size = rows.shape[0] // count
+    return tuple(rows[i * size : (i + 1) * size] for i in range(count))
 
 
 def _same_everywhere(method: str, why: str) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist import collect, context
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
-from jdist.values import PerReplica, ValueContext, values_from_function
+from jdist.values import PerReplica, Replicas, ValueContext, values_from_function
 
 if TYPE_CHECKING:
     from jdist.data.distribute import DistributedDataset
@@ -80,6 +80,15 @@ class Strategy:
     def num_replicas(self) -> int:
         """How many copies of the model compute at the same time."""
         return max(1, len(self.devices))
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many replicas there are, and which of them this process drives."""
+        local = range(self.num_replicas)
+        if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
+            here = self.batch_sharding.addressable_devices
+            local = (i for i in local if self.devices[i] in here)
+        return Replicas(count=self.num_replicas, local=tuple(local), by_replica=self.batch_sharding)
 
     @property
     def keeps_residuals(self) -> bool:
@@ -173,7 +182,7 @@ class Strategy:
         Raises:
             StepError: a `PerReplica` of another number of replicas.
         """
-        return collect.local_results(value, self.num_replicas, self.batch_sharding)
+        return collect.local_results(value, self.replicas)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """Makes a value for each replica.
@@ -195,7 +204,7 @@ class Strategy:
             >>> [int(x) for x in strategy.run(lambda x: x * 2, value).local_results()]
             [10]
         """
-        return values_from_function(fn, self.num_replicas, self.batch_sharding)
+        return values_from_function(fn, self.replicas)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates what the replicas hold, on the host.
@@ -210,7 +219,7 @@ class Strategy:
         Raises:
             StepError: a leaf is a scalar, has no such axis, or differs in size on another one.
         """
-        return collect.gather(value, axis, self.num_replicas, self.batch_sharding)
+        return collect.gather(value, axis, self.replicas)
 
     def reduce(self, op: collect.HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None = None) -> PyTree:
         """Reduces what the replicas hold to one value, on the host.
@@ -233,7 +242,7 @@ class Strategy:
             >>> float(strategy.reduce("mean", jdist.PerReplica.of([np.arange(4)]), axis=0))
             1.5
         """
-        return collect.reduce(op, value, axis, self.num_replicas, self.batch_sharding)
+        return collect.reduce(op, value, axis, self.replicas)
 
     def distribute_dataset(
         self,

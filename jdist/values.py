@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jdist.errors import StepError
+from jdist.global_arrays import is_key, local_rows, put_rows, to_host
 
 PyTree = Any
 
@@ -85,12 +87,23 @@ class PerReplica:
         return cls(jax.tree.map(_stacked, *parts))
 
     def local_results(self) -> tuple[PyTree, ...]:
-        """Each replica's version, on the host, in the order of the replicas.
+        """The version of each replica of this process, on the host, in the order of the replicas.
+
+        Returns:
+            A tuple of pytrees of numpy arrays, `num_replicas` of them with one process.
+        """
+        return self._versions(local_rows)
+
+    def all_results(self) -> tuple[PyTree, ...]:
+        """Every replica's version, on the host; with several processes, all of them have to ask.
 
         Returns:
             A tuple of `num_replicas` pytrees of numpy arrays.
         """
-        stacked = jax.tree.map(to_host, self.value)
+        return self._versions(to_host)
+
+    def _versions(self, read: Callable[[Any], Any]) -> tuple[PyTree, ...]:
+        stacked = jax.tree.map(read, self.value)
         if isinstance(stacked, Uneven):
             return stacked.parts
         leaves = jax.tree.leaves(stacked)
@@ -136,11 +149,6 @@ def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
     return WithResiduals(state.state, jax.tree.map(fn, state.residuals))
 
 
-def is_key(x: Any) -> bool:
-    """Whether `x` is an array, or the shape of one, of typed PRNG keys, which numpy cannot hold."""
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _as_array(path: Any, x: Any) -> Any:
     """A leaf on the host in the dtype that JAX gives it, a typed PRNG key as it is."""
     if is_key(x):
@@ -158,13 +166,6 @@ def _stacked(*arrays: Any) -> Any:
     if is_key(arrays[0]):
         return jnp.stack(arrays)
     return np.stack(arrays).astype(jnp.result_type(*arrays))
-
-
-def to_host(x: Any) -> Any:
-    """An array as a numpy array of its own; a typed PRNG key stays a key array."""
-    if is_key(x):
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-    return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
 
 
 def is_per_replica(node: object) -> bool:
@@ -199,6 +200,22 @@ def put_per_replica(tree: PyTree, taken: list[PyTree]) -> PyTree:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """A strategy's replicas.
+
+    Attributes:
+        count: how many there are.
+        local: the numbers of those that this process drives.
+        by_replica: the strategy's `batch_sharding`, by which an array that `distribute_dataset` made is known to be
+            spread over the replicas in rows.
+    """
+
+    count: int
+    local: tuple[int, ...]
+    by_replica: NamedSharding | None
+
+
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
     """Which replica a value is made for, as `strategy.distribute_values_from_function` tells its function.
@@ -212,7 +229,9 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-def values_from_function(fn: Callable[[ValueContext], PyTree], num_replicas: int, by_replica: Any) -> PerReplica:
-    """`Strategy.distribute_values_from_function`; `by_replica` is the sharding of a leading axis of replicas."""
-    made = PerReplica.of([fn(ValueContext(i, num_replicas)) for i in range(num_replicas)])
-    return made if isinstance(made.value, Uneven) else PerReplica(jax.device_put(made.value, by_replica))
+def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replicas) -> PerReplica:
+    """`Strategy.distribute_values_from_function`: each process makes the values of its own replicas."""
+    made, sharding = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local]), replicas.by_replica
+    if isinstance(made.value, Uneven) or sharding is None:
+        return made
+    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), made.value))

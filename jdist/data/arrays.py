@@ -120,11 +120,17 @@ class ArraySource:
         """Batches of all epochs; None: without end."""
         return None if self.epochs is None else self.epochs * self.steps_per_epoch
 
-    def batch_at(self, step: int) -> PyTree:
+    def rows_of(self, step: int) -> int:
+        """How many rows batch number `step` has."""
+        within = step % self.steps_per_epoch
+        return min(self.global_batch, self.num_rows - within * self.global_batch)
+
+    def batch_at(self, step: int, part: slice = slice(None)) -> PyTree:
         """Batch number `step`.
 
         Args:
             step: from 0, counted over all epochs.
+            part: which of its rows; all.
 
         Returns:
             A new pytree of arrays [rows, ...] that share no memory with the source; rows is `global_batch`,
@@ -143,10 +149,10 @@ class ArraySource:
             raise DatasetError(f"there is no batch {step}: the source has {self.num_steps} steps, counted from 0")
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
-        stop = min(start + self.global_batch, self.num_rows)
+        stop = start + self.rows_of(step)
         if self.shuffle_seed is None:
-            return jax.tree.map(lambda leaf: np.array(leaf[start:stop], order="C"), self.arrays)
-        rows = self._order(rows=self.num_rows, seed=self.shuffle_seed, epoch=epoch)[start:stop]
+            return jax.tree.map(lambda leaf: np.array(leaf[start:stop][part], order="C"), self.arrays)
+        rows = self._order(rows=self.num_rows, seed=self.shuffle_seed, epoch=epoch)[start:stop][part]
         return jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), self.arrays)
 
     def __iter__(self) -> Iterator[PyTree]:

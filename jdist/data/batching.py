@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import MASK, LeafSpec, count_rows, leaf_specs, to_numpy
+from jdist.data.share import WHOLE, Part, Share
 from jdist.errors import BatchError
 
 PyTree = Any
@@ -34,6 +35,7 @@ class BatchLayout:
         num_replicas: how many replicas share the rows.
         partial: what happens to a batch of fewer than `global_batch` rows.
         with_mask: whether trees that are not dicts become `(batch, mask)`.
+        share: this process's part of a batch.
         leaves: path, shape without the batch axis and dtype of each leaf, as the source gives it.
         structure: the tree of those leaves, a `PyTreeDef`.
         is_dict: whether the tree is a dict at its top and so carries its mask in itself.
@@ -47,10 +49,22 @@ class BatchLayout:
     leaves: tuple[LeafSpec, ...]
     structure: Any
     is_dict: bool
+    share: Share = WHOLE
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of every batch that this process makes."""
+        return self.rows // self.share.count
 
 
 def plan_layout(
-    batch: PyTree, *, global_batch: int | None, num_replicas: int, partial: Partial, with_mask: bool
+    batch: PyTree,
+    *,
+    global_batch: int | None,
+    num_replicas: int,
+    partial: Partial,
+    with_mask: bool,
+    share: Share = WHOLE,
 ) -> BatchLayout:
     """Settles what every batch of a dataset looks like from one of them.
 
@@ -60,6 +74,7 @@ def plan_layout(
         num_replicas: how many replicas share the rows.
         partial: what happens to a batch of fewer than `global_batch` rows.
         with_mask: whether trees that are not dicts become `(batch, mask)`.
+        share: this process's part of a batch.
 
     Returns:
         The layout, for `fit`.
@@ -93,6 +108,7 @@ def plan_layout(
         leaves=leaf_specs(batch),
         structure=jax.tree.structure(batch),
         is_dict=is_dict,
+        share=share,
     )
 
 
@@ -109,16 +125,16 @@ def check_divisible(global_batch: int, *, num_replicas: int, partial: Partial) -
     )
 
 
-def fit(layout: BatchLayout, batch: PyTree, *, copy: bool) -> PyTree | None:
-    """One batch in the shape that the step receives.
+def fit(layout: BatchLayout, part: Part, *, copy: bool) -> PyTree | None:
+    """This process's part of a batch in the shape that the step receives.
 
     Args:
         layout: what batches look like, from `plan_layout`.
-        batch: a batch as the source gives it, leaves [rows, ...].
-        copy: copy leaves that would otherwise share memory with `batch`.
+        part: rows of a batch as the source gives it.
+        copy: copy leaves that would otherwise share memory with those of `part`.
 
     Returns:
-        The batch with leaves [layout.rows, ...] and its mask: as the `mask` leaf of a dict, else beside it
+        The batch with leaves [layout.own_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it
         under `with_mask`. Padding rows repeat the real rows in turn, so that they bring no NaN, and are
         masked False; a `mask` that the batch brought itself is filled up with zeros. None for a batch
         without rows, and for one that `partial="drop"` leaves out.
@@ -126,8 +142,7 @@ def fit(layout: BatchLayout, batch: PyTree, *, copy: bool) -> PyTree | None:
     Raises:
         BatchError: the batch differs from the layout, or is short where that is not allowed.
     """
-    batch = to_numpy(batch)
-    found = count_rows(batch)
+    batch, found, real = part.batch, sum(part.sizes), part.sizes[layout.share.index]
     if found == 0:
         return None
     _check_same(layout, batch)
@@ -151,13 +166,14 @@ def fit(layout: BatchLayout, batch: PyTree, *, copy: bool) -> PyTree | None:
             'gain a `mask` leaf), or partial="drop" with a global batch that divides by '
             f"{layout.num_replicas}"
         )
-    mask = np.arange(layout.rows) < found
+    rows = layout.own_rows
+    mask = np.arange(rows) < real
     if layout.is_dict:
         if MASK in batch:
-            mask = _fill(batch[MASK], layout.rows, copy=copy, repeat=False)
+            mask = _fill(batch[MASK][:real], rows, copy=copy, repeat=False)
         rest = {key: leaf for key, leaf in batch.items() if key != MASK}
-        return {**jax.tree.map(lambda leaf: _fill(leaf, layout.rows, copy=copy), rest), MASK: mask}
-    filled = jax.tree.map(lambda leaf: _fill(leaf, layout.rows, copy=copy), batch)
+        return {**jax.tree.map(lambda leaf: _fill(leaf, rows, copy=copy), rest), MASK: mask}
+    filled = jax.tree.map(lambda leaf: _fill(leaf, rows, copy=copy), batch)
     return Masked(filled, mask) if layout.with_mask else filled
 
 

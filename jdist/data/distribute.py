@@ -12,9 +12,10 @@ from jdist.data.arrays import ArraySource
 from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
 from jdist.data.files import FileSource
 from jdist.data.iterator import DatasetIterator
-from jdist.data.pipeline import Numbered, Options, from_step, learn_layout, prepare
+from jdist.data.pipeline import Numbered, NumberedPart, Options, learn_layout, parts_from, parts_of, prepare
 from jdist.data.prefetch import Prefetcher, PushBack
 from jdist.data.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
+from jdist.data.share import WHOLE, Share
 from jdist.data.source import (
     RandomAccessSource,
     check_source,
@@ -39,6 +40,7 @@ def distributed_dataset(
     steps_per_call: int = 1,
     prefetch: int = 2,
     prefetch_to_device: bool = True,
+    share: Share = WHOLE,
 ) -> DistributedDataset:
     """Feeds the batches of a source to replicas; `strategy.distribute_dataset` calls this.
 
@@ -59,6 +61,7 @@ def distributed_dataset(
         prefetch: how many (stacks of) batches a background thread makes ahead; 0: none, and no thread.
         prefetch_to_device: whether the thread calls `place` too; False: it is called when the consumer takes a
             batch, in the consumer's thread.
+        share: which rows of each global batch this process makes; `place` gets these alone.
 
     Returns:
         The dataset.
@@ -98,6 +101,7 @@ def distributed_dataset(
         steps_per_call=steps_per_call,
         prefetch=prefetch,
         copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
+        share=share,
     )
     return DistributedDataset(source, options, hand_over=None if prefetch_to_device else place)
 
@@ -127,7 +131,7 @@ class DistributedDataset:
         self._position = 0
         self._finished = False
         self._layout: BatchLayout | None = None
-        self._peeked: Iterator[Numbered] | None = None  # of a plain iterable, only looked at
+        self._peeked: Iterator[NumberedPart] | None = None  # of a plain iterable, only looked at
         self._stream: PushBack[Numbered] | None = None  # of an iterator, which cannot be made anew
         self._prefetcher: Prefetcher[Numbered] | None = None
         self._active: weakref.ref[DatasetIterator] | None = None
@@ -157,9 +161,9 @@ class DistributedDataset:
         """
         if self._layout is None:
             if isinstance(self._source, RandomAccessSource):
-                self._learn(from_step(self._source, 0), start=0)
+                self._learn(parts_from(self._source, 0, self._options.share), start=0)
             else:
-                self._peeked = self._learn(enumerate(iter(self._source), start=1), start=0)
+                self._peeked = self._learn(parts_of(self._source, self._options.share), start=0)
         assert self._layout is not None
         spec = batching.element_spec(self._layout, steps_per_call=self._options.steps_per_call)
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
@@ -235,12 +239,12 @@ class DistributedDataset:
         """Prepared batches from the position on."""
         start = self._position
         if isinstance(self._source, RandomAccessSource):
-            numbered = from_step(self._source, start)
+            numbered = parts_from(self._source, start, self._options.share)
         elif self._stream is not None and not self._stream.ended:
             return self._stream
         else:
             start = self._position = 0
-            numbered, self._peeked = self._peeked or enumerate(iter(self._source), start=1), None
+            numbered, self._peeked = self._peeked or parts_of(self._source, self._options.share), None
         if self._layout is None:
             numbered = self._learn(numbered, start=start)
         if not isinstance(self._source, Iterator):
@@ -248,7 +252,7 @@ class DistributedDataset:
         self._stream = PushBack(self._prepared(numbered))
         return self._stream
 
-    def _learn(self, numbered: Iterator[Numbered], *, start: int) -> Iterator[Numbered]:
+    def _learn(self, numbered: Iterator[NumberedPart], *, start: int) -> Iterator[NumberedPart]:
         """Settles the layout from the first batch, and returns the batches with that one still in front."""
         learnt = learn_layout(numbered, global_batch=self._told_global_batch, options=self._options)
         if learnt is not None:
@@ -266,7 +270,7 @@ class DistributedDataset:
             return self._source.global_batch
         return None
 
-    def _prepared(self, numbered: Iterator[Numbered]) -> Iterator[Numbered]:
+    def _prepared(self, numbered: Iterator[NumberedPart]) -> Iterator[Numbered]:
         if self._layout is None:  # resumed at the end: there was no batch to learn it from
             return iter(())
         return prepare(numbered, layout=self._layout, options=self._options)

@@ -10,25 +10,26 @@ import numpy as np
 
 from jdist.data.batching import Masked
 from jdist.data.leaves import MASK
+from jdist.global_arrays import to_host
 
 PyTree = Any
 
 # By the id of the mask, for as long as it lives. A batch stays a plain tree, and the mask goes with it when a user
 # replaces other leaves.
-_real_rows: dict[int, tuple[weakref.ref[Any], int]] = {}
+_real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...]]] = {}
 
 
-def remember_real_rows(batch: PyTree, rows: int) -> None:
-    """Notes of a batch that its first `rows` rows are real; those that fill it up are at its end.
+def remember_real_rows(batch: PyTree, sizes: tuple[int, ...]) -> None:
+    """Notes of a batch how many of the rows that each process feeds are real; what fills them up comes behind.
 
     Args:
         batch: what `fit` returned, perhaps on devices now; without a mask it has no padding.
-        rows: how many rows the source gave.
+        sizes: how many rows the source gave to each process.
     """
     mask = _mask_of(batch)
     if mask is not None:
         key = id(mask)
-        _real_rows[key] = weakref.ref(mask, lambda _: _real_rows.pop(key, None)), rows
+        _real_rows[key] = weakref.ref(mask, lambda _: _real_rows.pop(key, None)), sizes
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
@@ -50,18 +51,19 @@ def real_rows(batch: PyTree) -> np.ndarray | None:
     """
     known = _known(batch)
     if known is not None:
-        mask, rows = known
-        return np.arange(len(mask)) < rows
+        mask, sizes = known
+        own = np.arange(len(mask) // len(sizes))
+        return np.concatenate([own < size for size in sizes])
     mask = _mask_of(batch)
-    return None if mask is None else np.any(np.asarray(mask).reshape(len(mask), -1) != 0, axis=1)
+    return None if mask is None else np.any(to_host(mask).reshape(len(mask), -1) != 0, axis=1)
 
 
-def _known(batch: PyTree) -> tuple[Any, int] | None:
-    """The mask in a batch of which something was noted, and how many of its rows are real."""
+def _known(batch: PyTree) -> tuple[Any, tuple[int, ...]] | None:
+    """The mask in a batch of which something was noted, and how many rows of each process are real."""
     for leaf in jax.tree.leaves(batch):
-        mask, rows = _real_rows.get(id(leaf), (None, 0))
+        mask, sizes = _real_rows.get(id(leaf), (None, ()))
         if mask is not None and mask() is leaf:  # else the id was that of an array which is gone
-            return leaf, rows
+            return leaf, sizes
     return None
 
 

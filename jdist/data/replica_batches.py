@@ -12,7 +12,7 @@ import numpy as np
 from jdist.data.input_context import InputContext
 from jdist.data.join import join
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.pipeline import from_step
+from jdist.data.pipeline import steps_from
 from jdist.data.source import RandomAccessSource, check_source
 from jdist.errors import BatchError, DatasetError
 
@@ -129,7 +129,7 @@ class ReplicaBatches(Iterable[PyTree]):
 
     def __iter__(self) -> Iterator[PyTree]:
         iterators = [
-            (batch for _, batch in from_step(source, 0)) if isinstance(source, RandomAccessSource) else iter(source)
+            map(source.batch_at, steps_from(source, 0)) if isinstance(source, RandomAccessSource) else iter(source)
             for source in self._pipelines
         ]
         while True:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import CheckpointError, DonatedStateError
+from jdist.global_arrays import is_key
 from jdist.train.checkpoint_disk import Damaged
 from jdist.transforms.spread import Spread, is_spread, restored, spread_like
-from jdist.values import WithResiduals, is_key
+from jdist.values import WithResiduals
 
 PyTree = Any
 _RESIDUALS = "residuals of "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.global_arrays import to_host
 from jdist.strategy import Strategy
 from jdist.transforms import placement
 from jdist.transforms import run as on_replicas
@@ -19,7 +20,6 @@ from jdist.transforms.replica_check import compare
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.step import Backend, DistributedStep
 from jdist.transforms.trees import check_no_deleted
-from jdist.values import to_host
 
 PyTree = Any
 

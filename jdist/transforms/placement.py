@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,14 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.context import scope
 from jdist.data.distribute import DistributedDataset, distributed_dataset
+from jdist.data.share import WHOLE, Share
 from jdist.errors import BatchError, StepError
+from jdist.global_arrays import put, put_rows, to_host
 from jdist.strategy import Strategy
 from jdist.transforms import in_flight
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
 from jdist.transforms.residuals import check_replicas
 from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
-from jdist.values import WithResiduals, to_host, without_residuals
+from jdist.values import WithResiduals, without_residuals
 
 PyTree = Any
 Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
@@ -77,9 +78,11 @@ def _strong(x: Any) -> jax.Array:
 def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
     if sharding is None or (isinstance(x, jax.Array) and x.sharding == sharding):
         return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return put(x, sharding)
     # A copy first: the shard on the array's own device would share its buffer (also with may_alias=False), and donating
     # it would take the array from the caller, or fail where one array stands in two places of the state.
-    return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else np.array(x), sharding)
+    return put(jnp.copy(x) if isinstance(x, jax.Array) else np.array(x), sharding)
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
@@ -148,7 +151,7 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
     if strategy not in _checks:
         _checks[strategy] = make_check(strategy)
     hashes = _checks[strategy]([leaf for _, leaf in found])
-    compare(np.asarray(hashes), [path for path, _ in found])
+    compare(to_host(hashes), [path for path, _ in found])
 
 
 def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
@@ -180,7 +183,7 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, sha
     check_rows(batches, strategy, options)
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
     copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
-    return jax.device_put(copies, sharding)
+    return jax.tree.map(lambda x: put(x, sharding), copies)
 
 
 def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
@@ -189,5 +192,19 @@ def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: di
         return distributed_dataset(source, num_replicas=1, place=None, **options)
     lead = (None,) if options["steps_per_call"] > 1 else ()
     sharding = NamedSharding(strategy.mesh, PartitionSpec(*lead, strategy.axes))
-    place = functools.partial(jax.device_put, device=sharding)
-    return distributed_dataset(source, num_replicas=strategy.num_replicas, place=place, **options)
+    share = share_of(strategy)
+
+    def place(batch: PyTree) -> PyTree:
+        if share.count == 1:
+            return jax.device_put(batch, sharding)
+        return jax.tree.map(lambda x: put_rows(x, sharding, share.count * x.shape[len(lead)], len(lead)), batch)
+
+    return distributed_dataset(source, num_replicas=strategy.num_replicas, place=place, share=share, **options)
+
+
+def share_of(strategy: Strategy) -> Share:
+    """Which rows of a batch this process feeds: those of its devices, which lie together in the mesh."""
+    if strategy.batch_sharding is None or strategy.batch_sharding.is_fully_addressable:
+        return WHOLE
+    processes = list(dict.fromkeys(device.process_index for device in strategy.devices))
+    return Share(index=processes.index(jax.process_index()), count=len(processes))

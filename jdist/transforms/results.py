@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jdist import replica
 from jdist.context import current_trace
 from jdist.errors import GlobalViewError, StepError
+from jdist.global_arrays import is_key
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, check_same_state, kind_of
-from jdist.values import PerReplica, is_key, is_per_replica
+from jdist.values import PerReplica, is_per_replica
 
 PyTree = Any
 # How a result leaf comes together from the replicas: averaged, kept apart, or rows joined. A total is a metric that the

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jdist.context import ReplicaTrace, check_not_mixed, current_trace, tracing
 from jdist.errors import GlobalViewError, StepError
+from jdist.global_arrays import put
 from jdist.strategy import Strategy
 from jdist.transforms.trees import check_arrays
 from jdist.values import PerReplica, Uneven, is_per_replica
@@ -61,8 +62,8 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         check_vma=False,
     )
     own, whole = (
-        jax.device_put(own, strategy.batch_sharding),
-        jax.device_put(whole, strategy.replicated_sharding),
+        jax.tree.map(lambda x: put(x, strategy.batch_sharding), own),
+        jax.tree.map(lambda x: put(x, strategy.replicated_sharding), whole),
     )
     return PerReplica(jax.jit(mapped)(own, whole))
 

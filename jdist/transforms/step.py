@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import JDistError, NonFiniteError, StepError
+from jdist.global_arrays import put, take_rows, to_host
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
 from jdist.transforms.guard import Watched
@@ -108,7 +109,7 @@ class DistributedStep:
     @property
     def num_skipped(self) -> int:
         """How many steps `non_finite="skip"` has left out so far; waits for the steps in flight."""
-        return int(np.asarray(self._token)[0]) if self.options.non_finite == "skip" else 0
+        return int(to_host(self._token)[0]) if self.options.non_finite == "skip" else 0
 
     def wait(self) -> None:
         """Waits for every call in flight.
@@ -267,7 +268,7 @@ class DistributedStep:
     def _new_token(self) -> Any:
         if self.strategy.topology is not None:  # the devices are not here; `lower` needs no more than the shape
             return jax.ShapeDtypeStruct((2,), np.int32)
-        return jax.device_put(np.zeros(2, np.int32), self._whole)
+        return put(np.zeros(2, np.int32), self._whole)
 
     def _program(self, call: Call) -> tuple[Program, Traced]:
         found = self._programs.get(call)
@@ -280,7 +281,7 @@ class DistributedStep:
 
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, jax.Array) and x.sharding != self._whole:
-            return jax.device_put(x, self._whole)
+            return put(x, self._whole)
         return x
 
     def __repr__(self) -> str:
@@ -310,9 +311,7 @@ def _result(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches:
 def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
     """Drops the rows of "examples" results whose row of the batch was padding."""
     real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
-    if real is None or real.all():
-        return outputs
     return tuple(
-        jax.tree.map(lambda x: x[real], tree) if role == "examples" else tree
+        jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
         for role, tree in zip(traced.output_roles, outputs, strict=True)
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jdist.data import batching
 from jdist.data.batching import element_spec, plan_layout
 from jdist.data.leaves import count_rows, to_numpy
+from jdist.data.share import WHOLE, part_of
 from jdist.errors import BatchError
 
 
@@ -24,7 +25,7 @@ def layout_of(batch, *, global_batch=None, num_replicas=2, partial: Any = "pad",
 
 
 def fit(layout, batch, *, copy) -> Any:
-    return batching.fit(layout, batch, copy=copy)
+    return batching.fit(layout, part_of(batch, WHOLE), copy=copy)
 
 
 def fit_one(batch, *, copy=False, **options):

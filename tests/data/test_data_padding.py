@@ -54,7 +54,7 @@ def test_a_mask_from_elsewhere_is_all_there_is_to_go_by():
     "batch", [{"x": np.arange(2)}, {"mask": {"a": np.arange(2)}}, (np.arange(2), np.arange(2)), {}]
 )
 def test_without_a_mask_there_is_no_padding(batch):
-    remember_real_rows(batch, 1)
+    remember_real_rows(batch, (1,))
     assert real_rows(batch) is None
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_kept_of_batches_that_are_gone(make):
     gc.collect()
     before = len(padding_module._real_rows)
     batch = {"mask": make(3)}
-    remember_real_rows(batch, 2)
+    remember_real_rows(batch, (2,))
     assert len(padding_module._real_rows) == before + 1
     assert real_rows(batch).tolist() == [True, True, False]
     del batch
@@ -73,7 +73,7 @@ def test_nothing_is_kept_of_batches_that_are_gone(make):
 
 def test_another_array_with_the_same_id_is_not_mistaken(monkeypatch):
     batch, other = {"mask": np.ones(3)}, {"mask": np.ones(3)}
-    remember_real_rows(batch, 2)
+    remember_real_rows(batch, (2,))
     known = {id(other["mask"]): padding_module._real_rows[id(batch["mask"])]}
     monkeypatch.setattr(padding_module, "_real_rows", known)
     assert real_rows(other).tolist() == [True, True, True]

@@ -1,0 +1,110 @@
+"""Arrays over the devices of several processes: put there from each process's own copy, and read back whole.
+
+With one process these are `jax.device_put` and `np.array`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is an array, or the shape of one, of typed PRNG keys, which numpy cannot hold."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def put(x: Any, sharding: Sharding | None) -> jax.Array:
+    """An array in a sharding; every process has the whole of it, and keeps what its devices take.
+
+    Args:
+        x: numpy array, number, key array or `jax.Array`, the same on every process; or an array that is spread over
+            the processes already.
+        sharding: where.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x if x.sharding == sharding else resharded(sharding)(x)
+    if is_key(x):
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    whole = np.asarray(x)
+    whole = whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
+    # A copy for each device: on CPU several of them would share one buffer, which cannot be donated.
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index].copy(), dtype=whole.dtype)
+
+
+@functools.cache
+def resharded(sharding: Sharding) -> Callable[[Any], Any]:
+    """The compiled function that moves arrays of several processes; all of them have to call it."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.Array:
+    """An array of which every process has its own rows, those of its devices, in order.
+
+    Args:
+        x: this process's rows along `axis`; a numpy array, or keys.
+        sharding: rows spread over the processes' devices.
+        num_rows: rows of all processes together.
+        axis: which axis the rows are.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if is_key(x):
+        rows = put_rows(jax.random.key_data(x), sharding, num_rows, axis)
+        return jax.random.wrap_key_data(rows, impl=jax.random.key_impl(x))
+    shape = (*x.shape[:axis], num_rows, *x.shape[axis + 1 :])
+    return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+def to_host(x: Any) -> Any:
+    """An array as a numpy array of its own; a typed PRNG key stays a key array.
+
+    Of an array that is spread over the processes, all processes have to ask: its parts are gathered.
+    """
+    if is_key(x):
+        return jax.random.wrap_key_data(jnp.asarray(to_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            return np.array(multihost_utils.process_allgather(x, tiled=True))
+        x = x.addressable_data(0)
+    return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
+
+
+def take_rows(x: jax.Array, real: np.ndarray | None) -> jax.Array:
+    """The rows of an array that are real; of several processes' rows every process gets all.
+
+    Args:
+        x: [rows, ...].
+        real: bool [rows]; None: all are.
+    """
+    sharding = x.sharding
+    if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding):
+        return x if real is None or real.all() else x[real]
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    x = resharded(whole)(x)
+    return x if real is None or real.all() else _taken(whole)(x, put(np.flatnonzero(real), whole))
+
+
+@functools.cache
+def _taken(sharding: Sharding) -> Callable[[Any, Any], Any]:
+    return jax.jit(lambda x, rows: x[rows], out_shardings=sharding)
+
+
+def local_rows(x: Any) -> Any:
+    """As `to_host`, of the leading rows that this process's devices hold; nothing is exchanged."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return to_host(x)
+    if is_key(x):
+        rows = local_rows(jax.random.key_data(x))
+        return jax.random.wrap_key_data(jnp.asarray(rows), impl=jax.random.key_impl(x))
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.array(shard.data) for shard in shards])

@@ -4,6 +4,7 @@ import pytest
 
 from jdist.cluster import tpu
 from jdist.errors import ClusterConfigError
+from jdist.strategies import libtpu
 
 SLICE = {"TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu", "TPU_WORKER_ID": "1"}
 MULTISLICE = {
@@ -26,7 +27,18 @@ def test_a_slice():
 
 
 def test_one_host_needs_no_index():
-    assert tpu({"TPU_WORKER_HOSTNAMES": "localhost"}).num_processes == 1
+    assert tpu({"TPU_WORKER_HOSTNAMES": "t-0.tpu"}).num_processes == 1
+
+
+def test_one_host_of_gke():
+    assert tpu({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}).processes == ("localhost:8482",)
+
+
+def test_what_jdist_itself_sets_for_libtpu_is_no_cluster(monkeypatch, tmp_path):
+    monkeypatch.setattr(libtpu, "is_installed", lambda: True)
+    quiet = libtpu.quiet_environment({}, dev=tmp_path)
+    assert quiet["TPU_WORKER_HOSTNAMES"] == "localhost"
+    assert tpu(quiet) is None
 
 
 def test_process_addresses_come_before_host_names():

@@ -48,7 +48,9 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     if listed is None:
         return None
     if listed == "localhost" and environment.text(environ, INDEX) is None:
-        return None  # set where there is no TPU, to keep libtpu quiet (jdist/strategies/libtpu.py); GKE sets an index too
+        return (
+            None  # set where there is no TPU, to keep libtpu quiet (jdist/strategies/libtpu.py); GKE sets an index too
+        )
     hosts = [_host(entry.strip(), variable) for entry in listed.split(",")]
     for i, host in enumerate(hosts):
         if host in hosts[:i]:

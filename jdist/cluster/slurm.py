@@ -99,11 +99,11 @@ def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[in
 def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int]]:
     """Each task's node and its number there: node after node (Slurm's "block"), or in turns ("cyclic")."""
     by_block = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
-    how = (environment.text(environ, DISTRIBUTION) or "block").split(":")[0].split(",")[0]
-    if how == "cyclic":
-        return sorted(by_block, key=lambda place: (place[1], place[0]))
-    if how != "block":
+    how = environment.text(environ, DISTRIBUTION) or "block"
+    if how.startswith(("plane", "arbitrary")):
         raise refused(DISTRIBUTION, how, "block or cyclic", "Start the tasks by srun --distribution=block.")
+    if how.startswith("cyclic"):
+        return sorted(by_block, key=lambda place: (place[1], place[0]))
     return by_block
 
 

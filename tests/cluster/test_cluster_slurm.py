@@ -153,7 +153,8 @@ def test_it_does_not_apply_outside_a_step(missing):
         ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE is not set.*3 nodes"),
         ({"SLURM_STEP_NODELIST": "t[3-1]"}, "SLURM_STEP_NODELIST is"),
         ({"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0; it must be 1, as SLURM_PROCID is 3"),
-        ({"SLURM_DISTRIBUTION": "plane=2"}, "SLURM_DISTRIBUTION is 'plane=2'; it must be block or cyclic"),
+        ({"SLURM_DISTRIBUTION": "plane"}, "SLURM_DISTRIBUTION is 'plane'; it must be block or cyclic"),
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_DISTRIBUTION is 'arbitrary'; it must be block or cyclic"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set"),
         ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
         ({"JAX_COORDINATOR_PORT": "65535"}, r"`worker\[1\]` is 't02n13:65537'.*port from 1 to 65535"),
@@ -164,7 +165,7 @@ def test_what_is_refused(changes, message):
         slurm({**STEP, **changes})
 
 
-@pytest.mark.parametrize("how", ["block", "block:cyclic", "block,Pack", ""])
+@pytest.mark.parametrize("how", ["block", "block:cyclic", "block,Pack", "*:block", "unknown", ""])
 def test_ways_to_place_tasks_node_after_node(how):
     assert slurm({**STEP, "SLURM_DISTRIBUTION": how}).processes == slurm(STEP).processes
 

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jdist import cluster as cluster
     from jdist import data as data
     from jdist import errors as errors
     from jdist import nnx as nnx
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("data", "errors", "nnx", "reduction")
+_MODULES = ("cluster", "data", "errors", "nnx", "reduction")
 _NAMES = {
     "InputContext": "jdist.data.input_context",
     "InputOptions": "jdist.data.input_options",

@@ -12,6 +12,7 @@
     ├── ReplicaDivergenceError replicas hold different values where the same were declared
     ├── NonFiniteError         a step made the state NaN or infinite
     ├── CheckpointError        a checkpoint that cannot be written, found or read
+    ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
@@ -87,6 +88,22 @@ class NonFiniteError(JDistError, FloatingPointError):
 
 class CheckpointError(JDistError, RuntimeError):
     """A checkpoint cannot be written, found or read."""
+
+
+class ClusterConfigError(JDistError, ValueError):
+    """What describes a cluster is not valid: an environment variable, an argument, or what they say together.
+
+    Attributes:
+        variable: the environment variable or the argument that says so, `TF_CONFIG`.
+        field: the part of it, `worker[1]`; the variable's own name where it has no parts.
+        value: what stands there; None if nothing does.
+    """
+
+    def __init__(self, message: str, *, variable: str, field: str, value: object):
+        super().__init__(message)
+        self.variable = variable
+        self.field = field
+        self.value = value
 
 
 class ConfigError(JDistError, ValueError):

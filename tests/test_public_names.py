@@ -19,6 +19,7 @@ NAMES = [
     "all_gather",
     "all_reduce",
     "central_storage",
+    "cluster",
     "compute_average_loss",
     "data",
     "default",

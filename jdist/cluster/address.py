@@ -1,0 +1,64 @@
+"""Addresses `host:port`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+_PORT = re.compile(r"[0-9]{1,5}")
+ALLOWED = "host:port, with a port from 1 to 65535"
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets.
+
+    Example:
+        >>> join("n1", 2222), join("fe80::1", 2222)
+        ('n1:2222', '[fe80::1]:2222')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """The host (an IPv6 address without its brackets) and the port of a valid address.
+
+    Example:
+        >>> split("[fe80::1]:2222")
+        ('fe80::1', 2222)
+    """
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def problem(address: str) -> str | None:
+    """What keeps a text from being an address `host:port`, as a sentence; None if nothing does.
+
+    Example:
+        >>> problem("n1:2222"), problem("grpc://n1:2222")
+        (None, 'Leave out what comes before the host (grpc://).')
+    """
+    scheme, marked, _ = address.partition("://")
+    if marked:
+        return f"Leave out what comes before the host ({scheme[:20]}://)."
+    host, colon, port = address.rpartition(":")
+    if not colon or not host:
+        return "Write both the host and the port, as in node1:2222."
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        return "Write an IPv6 address in brackets, as in [fe80::1]:2222."
+    if _PORT.fullmatch(port) is None or not 1 <= int(port) <= 65535:
+        return "Give a port from 1 to 65535."
+    return host_problem(host.removeprefix("[").removesuffix("]"))
+
+
+def host_problem(host: str) -> str | None:
+    """What keeps a text from being a host: a name, an IPv4 address or an IPv6 address without brackets."""
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            return "What stands in the brackets is no IPv6 address."
+        return None
+    if _NAME.fullmatch(host) is None:
+        return "A host's name is made of letters, digits, dots and hyphens."
+    return None

@@ -1,0 +1,139 @@
+"""The cluster of a Slurm job step: what `srun` sets in each of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jdist.cluster import environment
+from jdist.cluster.address import join
+from jdist.cluster.check import JOBS
+from jdist.cluster.jax_variables import chosen_coordinator, chosen_devices, chosen_port, derived_port
+from jdist.cluster.refuse import refused
+from jdist.cluster.slurm_gpus import own_gpus
+from jdist.cluster.slurm_lists import expand_nodes, expand_tasks
+from jdist.cluster.spec import ClusterSpec
+
+NODES, RANK, JOB, STEP = "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID"
+LOCAL_RANK, DISTRIBUTION = "SLURM_LOCALID", "SLURM_DISTRIBUTION"
+COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the step's own first: the second may be the whole job's
+TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_MEND = "Start the tasks by srun, which sets it."
+
+
+def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) -> ClusterSpec | None:
+    """Read the nodes of this job step, how many tasks each has, and which task this is.
+
+    Each task is a process. The port of process 0 follows from the numbers of job and step, so that all tasks know it;
+    JAX_COORDINATOR_PORT is another choice, JAX_COORDINATOR_ADDRESS also another network. A task alone on its node takes all
+    GPUs, and so does each task where Slurm has given every task GPUs of its own (--gpus-per-task); where the tasks
+    of a node all see all of its GPUs, they share them equally.
+
+    Args:
+        environ: the environment.
+        jobs: how many tasks each job has, {"ps": 1, "worker": 3}; they take the ranks in the order chief, evaluator,
+            ps, worker. None: all tasks are workers.
+
+    Returns:
+        The spec; None outside a job step.
+
+    Raises:
+        ClusterConfigError: a variable is missing or holds something else, two contradict each other, or the GPUs of a
+            node cannot be shared equally.
+
+    Example:
+        >>> slurm({
+        ...     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2],m5", "SLURM_PROCID": "4",
+        ...     "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_LOCALID": "0",
+        ... })
+        ClusterSpec(worker 4, process 4 of 5; cluster: 5 worker; from slurm)
+
+    Source: Slurm's manual, srun, "Output environment variables"; tf.distribute's SlurmClusterResolver.
+    """
+    listed = environment.text(environ, NODES)
+    if listed is None or environment.text(environ, RANK) is None:
+        return None
+    nodes = expand_nodes(listed, NODES)
+    tasks, tasks_from = _tasks_per_node(environ, len(nodes))
+    rank = environment.index(environ, RANK, sum(tasks), tasks_from, _MEND)
+    places = _places(environ, tasks)
+    node, local = places[rank]
+    if (said := environment.number(environ, LOCAL_RANK, _MEND)) is not None and said != local:
+        raise refused(LOCAL_RANK, said, f"{local}, as {RANK} is {rank} and {tasks_from} says so", _MEND)
+    port, port_from = _port(environ)
+    addresses = [join(nodes[node], port + 2 * local) for node, local in places]
+    members, task_type, task_index = _assigned(addresses, rank, jobs)
+    first = "chief" if members.get("chief") else "worker"
+    members[first], jobs_from = chosen_coordinator(environ, members.get(first, ()), NODES, tasks_from, port_from)
+    gpus, gpus_from = own_gpus(environ, tasks[node], local)
+    devices, devices_from = chosen_devices(environ, gpus, gpus_from)
+    return ClusterSpec(
+        jobs=members,
+        task_type=task_type,
+        task_index=task_index,
+        resolver="slurm",
+        origins={"jobs": jobs_from, "task_type": RANK, "task_index": RANK, **devices_from},
+        local_device_ids=devices,
+    )
+
+
+def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[int], str]:
+    """How many tasks each node has, and the variable that says so."""
+    count_from = next((name for name in COUNTS if environment.text(environ, name) is not None), COUNTS[0])
+    count = environment.number(environ, count_from, _MEND, least=1)
+    variable = next((name for name in TASKS_PER_NODE if environment.text(environ, name) is not None), None)
+    if variable is None:
+        if count != num_nodes:
+            raise refused(
+                TASKS_PER_NODE[0], None, f"there, as {NODES} has {num_nodes} nodes for {count_from}={count}", _MEND
+            )
+        return [1] * num_nodes, count_from
+    listed = environ[variable]
+    tasks = expand_tasks(listed, variable)
+    if len(tasks) != num_nodes:
+        raise refused(variable, listed, f"numbers of tasks for the {num_nodes} nodes of {NODES}", _MEND)
+    if count is not None and sum(tasks) != count:
+        raise refused(count_from, count, f"{sum(tasks)}, as {variable} is {listed[:80]}", _MEND)
+    return tasks, variable
+
+
+def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int]]:
+    """Each task's node and its number there: node after node (Slurm's "block"), or in turns ("cyclic")."""
+    by_block = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
+    how = environment.text(environ, DISTRIBUTION) or "block"
+    if how.startswith(("plane", "arbitrary")):
+        raise refused(DISTRIBUTION, how, "block or cyclic", "Start the tasks by srun --distribution=block.")
+    if how.startswith("cyclic"):
+        return sorted(by_block, key=lambda place: (place[1], place[0]))
+    return by_block
+
+
+def _port(environ: Mapping[str, str]) -> tuple[int, str]:
+    """The port of the first task of each node; the others have the ports after it, two each."""
+    job = environment.needed(environ, JOB, _MEND)
+    step = environment.number(environ, STEP, _MEND) or 0
+    # Steps of one job often share nodes: 7 lies between the ports of a job's first step and the next job's.
+    return chosen_port(environ, derived_port(7 * job + step), JOB)
+
+
+def _assigned(
+    addresses: list[str], rank: int, jobs: Mapping[str, int] | None
+) -> tuple[dict[str, tuple[str | None, ...]], str, int]:
+    """The jobs' addresses, and the job and index of a rank."""
+    if jobs is None:
+        return {"worker": tuple(addresses)}, "worker", rank
+    wrong = [name for name in jobs if name not in JOBS]
+    if wrong or sum(jobs.values()) != len(addresses) or min(jobs.values()) < 0:
+        raise refused(
+            "jobs",
+            dict(jobs),
+            f"numbers of tasks of {', '.join(sorted(JOBS))} that add up to the step's {len(addresses)}",
+            "Correct them, or srun's --ntasks.",
+        )
+    members: dict[str, tuple[str | None, ...]] = {}
+    own, start = ("", 0), 0
+    for name in sorted(jobs):
+        members[name] = tuple(addresses[start : start + jobs[name]])
+        if start <= rank < start + jobs[name]:
+            own = (name, rank - start)
+        start += jobs[name]
+    return members, *own

@@ -1,0 +1,139 @@
+"""The cluster in TF_CONFIG: a JSON object that people, Kubeflow's TFJob and Vertex AI set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jdist.cluster.environment import text, whole_number
+from jdist.cluster.jax_variables import chosen_devices
+from jdist.cluster.refuse import refused
+from jdist.cluster.spec import ClusterSpec
+from jdist.errors import ClusterConfigError
+
+VARIABLE = "TF_CONFIG"
+_EXAMPLE = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Read TF_CONFIG.
+
+    `cluster` maps each job to a list of addresses (or to an object from index to address), `task` says which of them
+    this process is. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An
+    index may be a number or its text. An address may be null: not known.
+
+    Args:
+        environ: the environment.
+
+    Returns:
+        The spec; None if TF_CONFIG is not set, or names neither a cluster nor a task.
+
+    Raises:
+        ClusterConfigError: TF_CONFIG is no JSON, has a key twice, lacks one of the two, or see `ClusterSpec`.
+
+    Example:
+        >>> config = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": "1"}}'
+        >>> tf_config({"TF_CONFIG": config})
+        ClusterSpec(worker 1, process 1 of 2; cluster: 2 worker; from tf_config)
+    """
+    source = text(environ, VARIABLE)
+    if source is None:
+        return None
+    config = _parse(source)
+    if not isinstance(config, dict):
+        raise refused(VARIABLE, source, "a JSON object", f"Write {_EXAMPLE}.")
+    if "sparseCluster" in config:
+        raise refused(
+            VARIABLE,
+            config["sparseCluster"],
+            "absent: all workers must be known",
+            "Set `enableDynamicWorker: false` in the TFJob.",
+            field="sparseCluster",
+        )
+    cluster, task = config.get("cluster"), config.get("task")
+    if cluster in (None, {}) and task in (None, {}):
+        return None
+    if cluster in (None, {}):
+        raise refused(
+            VARIABLE,
+            cluster,
+            "there, as `task` is",
+            "Name every process; to train in one process alone, unset TF_CONFIG.",
+            field="cluster",
+        )
+    if not isinstance(cluster, dict):
+        raise refused(VARIABLE, cluster, "an object from job to addresses", f"Write {_EXAMPLE}.", field="cluster")
+    if not isinstance(task, dict):
+        mend = f"Say which process this is, as in {_EXAMPLE}."
+        raise refused(VARIABLE, task, "an object with `type` and `index`", mend, field="task")
+    devices, devices_from = chosen_devices(environ)
+    return ClusterSpec(
+        jobs={job: _tasks(job, tasks) for job, tasks in cluster.items()},
+        task_type=_type(task.get("type")),
+        task_index=_index(task.get("index"), "task.index"),
+        resolver="tf_config",
+        origins={"jobs": VARIABLE, "task_type": VARIABLE, "task_index": VARIABLE, **devices_from},
+        local_device_ids=devices,
+    )
+
+
+def _parse(source: str) -> Any:
+    try:
+        return json.loads(source, object_pairs_hook=_object, parse_constant=_constant)
+    except RecursionError:
+        raise refused(VARIABLE, source, "JSON nested a few levels deep", f"Write {_EXAMPLE}.") from None
+    except json.JSONDecodeError as exc:
+        wrong = f"It is not JSON from character {exc.pos} on: {exc.msg}."
+        raise refused(VARIABLE, source, "a JSON object", wrong) from None
+    except ClusterConfigError:
+        raise
+    except ValueError:  # Python reads no number of thousands of digits
+        raise refused(VARIABLE, source, "a JSON object", "It holds a number that is too long.") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; Python itself would take the last of two values of one key."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise refused(VARIABLE, value, "given once, but the key is there twice", "Leave one of them.", field=key)
+        made[key] = value
+    return made
+
+
+def _constant(name: str) -> Any:
+    raise refused(VARIABLE, name, "a JSON object", "NaN and Infinity are no JSON.")
+
+
+def _tasks(job: str, tasks: Any) -> Any:
+    """A job's addresses in order; an object from index to address becomes a list, if it has no gap."""
+    if not isinstance(tasks, dict):
+        return tasks
+    by_index: dict[int, Any] = {}
+    for key, address in tasks.items():
+        index = _index(key, f"cluster.{job}")
+        if index in by_index:
+            raise refused(VARIABLE, key, "an index of its own", "Number the tasks from 0.", field=f"cluster.{job}")
+        by_index[index] = address
+    for i in range(len(by_index)):
+        if i not in by_index:
+            there = ", ".join(map(str, sorted(by_index)[:6]))
+            raise refused(
+                VARIABLE, None, f"there, as the tasks are {there}", "Number the tasks from 0.", field=f"{job}[{i}]"
+            )
+    return [by_index[i] for i in range(len(by_index))]
+
+
+def _type(found: Any) -> str:
+    if not isinstance(found, str):
+        mend = f"Say which job this process is, as in {_EXAMPLE}."
+        raise refused(VARIABLE, found, "chief, worker, ps or evaluator", mend, field="task.type")
+    return found
+
+
+def _index(found: Any, field: str) -> int:
+    index = whole_number(found.strip()) if isinstance(found, str) else found
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise refused(VARIABLE, found, "a whole number of at least 0", "Number each job's tasks from 0.", field=field)
+    return index

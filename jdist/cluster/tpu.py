@@ -1,0 +1,118 @@
+"""The cluster of a Cloud TPU slice, or of several: TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jdist.cluster import environment
+from jdist.cluster.address import host_problem, join
+from jdist.cluster.jax_variables import chosen_coordinator, chosen_devices, chosen_port
+from jdist.cluster.refuse import refused
+from jdist.cluster.spec import ClusterSpec
+
+HOSTS = "TPU_WORKER_HOSTNAMES"
+ADDRESSES = "TPU_PROCESS_ADDRESSES"
+INDEX = "TPU_WORKER_ID"
+FIRST, SLICES, SLICE = "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
+PORT = 8482  # JAX's own choice on TPUs
+_MEND = "GKE sets the variables of a slice on all its hosts; set them all, or none."
+_MEND_SLICES = f"Set {FIRST}, {SLICES} and {SLICE} together on every host."
+
+
+def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Read the hosts of a TPU slice and this host's place among them: one process on each host.
+
+    GKE sets these variables in every pod that asks for TPUs. With several slices (multislice) it also sets
+    MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID; the slices' processes are then numbered
+    one slice after the other. A resolver opens no connection, so on a Cloud TPU VM, where the hosts are
+    known to the metadata server only, it finds nothing: configs/cluster/cloud_tpu.sh asks that server and sets JAX's
+    own variables (`jax_env`). Which chips a host has, and how they are wired, is always left to JAX.
+
+    Args:
+        environ: the environment.
+
+    Returns:
+        The spec, with workers alone; None if neither TPU_WORKER_HOSTNAMES nor TPU_PROCESS_ADDRESSES is set.
+
+    Raises:
+        ClusterConfigError: a host twice, an index that is not one of them, or part of the variables is missing.
+
+    Example:
+        >>> tpu({"TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu", "TPU_WORKER_ID": "1"})
+        ClusterSpec(worker 1, process 1 of 2; cluster: 2 worker; from tpu)
+
+    Source: jax/_src/clusters/cloud_tpu_cluster.py; GKE, "Deploy TPU multislices".
+    """
+    variable = ADDRESSES if environment.text(environ, ADDRESSES) is not None else HOSTS
+    listed = environment.text(environ, variable)
+    if listed is None:
+        return None
+    if listed == "localhost" and environment.text(environ, INDEX) is None:
+        return (
+            None  # set where there is no TPU, to keep libtpu quiet (jdist/strategies/libtpu.py); GKE sets an index too
+        )
+    hosts = [_host(entry.strip(), variable) for entry in listed.split(",")]
+    for i, host in enumerate(hosts):
+        if host in hosts[:i]:
+            raise refused(variable, host, "there once only", _MEND, field=f"[{i}]")
+    if len(hosts) == 1 and environment.text(environ, INDEX) is None:
+        index = 0
+    else:
+        index = environment.index(environ, INDEX, len(hosts), variable, _MEND)
+    port, port_from = chosen_port(environ, PORT, "")
+    slices, own_slice = _slices(environ)
+    processes: list[str | None] = [None] * (slices * len(hosts))
+    processes[own_slice * len(hosts) : (own_slice + 1) * len(hosts)] = [join(host, port) for host in hosts]
+    sources = [variable]
+    if slices > 1:
+        processes[0] = join(_first_host(environ), port)
+        sources += [FIRST, SLICES]
+    addresses, addresses_from = chosen_coordinator(environ, processes, *sources, port_from)
+    devices, devices_from = chosen_devices(environ)
+    return ClusterSpec(
+        jobs={"worker": addresses},
+        task_type="worker",
+        task_index=own_slice * len(hosts) + index,
+        resolver="tpu",
+        origins={
+            "jobs": addresses_from,
+            "task_type": variable,
+            "task_index": INDEX if slices == 1 else f"{SLICE}, {INDEX}",
+            **devices_from,
+        },
+        local_device_ids=devices,
+    )
+
+
+def _host(entry: str, variable: str) -> str:
+    """The host of an entry, which TPU_PROCESS_ADDRESSES writes with a port."""
+    host, colon, port = entry.rpartition(":")
+    if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
+        host = entry
+    host = host.removeprefix("[").removesuffix("]")
+    if (wrong := host_problem(host)) is not None:
+        raise refused(variable, entry, "hosts with commas between them", wrong)
+    return host
+
+
+def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
+    """How many slices there are, and which this is."""
+    slices = environment.number(environ, SLICES, _MEND_SLICES, least=1)
+    if slices is None:
+        for name in (FIRST, SLICE):
+            if (found := environment.text(environ, name)) is not None:
+                raise refused(SLICES, None, f"set, as {name} is {found[:80]}", _MEND_SLICES)
+        return 1, 0
+    if slices > 10_000:
+        raise refused(SLICES, slices, "at most 10000", _MEND_SLICES)
+    if slices == 1:
+        return 1, 0
+    return slices, environment.index(environ, SLICE, slices, SLICES, _MEND_SLICES)
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """The host of process 0 in the first slice; the variable's port is that of another service."""
+    found = environment.text(environ, FIRST)
+    if found is None:
+        raise refused(FIRST, None, "the first host of the first slice", _MEND_SLICES)
+    return _host(found, FIRST)

@@ -1,0 +1,66 @@
+"""docs/clusters.md: its examples give what it shows, and it names what there is."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from jdist.cluster import resolve
+from jdist.cluster.resolve import DEFAULT
+from jdist.errors import ClusterConfigError
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+READ = [
+    variable
+    for path in sorted((ROOT / "jdist" / "cluster").glob("*.py"))
+    for variable in re.findall(
+        r'"((?:TF_CONFIG|JAX|KUBERNETES|JOB|SM|TPU|MEGASCALE|OMPI|PMIX|PMI|CUDA|SLURM)[A-Za-z_]*)"',
+        path.read_text(encoding="utf-8"),
+    )
+]
+
+
+def test_the_examples_give_what_the_guide_shows():
+    blocks = re.findall(r"^```pycon\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "docs/clusters.md", None, 0)
+    failures: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=failures.append)
+    assert (result.failed, "".join(failures)) == (0, "")
+    assert result.attempted == 7
+
+
+def test_it_has_a_section_for_each_file():
+    named = set(re.findall(r"`(configs/cluster/[\w.]+)`", "\n".join(re.findall(r"^### .*$", GUIDE, re.MULTILINE))))
+    assert named == {f"configs/cluster/{path.name}" for path in (ROOT / "configs" / "cluster").iterdir()}
+
+
+def test_it_names_the_resolvers_in_their_order():
+    rows = re.findall(r"^\| `(\w+)` \| .*\| .* \|$", GUIDE, re.MULTILINE)
+    assert rows == [resolver.__name__ for resolver in DEFAULT[:-1]]
+
+
+def test_it_names_each_variable_that_is_read():
+    assert len(set(READ)) > 30
+    assert not {variable for variable in READ if not re.search(rf"\b{variable}\b", GUIDE)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS is 'a:1'; it must be set together with "),
+        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS is '4'; it must be 1 here"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"},
+            "JOB_COMPLETION_INDEX is '0'; it must be set together with ",
+        ),
+        ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "TF_CONFIG: `cluster` is not set"),
+    ],
+)
+def test_the_messages_are_as_the_guide_shows_them(environ, message):
+    with pytest.raises(ClusterConfigError, match=f"^{re.escape(message)}"):
+        resolve(environ)
+    shown = re.sub(r"'[a0]:?1?'", "...", message).removesuffix(" ")
+    assert shown in GUIDE

@@ -1,0 +1,80 @@
+"""Pods."""
+
+import pytest
+
+from jdist.cluster import kubernetes
+from jdist.errors import ClusterConfigError
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-node-0-1"}
+TRAINER = {
+    "JAX_COORDINATOR_ADDRESS": "train-node-0-0.train:29500",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "1",
+}
+JAX_JOB = {
+    "COORDINATOR_ADDRESS": "train-worker-0",
+    "COORDINATOR_PORT": "6666",
+    "NUM_PROCESSES": "2",
+    "PROCESS_ID": "1",
+}
+
+
+def test_kubeflow_trainer():
+    spec = kubernetes({**POD, **TRAINER, "JOB_COMPLETION_INDEX": "1"})
+    assert (spec.resolver, spec.num_processes, spec.process_index) == ("kubernetes", 4, 1)
+    assert spec.coordinator_address == "train-node-0-0.train:29500"
+    assert spec.origins["task_index"] == "JAX_PROCESS_ID"
+
+
+def test_jobset_takes_the_completion_index():
+    environ = {**POD, **TRAINER, "JOB_COMPLETION_INDEX": "3"}
+    del environ["JAX_PROCESS_ID"]
+    spec = kubernetes(environ)
+    assert spec.process_index == 3
+    assert spec.origins["task_index"] == "JOB_COMPLETION_INDEX"
+
+
+def test_a_process_id_counts_before_the_completion_index():
+    # In a JobSet of several jobs every job counts its pods from 0.
+    assert kubernetes({**POD, **TRAINER, "JOB_COMPLETION_INDEX": "0"}).process_index == 1
+
+
+def test_jaxjob():
+    spec = kubernetes({**POD, **JAX_JOB})
+    assert (spec.num_processes, spec.process_index, spec.coordinator_address) == (2, 1, "train-worker-0:6666")
+    assert spec.origins["jobs"] == "COORDINATOR_ADDRESS, NUM_PROCESSES"
+
+
+@pytest.mark.parametrize(
+    "environ", [TRAINER, JAX_JOB, POD, {**POD, "JOB_COMPLETION_INDEX": "0"}, {**POD, "NUM_PROCESSES": "4"}]
+)
+def test_it_does_not_apply(environ):
+    assert kubernetes(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"JAX_PROCESS_ID": ""}, "JOB_COMPLETION_INDEX is not set"),
+        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS is not set"),
+        ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES is not set"),
+        ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID is 4; it must be from 0 to 3"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ClusterConfigError, match=message):
+        kubernetes({**POD, **TRAINER, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"COORDINATOR_PORT": "0"}, "COORDINATOR_PORT is '0'"),
+        ({"COORDINATOR_ADDRESS": "a b"}, "COORDINATOR_ADDRESS is 'a b'"),
+        ({"NUM_PROCESSES": "x"}, "NUM_PROCESSES is 'x'"),
+        ({"PROCESS_ID": "2"}, "PROCESS_ID is 2"),
+    ],
+)
+def test_what_is_refused_of_a_jaxjob(changes, message):
+    with pytest.raises(ClusterConfigError, match=message):
+        kubernetes({**POD, **JAX_JOB, **changes})

@@ -1,0 +1,106 @@
+"""Cloud TPU: one slice, several slices."""
+
+import pytest
+
+from jdist.cluster import tpu
+from jdist.errors import ClusterConfigError
+from jdist.strategies import libtpu
+
+SLICE = {"TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu", "TPU_WORKER_ID": "1"}
+MULTISLICE = {
+    **SLICE,
+    "MEGASCALE_COORDINATOR_ADDRESS": "train-slice-0-0.train:8080",
+    "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "2",
+}
+
+
+def test_a_slice():
+    spec = tpu(SLICE)
+    assert spec.processes == ("t-0.tpu:8482", "t-1.tpu:8482")
+    assert (spec.process_index, spec.resolver, spec.local_device_ids) == (1, "tpu", None)
+    assert dict(spec.origins) == {
+        "jobs": "TPU_WORKER_HOSTNAMES",
+        "task_type": "TPU_WORKER_HOSTNAMES",
+        "task_index": "TPU_WORKER_ID",
+    }
+
+
+def test_one_host_needs_no_index():
+    assert tpu({"TPU_WORKER_HOSTNAMES": "t-0.tpu"}).num_processes == 1
+
+
+def test_one_host_of_gke():
+    assert tpu({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}).processes == ("localhost:8482",)
+
+
+def test_what_jdist_itself_sets_for_libtpu_is_no_cluster(monkeypatch, tmp_path):
+    monkeypatch.setattr(libtpu, "is_installed", lambda: True)
+    quiet = libtpu.quiet_environment({}, dev=tmp_path)
+    assert quiet["TPU_WORKER_HOSTNAMES"] == "localhost"
+    assert tpu(quiet) is None
+
+
+def test_process_addresses_come_before_host_names():
+    spec = tpu({"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476", **SLICE})
+    assert spec.processes == ("10.0.0.1:8482", "10.0.0.2:8482")
+
+
+def test_ipv6_hosts():
+    spec = tpu({"TPU_WORKER_HOSTNAMES": "fe80::1,[fe80::2]:80", "TPU_WORKER_ID": "0"})
+    assert spec.processes == ("[fe80::1]:8482", "[fe80::2]:8482")
+
+
+def test_several_slices_are_numbered_one_after_the_other():
+    spec = tpu(MULTISLICE)
+    assert spec.processes == ("train-slice-0-0.train:8482", None, None, None, "t-0.tpu:8482", "t-1.tpu:8482")
+    assert (spec.num_processes, spec.process_index) == (6, 5)
+    assert spec.origins["jobs"] == ("TPU_WORKER_HOSTNAMES, MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES")
+    assert spec.origins["task_index"] == "MEGASCALE_SLICE_ID, TPU_WORKER_ID"
+
+
+def test_all_slices_agree_on_process_0():
+    specs = [tpu({**MULTISLICE, "MEGASCALE_SLICE_ID": str(i), "TPU_WORKER_ID": "0"}) for i in range(3)]
+    assert {spec.coordinator_address for spec in specs} == {"train-slice-0-0.train:8482"}
+    assert [spec.process_index for spec in specs] == [0, 2, 4]
+    assert specs[0].address == specs[0].coordinator_address
+
+
+def test_one_slice_of_multislice_is_a_slice():
+    one = {**MULTISLICE, "MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"}
+    assert tpu(one).processes == tpu(SLICE).processes
+
+
+def test_the_port_and_address_of_process_0_can_be_chosen():
+    assert tpu({**MULTISLICE, "JAX_COORDINATOR_PORT": "9000"}).coordinator_address == "train-slice-0-0.train:9000"
+    spec = tpu({**SLICE, "JAX_COORDINATOR_ADDRESS": "10.0.0.9:9001"})
+    assert spec.processes == ("10.0.0.9:9001", "t-1.tpu:9001")
+    assert spec.origins["jobs"] == "TPU_WORKER_HOSTNAMES, JAX_COORDINATOR_ADDRESS"
+
+
+@pytest.mark.parametrize("environ", [{}, {"TPU_WORKER_ID": "0"}, {"TPU_WORKER_HOSTNAMES": ""}])
+def test_it_does_not_apply(environ):
+    assert tpu(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"TPU_WORKER_HOSTNAMES": "a,,b"}, "TPU_WORKER_HOSTNAMES is ''"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b c"}, "TPU_WORKER_HOSTNAMES is 'b c'"),
+        ({"TPU_WORKER_HOSTNAMES": "a,a"}, r"`\[1\]` is 'a'; it must be there once only"),
+        ({"TPU_WORKER_ID": ""}, "TPU_WORKER_ID is not set"),
+        ({"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID is 2; it must be from 0 to 1"),
+        ({"TPU_WORKER_ID": "x"}, "TPU_WORKER_ID is 'x'"),
+        ({"MEGASCALE_NUM_SLICES": ""}, "MEGASCALE_NUM_SLICES is not set"),
+        ({"MEGASCALE_NUM_SLICES": "0"}, "MEGASCALE_NUM_SLICES is '0'"),
+        ({"MEGASCALE_NUM_SLICES": "99999999"}, "at most 10000"),
+        ({"MEGASCALE_SLICE_ID": ""}, "MEGASCALE_SLICE_ID is not set"),
+        ({"MEGASCALE_SLICE_ID": "3"}, "MEGASCALE_SLICE_ID is 3; it must be from 0 to 2"),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": ""}, "MEGASCALE_COORDINATOR_ADDRESS is not set"),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": "a/b:1"}, "MEGASCALE_COORDINATOR_ADDRESS is 'a/b:1'"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ClusterConfigError, match=message):
+        tpu({**MULTISLICE, **changes})

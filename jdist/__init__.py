@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jdist import reduction as reduction
     from jdist.aggregation import aggregate as aggregate
     from jdist.aggregation import first_replica_only as first_replica_only
+    from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
     from jdist.context import has_strategy as has_strategy
     from jdist.context import in_replica_context as in_replica_context
     from jdist.context import set_strategy as set_strategy
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from jdist.strategies.default import default as default
     from jdist.strategies.default import get_strategy as get_strategy
     from jdist.strategies.mirrored import mirrored as mirrored
+    from jdist.strategies.multi_worker import multi_worker as multi_worker
     from jdist.strategies.one_device import one_device as one_device
     from jdist.strategies.tpu import tpu as tpu
     from jdist.strategy import Strategy as Strategy
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("cluster", "data", "errors", "nnx", "reduction")
 _NAMES = {
+    "CommunicationOptions": "jdist.cluster.communication",
     "InputContext": "jdist.data.input_context",
     "InputOptions": "jdist.data.input_options",
     "PerReplica": "jdist.values",
@@ -68,6 +71,7 @@ _NAMES = {
     "make_strategy": "jdist.strategies.by_name",
     "mean": "jdist.replica",
     "mirrored": "jdist.strategies.mirrored",
+    "multi_worker": "jdist.strategies.multi_worker",
     "num_replicas": "jdist.replica",
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",

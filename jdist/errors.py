@@ -12,6 +12,8 @@
     ├── ReplicaDivergenceError replicas hold different values where the same were declared
     ├── NonFiniteError         a step made the state NaN or infinite
     ├── CheckpointError        a checkpoint that cannot be written, found or read
+    ├── ClusterError           the processes of a job did not come together, or did not agree
+    │   └── PeerLostError      a process of the job is gone, or stands still
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
@@ -88,6 +90,31 @@ class NonFiniteError(JDistError, FloatingPointError):
 
 class CheckpointError(JDistError, RuntimeError):
     """A checkpoint cannot be written, found or read."""
+
+
+class ClusterError(JDistError, RuntimeError):
+    """The processes of a job did not come together, or did not come to the same call."""
+
+
+class PeerLostError(ClusterError):
+    """A process of a synchronous job is gone, or stands still, so that the others cannot go on.
+
+    Attributes:
+        process: its index.
+        address: where it was, "host:port".
+        last_step: the last step that any process told of.
+        cause: how that was noticed, as a clause.
+    """
+
+    def __init__(self, process: int, address: str, last_step: int, cause: str):
+        super().__init__(
+            f"process {process} ({address}) is lost: {cause}. The last step was {last_step}. Nothing is saved from here on; "
+            "start all processes again, and they go on from the last checkpoint."
+        )
+        self.process = process
+        self.address = address
+        self.last_step = last_step
+        self.cause = cause
 
 
 class ClusterConfigError(JDistError, ValueError):

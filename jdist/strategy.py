@@ -16,6 +16,7 @@ from jdist.reduction import Reduction
 from jdist.values import PerReplica, Replicas, ValueContext, values_from_function
 
 if TYPE_CHECKING:
+    from jdist.cluster.runtime import Runtime
     from jdist.data.distribute import DistributedDataset
     from jdist.data.input_context import InputContext
     from jdist.data.input_options import InputOptions
@@ -61,7 +62,7 @@ class Strategy:
         transform: how a step for one replica becomes a step over the mesh; None under default.
         reduction: the all-reduce algorithm.
         operations: the functions behind the methods.
-        cluster: the processes that take part; None for one process.
+        cluster: the processes that take part; None for a strategy that is this process's alone.
         topology: what the devices are part of if they are not here, such as "v5p:8x8x8"; None for devices
             that are. Under such a strategy a step can be lowered and compiled, and nothing can be run.
     """
@@ -73,7 +74,7 @@ class Strategy:
     transform: Transform | None = None
     reduction: Reduction
     operations: Operations = field(repr=False)
-    cluster: None = None
+    cluster: Runtime | None = None
     topology: str | None = None
 
     @property
@@ -363,6 +364,10 @@ class Strategy:
         shown = str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
         axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
+        if self.cluster is not None and self.cluster.num_processes > 1:
+            replicas += (
+                f" in {self.cluster.num_processes} processes, of which this is number {self.cluster.process_index},"
+            )
         return (
             f"Strategy({self.name}: {replicas} on {self.devices[0].platform} devices {shown} ({', '.join(kinds)}), "
             f"mesh {axes}, transform {self.transform}, all-reduce {self.reduction.name})"

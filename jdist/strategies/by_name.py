@@ -11,6 +11,7 @@ from jdist.errors import StrategyError
 from jdist.strategies.central_storage import central_storage
 from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
+from jdist.strategies.multi_worker import multi_worker
 from jdist.strategies.one_device import one_device
 from jdist.strategies.tpu import tpu
 from jdist.strategy import Strategy
@@ -20,6 +21,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "one_device": one_device,
     "mirrored": mirrored,
     "tpu": tpu,
+    "multi_worker": multi_worker,
     "central_storage": central_storage,
 }
 
@@ -28,7 +30,7 @@ def make_strategy(name: str, /, **options: Any) -> Strategy:
     """Builds a strategy by name.
 
     Args:
-        name: "default", "one_device", "mirrored", "tpu" or "central_storage".
+        name: "default", "one_device", "mirrored", "tpu", "multi_worker" or "central_storage".
         **options: arguments of the function of that name.
 
     Returns:

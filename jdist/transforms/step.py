@@ -185,6 +185,16 @@ class DistributedStep:
             self._results.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cluster = self.strategy.cluster
+        if cluster is None:
+            return self._call(args, kwargs)
+        with cluster.blocked():
+            result = self._call(args, kwargs)
+        if self._results_hold_state:
+            cluster.advance(self.options.steps_per_call)
+        return result
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_mixed(self.strategy)
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:

@@ -1,0 +1,59 @@
+"""How the processes of a synchronous job talk to each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from jdist.errors import StrategyError
+
+Implementation = Literal["auto", "ring", "nccl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationOptions:
+    """How gradients are all-reduced between processes, and how long a process may be silent.
+
+    Attributes:
+        bytes_per_pack: gradients are sent in packs of at least so many bytes, so that the first may go while the last
+            is still computed; 0: in one.
+        timeout_s: a process that was not heard of for so long is lost, and all others end, with exit code 75. Also how long
+            a process may keep others waiting after its own program has ended.
+        start_timeout_s: how long to wait until all processes have come.
+        implementation: "auto" leaves it to JAX (NCCL on GPU, the interconnect on TPU, gloo on CPU); "nccl" insists on NCCL;
+            "ring" passes gradients round a ring of replicas, step by step.
+
+    Raises:
+        StrategyError: a value is not allowed.
+
+    Example:
+        >>> import jdist
+        >>> jdist.CommunicationOptions(timeout_s=30).implementation
+        'auto'
+
+    Source: `tf.distribute.experimental.CommunicationOptions`
+    """
+
+    bytes_per_pack: int = 0
+    timeout_s: float = 10.0
+    start_timeout_s: float = 300.0
+    implementation: Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
+            raise StrategyError(
+                f"`bytes_per_pack` is {self.bytes_per_pack!r}; it must be a whole number of bytes, 0 or more."
+            )
+        for name in ("timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds above 0.")
+        if self.implementation not in get_args(Implementation):
+            allowed = ", ".join(map(repr, get_args(Implementation)))
+            raise StrategyError(f"`implementation` is {self.implementation!r}; allowed are {allowed}.")
+        if self.implementation == "ring" and self.bytes_per_pack:
+            raise StrategyError(
+                '`bytes_per_pack` packs what JAX all-reduces; `implementation` "ring" sends all gradients as one. Leave one '
+                "of them out."
+            )

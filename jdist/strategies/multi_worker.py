@@ -1,0 +1,119 @@
+"""A copy of the state on every device of every process of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jdist.cluster import runtime
+from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.resolve import resolve
+from jdist.cluster.spec import ClusterSpec
+from jdist.errors import DeviceError, StrategyError
+from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
+from jdist.reduction.by_name import AllReduce
+from jdist.strategies.local import strategy_over
+from jdist.strategy import Device, Strategy, Transform
+
+TRANSFORMS = ("shard_map", "jit")
+
+
+def multi_worker(
+    cluster: ClusterSpec | None = None,
+    *,
+    communication: CommunicationOptions | Mapping[str, Any] | None = None,
+    transform: Transform = "shard_map",
+    all_reduce: AllReduce | None = None,
+    axis: str = "replica",
+) -> Strategy:
+    """Runs a step on every device of every process: each device holds the whole state and computes on its slice.
+
+    The same program runs as every process, each with its own place in the cluster. With one process this is `mirrored`.
+    It has to be called before JAX is used for anything else, and may be called again. While the job runs, the processes
+    watch each other: when one is lost, all others end within `communication.timeout_s` and a little, with exit code 75.
+
+    Args:
+        cluster: the processes, and which of them this is; None: found in the environment, see `jdist.cluster.resolve`.
+        communication: how gradients are all-reduced, and how long a process may be silent; a mapping of its fields from a
+            config file.
+        transform: "shard_map" runs the step once for each replica; "jit" is the global view, in which the step sees the
+            whole batch and the compiler spreads it.
+        all_reduce: how replicas sum their gradients, as for `mirrored`; None: as `communication` says. "hierarchical"
+            reduces within each process first, then between the processes.
+        axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
+
+    Returns:
+        A Strategy with one replica a device, those of process 0 first.
+
+    Raises:
+        ClusterConfigError: the environment does not describe a cluster that this process has a place in.
+        ClusterError: not all processes came in time, or JAX was used already.
+        StrategyError: an option is not allowed.
+
+    Example:
+        >>> import jdist
+        >>> jdist.multi_worker().cluster.num_processes
+        1
+    """
+    if transform not in TRANSFORMS:
+        raise StrategyError(
+            f"`transform` is {transform!r}; allowed are {', '.join(map(repr, TRANSFORMS))}. (Under pmap each process has "
+            "arrays of its own.)"
+        )
+    options = _communication(communication)
+    spec = resolve(os.environ) if cluster is None else cluster
+    if not isinstance(spec, ClusterSpec):
+        raise StrategyError(
+            f"`cluster` is a {type(spec).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
+        )
+    joined = runtime.start(spec, timeout_s=options.timeout_s, start_timeout_s=options.start_timeout_s)
+    devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
+    if jax.process_count() != spec.num_processes:
+        raise StrategyError(
+            f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {spec.num_processes}. On a Cloud "
+            "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
+        )
+    reduction = _reduction(all_reduce, options, devices)
+    if transform == "jit" and reduction.name != "psum":
+        raise StrategyError(
+            f'the all-reduce is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
+            'chooses their algorithm. Leave `all_reduce` out, or use transform="shard_map".'
+        )
+    strategy = strategy_over(devices, name="multi_worker", axis=axis, transform=transform, reduction=reduction)
+    return dataclasses.replace(strategy, cluster=joined)
+
+
+def _communication(given: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:
+    if isinstance(given, CommunicationOptions):
+        return given
+    if given is not None and not isinstance(given, Mapping):
+        raise StrategyError(f"`communication` is a {type(given).__name__}; pass a `jdist.CommunicationOptions`.")
+    known = [field.name for field in dataclasses.fields(CommunicationOptions)]
+    for name in given or {}:
+        if name not in known:
+            raise StrategyError(f"`communication` has no option {name!r}. It has: {', '.join(known)}.")
+    return CommunicationOptions(**(given or {}))
+
+
+def _reduction(all_reduce: AllReduce | None, options: CommunicationOptions, devices: tuple[Device, ...]) -> Reduction:
+    if options.implementation == "nccl" and devices[0].platform != "gpu":
+        raise DeviceError(
+            f'`implementation` is "nccl", which needs GPUs; JAX has {devices[0].platform} devices here. Use "auto".'
+        )
+    if all_reduce is not None:
+        if options.bytes_per_pack or options.implementation == "ring":
+            raise StrategyError(
+                "`all_reduce` and `communication` both say how gradients are summed; leave out `bytes_per_pack` and "
+                "`implementation`, or `all_reduce`."
+            )
+        if all_reduce == "hierarchical":
+            processes = len({device.process_index for device in devices})
+            all_reduce = {"name": "hierarchical", "inner": len(devices) // processes, "outer": processes}
+        return make_reduction(all_reduce)
+    if options.implementation == "ring":
+        return ring()
+    return bucketed(options.bytes_per_pack) if options.bytes_per_pack else psum()

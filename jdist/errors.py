@@ -12,6 +12,7 @@
     ├── ReplicaDivergenceError replicas hold different values where the same were declared
     ├── NonFiniteError         a step made the state NaN or infinite
     ├── CheckpointError        a checkpoint that cannot be written, found or read
+    ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
@@ -87,6 +88,10 @@ class NonFiniteError(JDistError, FloatingPointError):
 
 class CheckpointError(JDistError, RuntimeError):
     """A checkpoint cannot be written, found or read."""
+
+
+class LaunchError(JDistError, ValueError):
+    """What is to be launched, or how many processes and where, is not valid."""
 
 
 class ConfigError(JDistError, ValueError):

@@ -1,0 +1,1 @@
+"""Many processes as one job: finding the cluster, starting it, watching it."""

@@ -84,12 +84,13 @@ class Launcher:
             self._selector.register(asked, selectors.EVENT_READ, "signals")
             try:
                 state, commands = begin(self._settings, time.monotonic())
-                self._obey(commands, state)
+                self._obey(commands)
                 while state.phase is not Phase.DONE:
-                    self._wait(state, asked)
+                    if not self._events:
+                        self._wait(state, asked)
                     while self._events:
                         state, commands = step(state, self._events.popleft())
-                        self._obey(commands, state)
+                        self._obey(commands)
             finally:
                 for process in self._processes.values():
                     process.control.close()  # all guards at once, before any is waited for
@@ -134,7 +135,7 @@ class Launcher:
             self.say(f"the log {process.log.path} is not whole: {process.log.problem}")
         self._events.append(Ended(at=at, task=process.task, code=code))
 
-    def _obey(self, commands: Sequence[Command], state: State) -> None:
+    def _obey(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Start):
                 self._start(command)

@@ -39,15 +39,15 @@ def cause(stderr: str) -> str:
     header = max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
     if header is not None:
         message = _message(lines, header)
-        return lines[message].strip() if message < len(lines) else ""
+        return lines[message].strip("| ") if message < len(lines) else ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _message(lines: list[str], header: int) -> int:
-    """The number of the line after the frames, which are indented; of a group, the line with its message."""
+    """The number of the line after the frames, which are indented; in a group, behind a bar."""
     group = lines[header].lstrip().startswith("+")
     for n in range(header + 1, len(lines)):
-        line = lines[n].strip("| ") if group else lines[n]
-        if line and not (lines[n].startswith("    ") if group else line[0] in " \t"):
+        line = lines[n].lstrip().removeprefix("| ") if group else lines[n]
+        if line and line[0] not in " \t":
             return n
     return len(lines)

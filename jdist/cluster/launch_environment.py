@@ -11,7 +11,7 @@ from jdist.xla_flags import CPU_DEVICES, with_flags
 
 ATTEMPT = "JDIST_LAUNCH_ATTEMPT"
 # What another launcher said of the cluster that this launcher itself is part of.
-_REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def child_environment(

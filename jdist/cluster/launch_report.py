@@ -29,13 +29,13 @@ def failure(attempt: Attempt, log: str, stderr: str) -> str:
 
 
 def summary(history: Sequence[Attempt], causes: Mapping[int, str]) -> str:
-    """A line for each attempt, and what was the same in all if none got anywhere; empty if the first one finished.
+    """A line for each attempt, and what was the same in all if none got anywhere; empty after only one.
 
     Args:
         history: the attempts.
         causes: for those that failed, in a line what the guilty process said.
     """
-    if len(history) == 1 and history[0].guilty is None:
+    if len(history) == 1:  # if it failed, that was said
         return ""
     return "\n".join([*(_line(attempt, causes) for attempt in history), *crash_loop(history, causes)])
 

@@ -185,19 +185,22 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
         if number is None:
             state, more = _give_up(state, now)
         else:
-            untold = state.running - state.told.keys()  # a second SIGTERM would cut a save short
-            state, more = _send(state, state.running if number == signal.SIGKILL else untold, number)
+            # A second SIGTERM would cut a save short.
+            tasks = state.running if number == signal.SIGKILL else state.running - state.told.keys()
+            state, more = _send(state, tasks, number)
+            if tasks:
+                more = (Say(f"still there: {_names(tasks)}; sending {number.name}"), *more)
         commands += more
     return state, commands
 
 
 def _give_up(state: State, now: float) -> tuple[State, Commands]:
     """SIGKILL did not help: the system itself holds them, and nothing can be started beside them."""
-    names = ", ".join(map(str, sorted(state.running)))
-    ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, told=signal.SIGKILL) for task in sorted(state.running))
+    held = state.running
+    ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, told=signal.SIGKILL) for task in sorted(held))
     state = replace(state, ends=state.ends + ends, running=frozenset(), forced=False)
     state, record = _record(state, now, guilty(state.ends), "failed")
-    text = f"cannot be ended, not even by SIGKILL: {names}; a device or a file system holds it"
+    text = f"cannot be ended, not even by SIGKILL: {_names(held)}; a device or a file system holds it"
     return replace(state, phase=Phase.DONE, exit_code=FAILED), (Say(text), record)
 
 
@@ -267,3 +270,7 @@ def _send(state: State, tasks: frozenset[Task], number: signal.Signals) -> tuple
 def _plan(at: float, grace_s: float, *signals: signal.Signals) -> Plan:
     """The signals from `at` on, `grace_s` apart, and after the last one to give up."""
     return tuple((at + n * grace_s, number) for n, number in enumerate((*signals, None)))
+
+
+def _names(tasks: frozenset[Task]) -> str:
+    return ", ".join(map(str, sorted(tasks)))

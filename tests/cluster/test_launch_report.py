@@ -30,8 +30,9 @@ def test_a_failure_counts_those_that_followed():
     assert "(1 noticed and left; process 2 had to be killed)" in text
 
 
-def test_a_job_that_went_well_needs_no_summary():
-    assert summary([attempt(0, outcome="finished")], {}) == ""
+@pytest.mark.parametrize("only", [attempt(0, outcome="finished"), attempt(0, 1)])
+def test_one_attempt_needs_no_summary(only):
+    assert summary([only], {0: "a"}) == ""
 
 
 def test_each_attempt_has_its_line():
@@ -52,7 +53,6 @@ def test_each_attempt_has_its_line():
         ([attempt(0, 1), attempt(1, -9)], {}, None),
         ([attempt(0, 1, 100.0), attempt(1, 1, 100.0)], {0: "a", 1: "a"}, None),
         ([attempt(0, 1), attempt(1, 1), attempt(2, outcome="finished")], {0: "a", 1: "a"}, None),
-        ([attempt(0, 1)], {0: "a"}, None),
     ],
 )
 def test_a_crash_loop_is_several_alike_soon_after_their_start(history, causes, attempts):

@@ -67,6 +67,17 @@ def test_a_guard_that_is_killed_leaves_nothing_and_is_a_failure(tmp_path):
         await_gone(*pids)
 
 
+@linux
+def test_no_process_outlives_launcher_and_guards_killed_together(tmp_path):
+    with launcher(tmp_path, body='put(f"up_{index}", f"{os.getpid()} {os.getppid()}")\nwait()') as process:
+        pids = [int(pid) for text in await_files(tmp_path, "up_0", "up_1") for pid in text.split()]
+        process.send_signal(signal.SIGSTOP)  # so that it does nothing about the guards' end
+        for guard in pids[1::2]:
+            os.kill(guard, signal.SIGKILL)
+        process.kill()
+        await_gone(*pids)
+
+
 SAVES = """
 def save(number, frame):
     put(f"saved_{index}", number)

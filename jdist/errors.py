@@ -15,6 +15,7 @@
     ├── ClusterError           the processes of a job did not come together, or did not agree
     │   └── PeerLostError      a process of the job is gone, or stands still
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
+    ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
@@ -131,6 +132,10 @@ class ClusterConfigError(JDistError, ValueError):
         self.variable = variable
         self.field = field
         self.value = value
+
+
+class LaunchError(JDistError, ValueError):
+    """What is to be launched, or how many processes and where, is not valid."""
 
 
 class ConfigError(JDistError, ValueError):

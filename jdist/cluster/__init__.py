@@ -1,4 +1,4 @@
-"""Which processes a job has: a cluster, read from the environment by resolvers."""
+"""Many processes as one job: finding the cluster, starting it, watching it."""
 
 from jdist.cluster.jax_env import jax_env
 from jdist.cluster.kubernetes import kubernetes

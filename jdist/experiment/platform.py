@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 from jdist.strategies.libtpu import quiet_environment
+from jdist.xla_flags import CPU_DEVICES, with_flags
 
 # deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
 # kernels by stopwatch, anew in each process.
 DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
-_CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -> dict[str, str]:
@@ -41,13 +41,12 @@ def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -
                 f"platform.cpu_devices={section.cpu_devices} asks for CPU devices, but "
                 f"JAX_PLATFORMS={chosen} rules them out. Unset it, or set platform.cpu_devices=null."
             )
-        flags[_CPU_DEVICES] = str(section.cpu_devices)
+        flags[CPU_DEVICES] = str(section.cpu_devices)
         variables["JAX_PLATFORMS"] = "cpu"
     if section.deterministic:
         flags |= DETERMINISTIC
     if flags:
-        kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in flags]
-        variables["XLA_FLAGS"] = " ".join(kept + [f"{name}={value}" for name, value in flags.items()])
+        variables["XLA_FLAGS"] = with_flags(environ.get("XLA_FLAGS", ""), flags)
     return variables
 
 

@@ -1,0 +1,168 @@
+"""Start several processes of one job on this machine, watch them, and start them again when they fail."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from jdist.cluster.launch_console import Console
+from jdist.cluster.launch_environment import child_environment
+from jdist.cluster.launch_loop import Launcher
+from jdist.cluster.launch_model import Attempt, Settings
+from jdist.cluster.launch_options import check_at_least, check_positive, command_line, parse_processes
+from jdist.cluster.launch_verdict import EVALUATOR, WORKER, Task
+from jdist.errors import LaunchError
+
+RESTARTS_OF_A_RANGE = 3
+_CONSOLE_S = 30.0  # how long a terminal may stand still at the end before the rest is left to the logs
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: 0 if all ended well; else see `jdist.cluster.exit_codes`, or 128 plus a signal's number.
+        attempts: what became of each attempt.
+        log_dir: the folder with attempt_A/process_I.log.
+    """
+
+    exit_code: int
+    attempts: tuple[Attempt, ...]
+    log_dir: Path
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int | str | tuple[int, int] = 2,
+    evaluator: bool = False,
+    devices_per_process: int | None = None,
+    max_restarts: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    grace_s: float = 10.0,
+    stop_timeout_s: float = 300.0,
+    regrow_s: float = 300.0,
+) -> Launched:
+    """Run a command in several processes that find each other by TF_CONFIG; none is left when it returns.
+
+    While it runs, in the main thread, SIGINT and SIGTERM are passed on to the processes once, which may then save
+    and leave; a second one kills them. When a process fails, the others are ended, and with restarts left all are
+    started again, at new ports.
+
+    Args:
+        command: a config (.yaml) and overrides, a script (.py) and arguments, `-m` and a module, or a program.
+        processes: how many; as "MIN:MAX" or (MIN, MAX), start with MAX, and after a failure go on with those that
+            are left, at least MIN.
+        evaluator: start one more process, of task type evaluator; it ends with the job.
+        devices_per_process: run on this many virtual CPU devices each; None for the devices that JAX finds.
+        max_restarts: how often to start all again after a failure that this may mend: any but exit code 2. None
+            for 0, or for 3 with MIN:MAX.
+        log_dir: folder for the output of each process; None for runs/launch-TIME.
+        grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM, before
+            SIGKILL.
+        stop_timeout_s: seconds that processes get to save and leave when asked to stop.
+        regrow_s: seconds to go on with fewer than MAX before all are asked to save and leave, to go on with MAX.
+
+    Returns:
+        The exit code, the attempts and where the logs are.
+
+    Raises:
+        LaunchError: what is asked for is not right.
+
+    Example:
+        >>> launch(["python", "-c", "print('hello')"], processes=2).exit_code
+        0
+    """
+    smallest, largest = parse_processes(processes)
+    restarts = (RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
+    check_at_least("max_restarts", restarts, 0)
+    if devices_per_process is not None:
+        check_at_least("devices_per_process", devices_per_process, 1)
+    for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
+        check_positive(name, seconds)
+    settings = Settings(
+        smallest=smallest,
+        largest=largest,
+        evaluator=evaluator,
+        max_restarts=restarts,
+        grace_s=grace_s,
+        stop_timeout_s=stop_timeout_s,
+        regrow_s=regrow_s,
+        seed=random.SystemRandom().getrandbits(32),
+    )
+    line = command_line(command, devices_per_process=devices_per_process)
+    child_environment(os.environ, Task(WORKER, 0), [], attempt=0, devices_per_process=devices_per_process)  # checks
+    folder = _make_log_dir(log_dir)
+    console = Console()
+    try:
+        launcher = Launcher(
+            settings,
+            line,
+            os.environ,
+            devices_per_process=devices_per_process,
+            log_dir=folder,
+            console=console,
+            prefixes=_prefixes(settings),
+        )
+        which = f"{largest} process{'es' if largest > 1 else ''}{' and an evaluator' if evaluator else ''}"
+        launcher.say(f"{which} of {shlex.join(command)}; logs: {folder}")
+        state = launcher.run()
+    finally:
+        console.close(_CONSOLE_S)
+    assert state.exit_code is not None
+    return Launched(exit_code=state.exit_code, attempts=state.history, log_dir=folder)
+
+
+def _make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder, made; a new one if none was asked for."""
+    try:
+        if log_dir is not None:
+            folder = Path(log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        name = time.strftime("launch-%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+            folder = Path("runs") / f"{name}{suffix}"
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as exc:
+        raise LaunchError(f"log_dir={log_dir}: {exc}. Give a folder that can be written.") from exc
+    raise LaunchError(f"runs/{name} and 98 more like it exist already; give log_dir.")
+
+
+def _prefixes(settings: Settings) -> dict[Task, tuple[bytes, bytes]]:
+    """What each process's lines begin with at standard output and error, in colour where that is a terminal."""
+    tasks = [Task(WORKER, index) for index in range(settings.largest)]
+    if settings.evaluator:
+        tasks.append(Task(EVALUATOR, 0))
+    colours = itertools.cycle(_COLOURS)
+    return {
+        task: (_prefix(task, sys.stdout, colour), _prefix(task, sys.stderr, colour))
+        for task, colour in zip(tasks, colours, strict=False)
+    }
+
+
+def _prefix(task: Task, file: IO[str], colour: str) -> bytes:
+    text = f"[{task.label}] "
+    if not file.isatty():
+        return text.encode()
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
+    with rich.capture() as captured:
+        rich.print(Text(text, style=colour), end="")
+    return captured.get().encode()

@@ -1,0 +1,69 @@
+"""Writes for the launcher, in a thread: a terminal that stands still must not keep it from its work."""
+
+from __future__ import annotations
+
+import collections
+import io
+import threading
+from typing import IO
+
+FULL = 4 << 20  # bytes waiting to be written, after which no more should be read
+
+
+class Console:
+    """Standard output and error, whole lines in the order they were given."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[tuple[IO[str], bytes]] = collections.deque()
+        self._size, self._closed = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="jdist-launch-console", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more is waiting than should."""
+        return self._size > FULL
+
+    def write(self, file: IO[str], lines: bytes) -> None:
+        """Have lines written; returns at once."""
+        if lines:
+            with self._changed:
+                self._waiting.append((file, lines))
+                self._size += len(lines)
+                self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until all is written, or not even a part of it within `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        left = None
+        while self._thread.is_alive() and left != self._size:
+            left = self._size
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        broken: set[int] = set()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                file, lines = self._waiting.popleft()
+            if id(file) not in broken:
+                try:
+                    _write(file, lines)
+                except (OSError, ValueError):  # the terminal, or the reader of the pipe, is gone; the logs go on
+                    broken.add(id(file))
+            with self._changed:
+                self._size -= len(lines)
+
+
+def _write(file: IO[str], lines: bytes) -> None:
+    if isinstance(file, io.TextIOWrapper):
+        file.flush()
+        file.buffer.write(lines)
+    else:  # a notebook's
+        file.write(lines.decode(errors="replace"))
+    file.flush()

@@ -1,0 +1,230 @@
+"""The launcher's loop: a thin shell of processes, pipes and signals round `launch_state`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jdist.cluster.launch_console import Console
+from jdist.cluster.launch_environment import child_environment
+from jdist.cluster.launch_model import (
+    Asked,
+    Attempt,
+    Command,
+    Ended,
+    Event,
+    Phase,
+    Say,
+    Send,
+    Settings,
+    Start,
+    State,
+    Tick,
+)
+from jdist.cluster.launch_ports import free_ports
+from jdist.cluster.launch_process import LogFile, Process, Stream
+from jdist.cluster.launch_report import failure, summary
+from jdist.cluster.launch_state import begin, step
+from jdist.cluster.launch_traceback import cause
+from jdist.cluster.launch_verdict import WORKER, Task
+
+_ROOM_POLL_S = 0.05
+_CANNOT_BE_STARTED = 126
+
+
+class Launcher:
+    """Runs one launch; `run` may be called once.
+
+    Args:
+        settings: how many, how often, how long.
+        command: what each process runs.
+        environ: the environment to derive theirs from.
+        devices_per_process: virtual CPU devices of each.
+        log_dir: where logs go.
+        console: where to write.
+        prefixes: what the lines of each process begin with, at standard output and at standard error.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        devices_per_process: int | None,
+        log_dir: Path,
+        console: Console,
+        prefixes: Mapping[Task, tuple[bytes, bytes]],
+    ) -> None:
+        self._settings, self._command, self._environ = settings, command, environ
+        self._devices, self._log_dir, self._console, self._prefixes = devices_per_process, log_dir, console, prefixes
+        self._selector = selectors.DefaultSelector()
+        self._processes: dict[Task, Process] = {}
+        self._last_words: dict[Task, str] = {}
+        self._causes: dict[int, str] = {}
+        self._events: deque[Event] = deque()
+        self._reading: dict[int, tuple[Process, Stream]] = {}
+        self._paused = False
+
+    def run(self) -> State:
+        """Run to the end; no process is left then, also after an exception.
+
+        Returns:
+            The last state.
+        """
+        with self._selector, _signals() as asked:
+            self._selector.register(asked, selectors.EVENT_READ, "signals")
+            try:
+                state, commands = begin(self._settings, time.monotonic())
+                self._obey(commands)
+                while state.phase is not Phase.DONE:
+                    if not self._events:
+                        self._wait(state, asked)
+                    while self._events:
+                        state, commands = step(state, self._events.popleft())
+                        self._obey(commands)
+            finally:
+                for process in self._processes.values():
+                    process.control.close()  # all guards at once, before any is waited for
+                for process in self._processes.values():
+                    process.abandon()
+        self.say(summary(state.history, self._causes))
+        return state
+
+    def say(self, text: str) -> None:
+        """Tell the user, on standard error."""
+        lines = "".join(f"[launch] {line}\n" for line in text.splitlines())
+        self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
+
+    def _wait(self, state: State, asked: int) -> None:
+        """Handle what has come by the time the next thing is due."""
+        self._pause_if_full()
+        timeout = None if state.due is None else max(0.0, state.due - time.monotonic())
+        if self._paused:
+            timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
+        for key, _ in self._selector.select(timeout):
+            if key.data == "signals":
+                for number in os.read(asked, 64):
+                    self._events.append(Asked(at=time.monotonic(), signal=signal.Signals(number)))
+            elif isinstance(key.data, Process):
+                if key.data.listen():
+                    self._gone(key.data)
+            elif key.fd in self._reading:  # not if its process has just gone
+                process, stream = self._reading[key.fd]
+                if not process.read(stream, time.monotonic()):
+                    self._stop_reading(key.fd)
+        if state.due is not None and time.monotonic() >= state.due:
+            self._events.append(Tick(at=time.monotonic()))
+
+    def _gone(self, process: Process) -> None:
+        self._selector.unregister(process.control)
+        for stream in process.streams:
+            self._stop_reading(stream.pipe)
+        code, at = process.finish(time.monotonic())
+        del self._processes[process.task]
+        self._last_words[process.task] = process.stderr
+        if process.log.problem is not None:
+            self.say(f"the log {process.log.path} is not whole: {process.log.problem}")
+        self._events.append(Ended(at=at, task=process.task, code=code))
+
+    def _obey(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Start):
+                self._start(command)
+            elif isinstance(command, Send):
+                for task in command.tasks & self._processes.keys():
+                    self._processes[task].send(command.signal)
+            elif isinstance(command, Say):
+                self.say(command.text)
+            elif command.guilty is not None:
+                self._report(command)
+
+    def _start(self, command: Start) -> None:
+        self._last_words.clear()
+        workers = sum(task.type == WORKER for task in command.tasks)
+        try:
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
+            for task in command.tasks:
+                self._spawn(task, command.attempt, addresses)
+        except OSError as exc:
+            self.say(f"attempt {command.attempt} cannot be started: {exc}")
+            for task in command.tasks:
+                if task not in self._processes:
+                    self._events.append(Ended(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
+
+    def _spawn(self, task: Task, attempt: int, addresses: Sequence[str]) -> None:
+        process = Process(
+            task,
+            self._command,
+            child_environment(self._environ, task, addresses, attempt=attempt, devices_per_process=self._devices),
+            log=LogFile(self._log_path(task, attempt)),
+            prefixes=self._prefixes[task],
+            console=self._console,
+        )
+        self._processes[task] = process
+        self._selector.register(process.control, selectors.EVENT_READ, process)
+        for stream in process.streams:
+            self._reading[stream.pipe] = process, stream
+            if not self._paused:
+                self._selector.register(stream.pipe, selectors.EVENT_READ)
+
+    def _log_path(self, task: Task, attempt: int) -> Path:
+        return self._log_dir / f"attempt_{attempt}" / f"{'process_' if task.type == WORKER else ''}{task.label}.log"
+
+    def _report(self, attempt: Attempt) -> None:
+        assert attempt.guilty is not None
+        task = attempt.guilty.task
+        stderr = self._last_words.get(task, "")
+        self._causes[attempt.number] = cause(stderr)
+        self.say(failure(attempt, str(self._log_path(task, attempt.number)), stderr))
+
+    def _pause_if_full(self) -> None:
+        """Read no output while too much of it waits to be shown; the processes then wait, too."""
+        if self._console.is_full == self._paused:
+            return
+        self._paused = not self._paused
+        for pipe in self._reading:
+            if self._paused:
+                self._selector.unregister(pipe)
+            else:
+                self._selector.register(pipe, selectors.EVENT_READ)
+
+    def _stop_reading(self, pipe: int) -> None:
+        if self._reading.pop(pipe, None) is not None and not self._paused:
+            self._selector.unregister(pipe)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """A pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; empty outside the main thread.
+
+    A terminal that closes (SIGHUP) asks for the same as SIGTERM, unless nohup said that it does not matter.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def handle(number: int, frame: object) -> None:
+        with contextlib.suppress(BlockingIOError):  # so many that none more matters
+            os.write(writer, bytes([signal.SIGTERM if number == signal.SIGHUP else number]))
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield reader
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,126 @@
+"""How processes of a job ended, and which of them is to blame. Pure."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jdist.cluster.exit_codes import FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
+
+WORKER, EVALUATOR = "worker", "evaluator"
+_CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One place in the job, as TF_CONFIG names it.
+
+    Attributes:
+        type: "worker" or "evaluator".
+        index: counted from 0 within its type.
+    """
+
+    type: str
+    index: int
+
+    @property
+    def label(self) -> str:
+        """What its output lines begin with: the index of a worker, the type of others."""
+        return str(self.index) if self.type == WORKER else self.type
+
+    def __str__(self) -> str:
+        return f"process {self.index}" if self.type == WORKER else f"the {self.type}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How one process ended.
+
+    Attributes:
+        task: which.
+        code: its exit code; minus the signal's number if a signal ended it.
+        at: when, in seconds of the launcher's clock.
+        told: the last signal that the launcher had sent it before.
+    """
+
+    task: Task
+    code: int
+    at: float
+    told: signal.Signals | None = None
+
+
+class Kind(enum.IntEnum):
+    """What an end means; of several, the lowest is the cause."""
+
+    CRASHED = 0  # a signal, or an exit code that tells of trouble of its own
+    STALLED = 1  # the launcher had to kill it
+    LEFT = 2  # saved and left because somebody asked it to, not the launcher
+    PEER_LOST = 3  # ended because another did
+    WELL = 4
+
+
+def kind(end: End) -> Kind:
+    """What an end means.
+
+    Example:
+        >>> kind(End(task=Task("worker", 0), code=-9, at=0.0)).name
+        'CRASHED'
+    """
+    asked = end.told in (signal.SIGINT, signal.SIGTERM)
+    if end.code == FINISHED or (asked and end.code in (INTERRUPTED, PREEMPTED, -signal.SIGINT, -signal.SIGTERM)):
+        return Kind.WELL
+    if end.told == signal.SIGKILL and end.code == -signal.SIGKILL:
+        return Kind.STALLED
+    if end.code == PEER_LOST:
+        return Kind.PEER_LOST
+    return Kind.LEFT if end.code in (INTERRUPTED, PREEMPTED) else Kind.CRASHED
+
+
+def guilty(ends: Iterable[End]) -> End | None:
+    """The end that explains the others: by its kind, then the earliest; None if all ended well."""
+    return min((end for end in ends if kind(end) != Kind.WELL), key=lambda end: (kind(end), end.at), default=None)
+
+
+def lost(ends: Iterable[End]) -> int:
+    """How many processes to do without: the guilty one, and others that were killed from outside.
+
+    Survivors of a broken collective end in many ways (an exception, SIGABRT), so other ends do not count.
+    """
+    ends = tuple(ends)
+    cause = guilty(ends)
+    if cause is None or kind(cause) not in (Kind.CRASHED, Kind.STALLED):
+        return 0
+    return len({cause.task, *(end.task for end in ends if end.code == -signal.SIGKILL and end.told is None)})
+
+
+def exit_code(end: End) -> int:
+    """The exit code that tells of `end`: its own, or 128 plus the signal's number as in shells."""
+    return end.code if end.code >= 0 else 128 - end.code
+
+
+def mendable(end: End) -> bool:
+    """Whether starting again may help: not if what was asked for is not right, or cannot be started at all."""
+    return end.code not in (USAGE, *_CANNOT_BE_STARTED)
+
+
+def how(end: End) -> str:
+    """The end in words, to follow the name of its task.
+
+    Example:
+        >>> how(End(task=Task("worker", 0), code=-9, at=0.0))
+        'was killed by SIGKILL'
+    """
+    meaning = kind(end)
+    if meaning == Kind.STALLED:
+        return "did not end and had to be killed"
+    if end.code < 0:
+        return f"was killed by {signal_name(-end.code)}"
+    remark = {Kind.PEER_LOST: " (it lost a peer)", Kind.LEFT: " (asked to stop, not by the launcher)"}
+    return f"ended with exit code {end.code}{remark.get(meaning, '')}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; real-time signals have only a number."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

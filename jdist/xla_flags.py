@@ -1,0 +1,22 @@
+"""The variable XLA_FLAGS, which XLA reads once, when it starts. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CPU_DEVICES = "--xla_force_host_platform_device_count"
+
+
+def with_flags(existing: str, flags: Mapping[str, str]) -> str:
+    """XLA_FLAGS with some flags set; the others stay as they are.
+
+    Args:
+        existing: the variable as it is, empty if it is not set.
+        flags: name with its dashes -> value.
+
+    Example:
+        >>> with_flags("--xla_a=1 --xla_b=2", {"--xla_a": "3"})
+        '--xla_b=2 --xla_a=3'
+    """
+    kept = [flag for flag in existing.split() if flag.partition("=")[0] not in flags]
+    return " ".join(kept + [f"{name}={value}" for name, value in flags.items()])

@@ -1,0 +1,63 @@
+import signal
+
+import pytest
+
+from jdist.cluster.launch_model import Attempt
+from jdist.cluster.launch_report import failure, summary
+from jdist.cluster.launch_verdict import End, Task
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no\n'
+
+
+def attempt(number, code=None, duration_s=2.0, outcome="failed", others=()):
+    guilty = None if code is None else End(task=Task("worker", 1), code=code, at=duration_s)
+    ends = (guilty, *others) if guilty else ()
+    return Attempt(number=number, size=2, duration_s=duration_s, ends=ends, guilty=guilty, outcome=outcome)
+
+
+def test_a_failure_names_process_end_log_and_traceback():
+    text = failure(attempt(3, -9), "logs/process_1.log", TRACEBACK)
+    assert text.splitlines() == [
+        "attempt 3 failed: process 1 was killed by SIGKILL; its log: logs/process_1.log",
+        *(f"  {line}" for line in TRACEBACK.splitlines()),
+    ]
+
+
+def test_a_failure_counts_those_that_followed():
+    followed = End(task=Task("worker", 0), code=75, at=3.0)
+    killed = End(task=Task("worker", 2), code=-9, at=9.0, told=signal.SIGKILL)
+    text = failure(attempt(0, 1, others=(followed, killed)), "l", "")
+    assert "(1 noticed and left; process 2 had to be killed)" in text
+
+
+@pytest.mark.parametrize("only", [attempt(0, outcome="finished"), attempt(0, 1)])
+def test_one_attempt_needs_no_summary(only):
+    assert summary([only], {0: "a"}) == ""
+
+
+def test_each_attempt_has_its_line():
+    history = [attempt(0, 1, 100.0), attempt(1, outcome="grown"), attempt(2, outcome="finished")]
+    assert summary(history, {0: "ValueError: no"}).splitlines() == [
+        "attempt 0: 2 processes, 100.0 s: process 1 ended with exit code 1: ValueError: no",
+        "attempt 1: 2 processes, 2.0 s: stopped, to go on with more",
+        "attempt 2: 2 processes, 2.0 s: finished",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("history", "causes", "attempts"),
+    [
+        ([attempt(0, 1), attempt(1, 1)], {0: "a", 1: "a"}, 2),
+        ([attempt(0, 1), attempt(1, -9), attempt(2, 1), attempt(3, 1)], {0: "a", 2: "a", 3: "a"}, 2),
+        ([attempt(0, 1), attempt(1, 1)], {0: "a", 1: "b"}, None),
+        ([attempt(0, 1), attempt(1, -9)], {}, None),
+        ([attempt(0, 1, 100.0), attempt(1, 1, 100.0)], {0: "a", 1: "a"}, None),
+        ([attempt(0, 1), attempt(1, 1), attempt(2, outcome="finished")], {0: "a", 1: "a"}, None),
+    ],
+)
+def test_a_crash_loop_is_several_alike_soon_after_their_start(history, causes, attempts):
+    last = summary(history, causes).splitlines()[-1]
+    assert last.startswith("crash loop") == (attempts is not None)
+    if attempts is not None:
+        assert f"{attempts} attempts in a row" in last
+        assert last.endswith(": a")

@@ -216,6 +216,8 @@ def _start(spec: ClusterSpec, timeout_s: float, start_timeout_s: float, environ:
     runtime = Runtime(spec, watch, switchboard, timeout_s)
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.
+        jax.config.update("jax_enable_preemption_service", False)
         with runtime.blocked():
             jax.distributed.initialize(
                 coordinator_address=spec.coordinator_address,

@@ -108,7 +108,9 @@ class Switchboard:
 
     def _greet(self, line: _Line, hello: Message) -> bool:
         """Takes a process in, or says why not."""
-        if hello["type"] != "hello" or not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+        if hello["type"] != "hello":
+            why = "it did not say hello first"
+        elif not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
             why = "its JDIST_TOKEN is not that of process 0"
         else:
             why = hubs.refusal(self._hub, hello)

@@ -79,10 +79,10 @@ class Watch:
         self._sending = threading.Lock()
         deadline_s = time.monotonic() + start_timeout_s
         self._connection = self._connect(deadline_s, start_timeout_s)
-        self._thread = threading.Thread(target=self._listen, name="jdist-watch", daemon=True)
-        self._thread.start()
         hello = {"type": "hello", "process": place.process, "count": place.count, "token": place.token}
         self._tell(hello | ({} if place.address is None else {"address": place.address}))
+        self._thread = threading.Thread(target=self._listen, name="jdist-watch", daemon=True)
+        self._thread.start()
         with self._changed:
             self._changed.wait_for(
                 lambda: self._addresses or self._refused or self._lost, deadline_s - time.monotonic()

@@ -155,7 +155,7 @@ def launch(
         stop_timeout_s: seconds to save and leave when asked to stop, before SIGKILL.
         regrow_s: seconds to go on with fewer than MAX before trying to grow.
     """
-    from jdist.cluster.launch import launch as start
+    from jdist.cluster.launcher.launch import launch as start
 
     return start(
         command,

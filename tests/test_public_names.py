@@ -8,6 +8,7 @@ import pytest
 import jdist
 
 NAMES = [
+    "CommunicationOptions",
     "InputContext",
     "InputOptions",
     "PerReplica",
@@ -33,6 +34,7 @@ NAMES = [
     "make_strategy",
     "mean",
     "mirrored",
+    "multi_worker",
     "nnx",
     "num_replicas",
     "one_device",

@@ -90,7 +90,7 @@ def test_mirrored_refuses_options_with_what_is_allowed(options, message):
 
 class TestByName:
     def test_every_strategy_can_be_named(self):
-        assert sorted(STRATEGIES) == ["central_storage", "default", "mirrored", "one_device", "tpu"]
+        assert sorted(STRATEGIES) == ["central_storage", "default", "mirrored", "multi_worker", "one_device", "tpu"]
         for name in STRATEGIES.keys() - {"tpu"}:  # which needs a TPU: tests/test_tpu.py
             assert jdist.make_strategy(name).name == name
 
@@ -105,10 +105,10 @@ class TestByName:
             (
                 "miror",
                 r"no strategy 'miror'\. Did you mean 'mirrored'\? "
-                "Known: default, one_device, mirrored, tpu, central_storage",
+                "Known: default, one_device, mirrored, tpu, multi_worker, central_storage",
             ),
             ("onedevice", r"Did you mean 'one_device'\?"),
-            ("zzz", r"no strategy 'zzz'\. Known: default, one_device, mirrored, tpu, central_storage\."),
+            ("zzz", r"no strategy 'zzz'\. Known: default, one_device, mirrored, tpu, multi_worker, central_storage\."),
             (None, r"no strategy None\."),
         ],
     )

@@ -1,17 +1,24 @@
 """Many processes as one job: finding the cluster, starting it, watching it."""
 
-from jdist.cluster.jax_env import jax_env
-from jdist.cluster.kubernetes import kubernetes
-from jdist.cluster.open_mpi import open_mpi
-from jdist.cluster.resolve import DEFAULT, resolve
-from jdist.cluster.resolver import Resolver
-from jdist.cluster.sagemaker import sagemaker
-from jdist.cluster.simple import simple
-from jdist.cluster.slurm import slurm
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jdist.cluster.resolvers.jax_env import jax_env
+from jdist.cluster.resolvers.kubernetes import kubernetes
+from jdist.cluster.resolvers.open_mpi import open_mpi
+from jdist.cluster.resolvers.resolve import DEFAULT, resolve
+from jdist.cluster.resolvers.resolver import Resolver
+from jdist.cluster.resolvers.sagemaker import sagemaker
+from jdist.cluster.resolvers.simple import simple
+from jdist.cluster.resolvers.slurm import slurm
+from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.cluster.resolvers.tpu import tpu
+from jdist.cluster.resolvers.union import union
 from jdist.cluster.spec import ClusterSpec
-from jdist.cluster.tf_config import tf_config
-from jdist.cluster.tpu import tpu
-from jdist.cluster.union import union
+
+if TYPE_CHECKING:
+    from jdist.cluster.launcher.launch import launch as launch
 
 __all__ = [
     "DEFAULT",
@@ -19,6 +26,7 @@ __all__ = [
     "Resolver",
     "jax_env",
     "kubernetes",
+    "launch",
     "open_mpi",
     "resolve",
     "sagemaker",
@@ -28,3 +36,11 @@ __all__ = [
     "tpu",
     "union",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "launch":  # lazily: whoever looks for its cluster starts none
+        from jdist.cluster.launcher.launch import launch
+
+        return launch
+    raise AttributeError(f"module 'jdist.cluster' has no attribute {name!r}")

@@ -21,11 +21,11 @@ import jax
 from jdist.cluster import exit_codes
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import number, text
-from jdist.cluster.hub import Hub
 from jdist.cluster.refuse import refused
 from jdist.cluster.spec import ClusterSpec
-from jdist.cluster.switchboard import Switchboard
-from jdist.cluster.watch import Place, Watch
+from jdist.cluster.watch.hub import Hub
+from jdist.cluster.watch.switchboard import Switchboard
+from jdist.cluster.watch.watch import Place, Watch
 from jdist.errors import ClusterError, PeerLostError
 
 WATCH_PORT, TOKEN, RECORDS = "JDIST_WATCH_PORT", "JDIST_TOKEN", "JDIST_RECORD_DIR"

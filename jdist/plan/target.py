@@ -17,6 +17,7 @@ from jdist.experiment.platform import apply_platform
 if TYPE_CHECKING:
     from jdist.strategy import Device, Strategy
 
+_PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
 KNOWN = 'a TPU such as "v5e:2x4", "v6e:16x16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
 
 
@@ -130,8 +131,9 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
     """
     from jdist.strategies.by_name import STRATEGIES
 
-    function = STRATEGIES["mirrored" if name == "tpu" else name]  # on given devices `tpu` is `mirrored`
-    kept = {k: v for k, v in options.items() if k not in ("devices", "device", "topology", "name")}
+    # On given devices these are `mirrored`.
+    function = STRATEGIES["mirrored" if name in ("tpu", "multi_worker") else name]
+    kept = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
     known = inspect.signature(function).parameters
     if "devices" in known:
         strategy = function(devices=devices, **kept)

@@ -11,7 +11,7 @@ import jax
 
 from jdist.cluster import runtime
 from jdist.cluster.communication import CommunicationOptions
-from jdist.cluster.resolve import resolve
+from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from jdist.cluster import resolve
-from jdist.cluster.resolve import DEFAULT
+from jdist.cluster.resolvers.resolve import DEFAULT
 from jdist.errors import ClusterConfigError
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 READ = [
     variable
-    for path in sorted((ROOT / "jdist" / "cluster").glob("*.py"))
+    for path in sorted((ROOT / "jdist" / "cluster" / "resolvers").glob("*.py"))
     for variable in re.findall(
         r'"((?:TF_CONFIG|JAX|KUBERNETES|JOB|SM|TPU|MEGASCALE|OMPI|PMIX|PMI|CUDA|SLURM)[A-Za-z_]*)"',
         path.read_text(encoding="utf-8"),

@@ -5,8 +5,8 @@ import sys
 import pytest
 from launch_children import program
 
-from jdist.cluster import launch_loop
-from jdist.cluster.launch import launch
+from jdist.cluster.launcher import loop as launch_loop
+from jdist.cluster.launcher.launch import launch
 from jdist.errors import LaunchError
 
 

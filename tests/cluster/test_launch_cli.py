@@ -50,7 +50,8 @@ def test_what_is_not_right_leaves_with_2(arguments, message, capsys):
 
 
 def test_the_launcher_needs_no_jax():
-    code = "import sys, jdist.cluster.launch; sys.exit(bool({'jax', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
+    heavy = "{'jax', 'numpy', 'pydantic', 'rich'}"
+    code = f"import sys, jdist.cluster; jdist.cluster.launch; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
@@ -59,7 +60,7 @@ def test_prefixes_have_colours_on_a_terminal(tmp_path):
     script = tmp_path / "hello.py"
     script.write_text("print('hello')")
     launched = (
-        f"import sys; from jdist.cluster.launch import launch; "
+        f"import sys; from jdist.cluster.launcher.launch import launch; "
         f"launch([{str(script)!r}], processes=1, log_dir={str(tmp_path / 'logs')!r})"
     )
     ours, theirs = pty.openpty()

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from jdist.cluster.launch_environment import child_environment
-from jdist.cluster.launch_verdict import Task
+from jdist.cluster.launcher.environment import child_environment
+from jdist.cluster.launcher.verdict import Task
 from jdist.errors import LaunchError
 
 ADDRESSES = ["127.0.0.1:20000", "127.0.0.1:20002"]

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from jdist.cluster.launch_options import command_line, parse_processes
+from jdist.cluster.launcher.options import command_line, parse_processes
 from jdist.errors import LaunchError
 
 

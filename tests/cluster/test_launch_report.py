@@ -2,9 +2,9 @@ import signal
 
 import pytest
 
-from jdist.cluster.launch_model import Attempt
-from jdist.cluster.launch_report import failure, summary
-from jdist.cluster.launch_verdict import End, Task
+from jdist.cluster.launcher.model import Attempt
+from jdist.cluster.launcher.report import failure, summary
+from jdist.cluster.launcher.verdict import End, Task
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no\n'
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jdist.cluster.launch_traceback import LONGEST, cause, explanation
+from jdist.cluster.launcher.traceback import LONGEST, cause, explanation
 
 
 def stderr_of(code):

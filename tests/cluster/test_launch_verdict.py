@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from jdist.cluster.launch_verdict import End, Kind, Task, exit_code, guilty, how, kind, lost, mendable
+from jdist.cluster.launcher.verdict import End, Kind, Task, exit_code, guilty, how, kind, lost, mendable
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jdist.cluster.launch_verdict import End, Task
+from jdist.cluster.launcher.verdict import End, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from jdist.cluster.launch_console import Console
-from jdist.cluster.launch_environment import child_environment
-from jdist.cluster.launch_loop import Launcher
-from jdist.cluster.launch_model import Attempt, Settings
-from jdist.cluster.launch_options import check_at_least, check_positive, command_line, parse_processes
-from jdist.cluster.launch_verdict import EVALUATOR, WORKER, Task
+from jdist.cluster.launcher.console import Console
+from jdist.cluster.launcher.environment import child_environment
+from jdist.cluster.launcher.loop import Launcher
+from jdist.cluster.launcher.model import Attempt, Settings
+from jdist.cluster.launcher.options import check_at_least, check_positive, command_line, parse_processes
+from jdist.cluster.launcher.verdict import EVALUATOR, WORKER, Task
 from jdist.errors import LaunchError
 
 RESTARTS_OF_A_RANGE = 3

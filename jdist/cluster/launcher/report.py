@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from jdist.cluster.launch_model import Attempt
-from jdist.cluster.launch_state import QUICK_S
-from jdist.cluster.launch_traceback import explanation
-from jdist.cluster.launch_verdict import End, Kind, how, kind
+from jdist.cluster.launcher.model import Attempt
+from jdist.cluster.launcher.state import QUICK_S
+from jdist.cluster.launcher.traceback import explanation
+from jdist.cluster.launcher.verdict import End, Kind, how, kind
 
 
 def failure(attempt: Attempt, log: str, stderr: str) -> str:

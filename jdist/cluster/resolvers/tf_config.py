@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdist.cluster.environment import text, whole_number
-from jdist.cluster.jax_variables import chosen_devices
 from jdist.cluster.refuse import refused
+from jdist.cluster.resolvers.jax_variables import chosen_devices
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterConfigError
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from jdist.cluster import environment
 from jdist.cluster.address import host_problem, join
-from jdist.cluster.jax_env import MOST
-from jdist.cluster.jax_variables import ADDRESS, chosen_coordinator, chosen_devices, chosen_port, derived_port
 from jdist.cluster.refuse import refused
+from jdist.cluster.resolvers.jax_env import MOST
+from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_coordinator, chosen_devices, chosen_port, derived_port
 from jdist.cluster.spec import ClusterSpec
 
 COUNT, INDEX = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"

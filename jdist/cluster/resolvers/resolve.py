@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from jdist.cluster.jax_env import jax_env
-from jdist.cluster.kubernetes import kubernetes
-from jdist.cluster.open_mpi import open_mpi
-from jdist.cluster.resolver import Resolver
-from jdist.cluster.sagemaker import sagemaker
-from jdist.cluster.slurm import slurm
+from jdist.cluster.resolvers.jax_env import jax_env
+from jdist.cluster.resolvers.kubernetes import kubernetes
+from jdist.cluster.resolvers.open_mpi import open_mpi
+from jdist.cluster.resolvers.resolver import Resolver
+from jdist.cluster.resolvers.sagemaker import sagemaker
+from jdist.cluster.resolvers.slurm import slurm
+from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.cluster.resolvers.tpu import tpu
+from jdist.cluster.resolvers.unplaced import unplaced
 from jdist.cluster.spec import ClusterSpec
-from jdist.cluster.tf_config import tf_config
-from jdist.cluster.tpu import tpu
-from jdist.cluster.unplaced import unplaced
 
 # What somebody has written for this job comes first, then what a platform sets. mpirun in a Slurm allocation starts its
 # ranks by srun, one task a node, so that Slurm's variables are those of mpirun's helpers.

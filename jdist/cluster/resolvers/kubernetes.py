@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from jdist.cluster import environment
 from jdist.cluster.address import ALLOWED, join, problem
-from jdist.cluster.jax_env import counted
-from jdist.cluster.jax_variables import ADDRESS, COUNT, INDEX
 from jdist.cluster.refuse import refused
+from jdist.cluster.resolvers.jax_env import counted
+from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX
 from jdist.cluster.spec import ClusterSpec
 
 POD = "KUBERNETES_SERVICE_HOST"  # set in every pod

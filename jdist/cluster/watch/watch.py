@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jdist.cluster.lines import BadMessage, Reader, send
+from jdist.cluster.watch.lines import BadMessage, Reader, send
 from jdist.errors import ClusterError, PeerLostError
 
 _CONNECT_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from jdist.cluster.launch_verdict import Task
+from jdist.cluster.launcher.verdict import Task
 from jdist.errors import LaunchError
 from jdist.xla_flags import CPU_DEVICES, with_flags
 

@@ -1,4 +1,4 @@
-"""The launcher's loop: a thin shell of processes, pipes and signals round `launch_state`."""
+"""The launcher's loop: a thin shell of processes, pipes and signals round `state.py`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jdist.cluster.launch_console import Console
-from jdist.cluster.launch_environment import child_environment
-from jdist.cluster.launch_model import (
+from jdist.cluster.launcher.console import Console
+from jdist.cluster.launcher.environment import child_environment
+from jdist.cluster.launcher.model import (
     Asked,
     Attempt,
     Command,
@@ -29,12 +29,12 @@ from jdist.cluster.launch_model import (
     State,
     Tick,
 )
-from jdist.cluster.launch_ports import free_ports
-from jdist.cluster.launch_process import LogFile, Process, Stream
-from jdist.cluster.launch_report import failure, summary
-from jdist.cluster.launch_state import begin, step
-from jdist.cluster.launch_traceback import cause
-from jdist.cluster.launch_verdict import WORKER, Task
+from jdist.cluster.launcher.ports import free_ports
+from jdist.cluster.launcher.process import LogFile, Process, Stream
+from jdist.cluster.launcher.report import failure, summary
+from jdist.cluster.launcher.state import begin, step
+from jdist.cluster.launcher.traceback import cause
+from jdist.cluster.launcher.verdict import WORKER, Task
 
 _ROOM_POLL_S = 0.05
 _CANNOT_BE_STARTED = 126

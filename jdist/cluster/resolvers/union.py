@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jdist.cluster.resolver import Resolver
+from jdist.cluster.resolvers.resolver import Resolver
 from jdist.cluster.spec import ClusterSpec
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from jdist.cluster.launch_console import Console
-from jdist.cluster.launch_lines import Lines
-from jdist.cluster.launch_verdict import Task
+from jdist.cluster.launcher.console import Console
+from jdist.cluster.launcher.lines import Lines
+from jdist.cluster.launcher.verdict import Task
 
 _GUARD = Path(__file__).with_name("guard.py")
 _CHUNK = 1 << 16

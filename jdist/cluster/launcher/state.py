@@ -17,7 +17,7 @@ import signal
 from dataclasses import replace
 
 from jdist.cluster.exit_codes import FAILED, FINISHED
-from jdist.cluster.launch_model import (
+from jdist.cluster.launcher.model import (
     Asked,
     Attempt,
     Commands,
@@ -31,7 +31,7 @@ from jdist.cluster.launch_model import (
     Start,
     State,
 )
-from jdist.cluster.launch_verdict import (
+from jdist.cluster.launcher.verdict import (
     EVALUATOR,
     WORKER,
     End,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.jax_variables import ADDRESS, COUNT, INDEX
-from jdist.cluster.kubernetes import COMPLETION_INDEX, POD
 from jdist.cluster.refuse import refused
-from jdist.cluster.slurm import NODES
+from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX
+from jdist.cluster.resolvers.kubernetes import COMPLETION_INDEX, POD
+from jdist.cluster.resolvers.slurm import NODES
 
 _ALONE = "To train in one process on its own, use another strategy (mirrored), or unset the variable."
 

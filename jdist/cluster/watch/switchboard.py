@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdist.cluster import hub as hubs
-from jdist.cluster.hub import Hub, Message, Tell
-from jdist.cluster.lines import BadMessage, Reader, send
+from jdist.cluster.watch import hub as hubs
+from jdist.cluster.watch.hub import Hub, Message, Tell
+from jdist.cluster.watch.lines import BadMessage, Reader, send
 
 _log = logging.getLogger(__name__)
 _HELLO_S = 5.0  # a connection that says nothing for so long is closed

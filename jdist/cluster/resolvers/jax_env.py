@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.jax_variables import ADDRESS, COUNT, INDEX, chosen_devices
 from jdist.cluster.refuse import refused
+from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX, chosen_devices
 from jdist.cluster.spec import ClusterSpec
 
 MOST = 100_000  # processes of one job: more than any has, and a slip of the pen makes no longer list

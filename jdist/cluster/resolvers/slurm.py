@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from jdist.cluster import environment
 from jdist.cluster.address import join
 from jdist.cluster.check import JOBS
-from jdist.cluster.jax_variables import chosen_coordinator, chosen_devices, chosen_port, derived_port
 from jdist.cluster.refuse import refused
-from jdist.cluster.slurm_gpus import own_gpus
-from jdist.cluster.slurm_lists import expand_nodes, expand_tasks
+from jdist.cluster.resolvers.jax_variables import chosen_coordinator, chosen_devices, chosen_port, derived_port
+from jdist.cluster.resolvers.slurm_gpus import own_gpus
+from jdist.cluster.resolvers.slurm_lists import expand_nodes, expand_tasks
 from jdist.cluster.spec import ClusterSpec
 
 NODES, RANK, JOB, STEP = "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID"

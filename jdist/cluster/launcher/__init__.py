@@ -1,0 +1,1 @@
+"""The local launcher: several processes of one machine as one job."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jdist.cluster.launcher.ports import free_ports
 
+PYTHON = sys.executable
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 3.0  # a process that is not heard of for so long is lost
 # All must be over by then: the time to notice a loss, to say it, and a busy machine's. The promise is 20 s for 10 s.
@@ -62,21 +63,21 @@ class Job:
         folder: for scripts, output and records.
         script: what each runs.
         count: how many there are.
-        start: which of them to start; None: all.
         failpoints: JDIST_FAILPOINTS.
-        host: of process 0.
         environ: further variables.
-        command: what comes before the script; None: Python.
+        hosts: of the processes; None: loopback.
+        command: what comes before the script, for each process.
     """
 
     def __init__(
-        self, folder, script, *, count=2, start=None, failpoints=None, host="127.0.0.1", environ=None, command=None
+        self, folder, script, *, count=2, failpoints=None, environ=None, hosts=None, command=lambda _: [PYTHON]
     ):
         self.records = folder / "records"
         program = folder / "program.py"
         program.write_text(script)
         self.folder = folder
-        self.addresses = [f"{host}:{port}" for port in free_ports(count)]
+        hosts = hosts or ["127.0.0.1"] * count
+        self.addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(count), strict=True)]
         variables = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "JAX_PLATFORMS": "cpu",
@@ -87,11 +88,11 @@ class Job:
             **(environ or {}),
         }
         self.processes = {}
-        for index in range(count) if start is None else start:
+        for index in range(count):
             config = {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": index}}
             with (folder / f"{index}.out").open("wb") as out:
                 self.processes[index] = subprocess.Popen(
-                    [*(command or [sys.executable]), str(program)],
+                    [*command(index), str(program)],
                     env=variables | {"TF_CONFIG": json.dumps(config)},
                     stdin=subprocess.PIPE,
                     stdout=out,

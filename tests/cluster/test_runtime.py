@@ -1,10 +1,9 @@
 import socket
-import sys
 import threading
 
 import jax
 import pytest
-from fault_jobs import BOUND_S, LIGHT, TIMEOUT_S, Job
+from fault_jobs import BOUND_S, LIGHT, PYTHON, TIMEOUT_S, Job
 
 from jdist.cluster import jax_processes, runtime, simple
 from jdist.errors import ClusterConfigError, ClusterError
@@ -157,7 +156,7 @@ def test_exit_codes_are_kept_when_all_leave(tmp_path):
     ],
 )
 def test_a_program_that_fails_keeps_its_exit_code_and_ends_the_others(tmp_path, guilty, body, code):
-    body = f"joined.at_step(7)\nif index == {guilty}: {body}\njoined.exchange('never', 0, 60)"
+    body = f"joined.at_step(7)\njoined.exchange('there', 0, 60)\nif index == {guilty}: {body}\njoined.exchange('never', 0, 60)"
     with Job(tmp_path, LIGHT + body) as job:
         assert job.codes(guilty, 1 - guilty) == [code, 75]
         record = job.check_lost(1 - guilty, lost=guilty)
@@ -165,7 +164,7 @@ def test_a_program_that_fails_keeps_its_exit_code_and_ends_the_others(tmp_path, 
 
 
 def test_after_errors_in_a_python_shell_its_end_is_no_failure(tmp_path):
-    with Job(tmp_path, LIGHT, command=[sys.executable, "-i"]) as job:
+    with Job(tmp_path, LIGHT, command=lambda _: [PYTHON, "-i"]) as job:
         for process in job.processes.values():
             process.stdin.write(b"1/0\n")
             process.stdin.close()

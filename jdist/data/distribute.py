@@ -161,9 +161,9 @@ class DistributedDataset:
         """
         if self._layout is None:
             if isinstance(self._source, RandomAccessSource):
-                self._learn(parts_from(self._source, 0, self._options.share), start=0)
+                self._learn(parts_from(self._source, 0, self._options), start=0)
             else:
-                self._peeked = self._learn(parts_of(self._source, self._options.share), start=0)
+                self._peeked = self._learn(self._parts(self._source), start=0)
         assert self._layout is not None
         spec = batching.element_spec(self._layout, steps_per_call=self._options.steps_per_call)
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
@@ -239,12 +239,12 @@ class DistributedDataset:
         """Prepared batches from the position on."""
         start = self._position
         if isinstance(self._source, RandomAccessSource):
-            numbered = parts_from(self._source, start, self._options.share)
+            numbered = parts_from(self._source, start, self._options)
         elif self._stream is not None and not self._stream.ended:
             return self._stream
         else:
             start = self._position = 0
-            numbered, self._peeked = self._peeked or parts_of(self._source, self._options.share), None
+            numbered, self._peeked = self._peeked or self._parts(self._source), None
         if self._layout is None:
             numbered = self._learn(numbered, start=start)
         if not isinstance(self._source, Iterator):
@@ -264,6 +264,9 @@ class DistributedDataset:
             f"the dataset is empty: the {type(self._source).__name__} gave no batch with rows; check its "
             "files and filters, and if it is a generator or an iterator, that nothing has used it up before"
         )
+
+    def _parts(self, source: Iterable[PyTree]) -> Iterator[NumberedPart]:
+        return parts_of(source, self._told_global_batch(), self._options)
 
     def _told_global_batch(self) -> int | None:
         if isinstance(self._source, RandomAccessSource | FileSource | ReplicaBatches):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.data.batching import BatchLayout, Partial, fit, plan_layout, stack
+from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.padding import remember_real_rows
 from jdist.data.share import Part, Share, part_of, read_part
 from jdist.data.source import RandomAccessSource
@@ -31,20 +32,27 @@ class Options:
     copy: bool  # the source may reuse or keep the memory of its batches
     share: Share
 
+    def padded(self, global_batch: int) -> int:
+        """Rows of a batch as the replicas receive it."""
+        return -(-global_batch // self.num_replicas) * self.num_replicas
+
 
 def steps_from(source: RandomAccessSource, step: int) -> Iterator[int]:
     """The numbers of a random-access source's batches from `step` on."""
     return iter(itertools.count(step) if source.num_steps is None else range(step, source.num_steps))
 
 
-def parts_from(source: RandomAccessSource, step: int, share: Share) -> Iterator[NumberedPart]:
+def parts_from(source: RandomAccessSource, step: int, options: Options) -> Iterator[NumberedPart]:
     """A process's parts of the batches of a random-access source, from `step` on."""
-    return ((number + 1, read_part(source, number, share)) for number in steps_from(source, step))
+    rows = options.padded(source.global_batch)
+    return ((number + 1, read_part(source, number, options.share, rows)) for number in steps_from(source, step))
 
 
-def parts_of(source: Iterable[PyTree], share: Share) -> Iterator[NumberedPart]:
-    """A process's parts of the batches of a plain iterable, which it reads whole."""
-    return ((number, part_of(batch, share)) for number, batch in enumerate(iter(source), start=1))
+def parts_of(source: Iterable[PyTree], global_batch: int | None, options: Options) -> Iterator[NumberedPart]:
+    """A process's parts of the batches of a plain iterable, which it reads whole; None: the first batch is a full one."""
+    for number, batch in enumerate(iter(source), start=1):
+        global_batch = global_batch or count_rows(to_numpy(batch)) or None
+        yield number, part_of(batch, options.share, options.padded(global_batch or 0))
 
 
 def learn_layout(

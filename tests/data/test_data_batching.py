@@ -25,7 +25,7 @@ def layout_of(batch, *, global_batch=None, num_replicas=2, partial: Any = "pad",
 
 
 def fit(layout, batch, *, copy) -> Any:
-    return batching.fit(layout, part_of(batch, WHOLE), copy=copy)
+    return batching.fit(layout, part_of(batch, WHOLE, layout.rows), copy=copy)
 
 
 def fit_one(batch, *, copy=False, **options):

@@ -139,6 +139,17 @@ class TestDevicesThatAreNotHere:
             with pytest.raises(DeviceError, match=r"these devices are not here: .*'v5e:2x4'.*`step\.lower"):
                 use()
 
+    def test_a_step_that_keeps_residuals_is_lowered_too(self):
+        strategy = jdist.tpu(topology="v5e:2x4", all_reduce={"name": "compressed", "dtype": "int8"})
+
+        def step(w, batch):
+            return w - jdist.grad(lambda w: jdist.mean((batch["x"] @ w) ** 2, batch["mask"]))(w), {}
+
+        lowered = jdist.distribute(step, strategy).lower(
+            jax.ShapeDtypeStruct((4,), jnp.float32), batch_of(16, x=((4,), jnp.float32))
+        )
+        assert "all_to_all" in lowered.as_text()
+
     def test_it_says_what_it_is(self):
         strategy = jdist.make_strategy("tpu", topology="v5e:2x4", axis="batch")
         assert (strategy.name, strategy.axes, strategy.num_replicas) == ("tpu", ("batch",), 8)

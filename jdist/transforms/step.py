@@ -135,7 +135,7 @@ class DistributedStep:
             token = _shapes(self._token, whole)
             batches, others = _shapes(batches, self._by_rows), _shapes(others, whole)
             if self.strategy.keeps_residuals:
-                state = self._with_residuals(call, state, batches, others)
+                state = self._with_residuals(call, state, batches, others, lambda x: x)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
                 return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
             return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
@@ -159,8 +159,10 @@ class DistributedStep:
         state = self._backend.adopt_state(self.strategy, state)
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
 
-    def _with_residuals(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> WithResiduals:
-        """The state with residuals for this step's gradients: those it came with, else zeros."""
+    def _with_residuals(
+        self, call: Call, state: PyTree, batches: PyTree, others: PyTree, make: Callable[[Any], Any] | None = None
+    ) -> WithResiduals:
+        """The state with residuals for this step's gradients: those it came with, else what `make` makes of shapes, zeros."""
         kept = state.residuals if isinstance(state, WithResiduals) else {}
         own = _shapes(without_residuals(state), None)
         key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
@@ -172,8 +174,8 @@ class DistributedStep:
         if self.__name__ in kept:
             check_fit(self.__name__, kept[self.__name__], wanted)
             return state
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding), wanted)
-        return WithResiduals(without_residuals(state), {**kept, self.__name__: zeros})
+        make = make or (lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding))
+        return WithResiduals(without_residuals(state), {**kept, self.__name__: jax.tree.map(make, wanted)})
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""

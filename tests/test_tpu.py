@@ -82,6 +82,10 @@ class TestWhereThereIsNoTpu:
         with pytest.raises(DeviceError, match=r"^compiling for 'v5e:2x4'.* pip install 'jdist\[plan-tpu\]'\.$"):
             jdist.tpu(topology="v5e:2x4")
 
+    def test_an_all_reduce_that_jit_would_leave_out_is_refused(self):
+        with pytest.raises(StrategyError, match='`all_reduce` is ring and `transform` is "jit"'):
+            jdist.tpu(topology="v5e:2x4", transform="jit", all_reduce="ring")
+
     @pytest.mark.parametrize("option", [{"transform": "pmap"}, {"transform": "shardmap"}, {"axis": "my axis"}])
     def test_options_that_are_not_allowed(self, option):
         (name,) = option

@@ -96,8 +96,9 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
         raise StepError(f"strategy.reduce: {name} is a PRNG key, of which there is no {op}.")
     dtype = jnp.result_type(*arrays)
     is_exact = not jnp.issubdtype(dtype, jnp.inexact)
-    # What `jdist.all_reduce` gives: a sum of bools counts, a mean of integers is floating point.
-    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, jnp.int32)) if is_exact else dtype
+    # As NumPy and JAX have it: a sum of bools counts, small integers add up in 32 bits; a mean of integers is floating point.
+    at_least = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, at_least)) if is_exact else dtype
     wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
     parts = [array.astype(out if is_exact and op == "sum" else wide) for array in arrays]
     count = len(arrays)

@@ -222,7 +222,8 @@ class Strategy:
                 well, and its size may differ between replicas: a mean divides by the true count.
 
         Returns:
-            A tree of numpy arrays; dtypes as `jdist.all_reduce` has them.
+            A tree of numpy arrays of their own dtype; a mean of integers is floating point, and a sum of bools or of
+            integers of less than 32 bits has 32.
 
         Raises:
             StepError: `op` or `axis` is not allowed, what is left differs in shape, or a mean of nothing.

@@ -115,6 +115,11 @@ class TestReduce:
         same(TWO.reduce("mean", value, axis=-1), 2.5)
         same(TWO.reduce("mean", value, axis=(0,)), 2.5)
 
+    def test_a_sum_of_small_or_unsigned_integers_does_not_wrap(self):
+        same(TWO.reduce("sum", of(np.uint32([3_000_000_000]), np.uint32([1]))), [3_000_000_001], np.uint32)
+        same(TWO.reduce("sum", of(np.uint8([200]), np.uint8([200]))), [400], np.uint32)
+        same(TWO.reduce("sum", of(np.int8([-100]), np.int8([-100])), axis=0), -200, np.int32)
+
     def test_one_replica_without_rows(self):
         same(TWO.reduce("mean", of(np.float32([1, 2]), np.zeros(0, np.float32)), axis=0), 1.5)
         same(TWO.reduce("sum", of(np.zeros(0), np.zeros(0)), axis=0), 0)

@@ -26,6 +26,7 @@ from jdist.transforms.placement import adopt_state, check_rows, compare_replicas
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced
+from jdist.transforms.spread import Spread, is_spread, map_leaves
 from jdist.transforms.trees import check_no_deleted, check_not_traced
 from jdist.values import WithResiduals, without_residuals
 
@@ -194,7 +195,7 @@ class DistributedStep:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)
             if self._whole is not None:
-                others = jax.tree.map(self._replicate, others)
+                others = map_leaves(self._replicate, others)
         given = batches
         try:
             if state is not self._last_state:
@@ -281,6 +282,8 @@ class DistributedStep:
         return found
 
     def _replicate(self, x: Any) -> Any:
+        if is_spread(x):  # parameters of a state in parts, for an evaluation
+            return jax.device_put(np.asarray(x), self._whole)
         if isinstance(x, jax.Array) and x.sharding != self._whole:
             return jax.device_put(x, self._whole)
         return x
@@ -291,10 +294,10 @@ class DistributedStep:
 
 def _shapes(tree: PyTree, sharding: Any) -> PyTree:
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        aval = x if isinstance(x, jax.ShapeDtypeStruct | Spread) else jax.typeof(x)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
-    return jax.tree.map(shape, tree)
+    return map_leaves(shape, tree)
 
 
 def _result(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:

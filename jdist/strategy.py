@@ -152,7 +152,7 @@ class Strategy:
         Args:
             fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
             *args: `PerReplica` values (of one size on all replicas) and distributed batches arrive as the replica's own
-                part, all else whole.
+                part, all else whole; True and False stay Python's.
             **kwargs: as `args`.
 
         Returns:

@@ -216,8 +216,8 @@ def values_from_function(fn: Callable[[ValueContext], PyTree], num_replicas: int
     """`Strategy.distribute_values_from_function`; `by_replica` is the sharding of a leading axis of replicas."""
     if not callable(fn):
         raise StepError(
-            "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, it got "
-            f"a {type(fn).__name__}."
+            "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
+            f"it got a {type(fn).__name__}."
         )
     made = PerReplica.of([fn(ValueContext(i, num_replicas)) for i in range(num_replicas)])
     return made if isinstance(made.value, Uneven) else PerReplica(jax.device_put(made.value, by_replica))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jdist.errors import StepError
-from jdist.values import PerReplica, is_key, is_per_replica, to_host
+from jdist.values import PerReplica, is_key, is_per_replica, is_rows_of_replicas, to_host
 
 PyTree = Any
 HostReduceOp = Literal["mean", "sum"]
@@ -134,7 +134,7 @@ def _parts(node: Any, num_replicas: int, by_replica: Sharding | None, call: str)
                 "needs one for each."
             )
         return parts
-    if by_replica is not None and isinstance(node, jax.Array) and node.sharding == by_replica:
+    if is_rows_of_replicas(node, by_replica, call):
         rows, size = to_host(node), node.shape[0] // num_replicas
         return tuple(rows[i * size : (i + 1) * size] for i in range(num_replicas))
     return None

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.errors import StepError
 
@@ -165,6 +166,28 @@ def to_host(x: Any) -> Any:
     if is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     return np.array(x)  # a copy: np.asarray could show a buffer that a later step overwrites
+
+
+def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
+    """Whether `x` is an array of a distributed batch, of which each replica has some rows.
+
+    Args:
+        x: anything.
+        by_replica: the sharding of such an array; None where there is no mesh.
+        call: who asks, for the error.
+
+    Raises:
+        StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.
+    """
+    if by_replica is None or not isinstance(x, jax.Array):
+        return False
+    of_stack = NamedSharding(by_replica.mesh, PartitionSpec(None, *by_replica.spec))
+    if x.sharding == of_stack and of_stack.num_devices > 1:
+        raise StepError(
+            f"{call}: an array of shape {x.shape} is a stack of {x.shape[0]} batches, as `distribute_dataset(..., "
+            "steps_per_call=...)` makes them. Take one batch of it: `jax.tree.map(lambda x: x[0], batches)`."
+        )
+    return x.sharding == by_replica
 
 
 def is_per_replica(node: object) -> bool:

@@ -14,7 +14,7 @@ from jdist.context import ReplicaTrace, check_not_mixed, current_trace, tracing
 from jdist.errors import GlobalViewError, StepError
 from jdist.strategy import Strategy
 from jdist.transforms.trees import check_arrays
-from jdist.values import PerReplica, Uneven, is_per_replica
+from jdist.values import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
 
 PyTree = Any
 
@@ -37,7 +37,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         if isinstance(leaf, PerReplica):
             _check_one_each(leaf, strategy.num_replicas)
             own[i] = leaf
-        elif isinstance(leaf, jax.Array) and strategy.mesh is not None and leaf.sharding == strategy.batch_sharding:
+        elif is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
             own[i] = leaf
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
             leaf, bool

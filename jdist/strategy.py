@@ -195,6 +195,7 @@ class Strategy:
             >>> [int(x) for x in strategy.run(lambda x: x * 2, value).local_results()]
             [10]
         """
+        self.need_devices("distribute_values_from_function")
         return values_from_function(fn, self.num_replicas, self.batch_sharding)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:

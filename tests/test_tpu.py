@@ -135,6 +135,7 @@ class TestDevicesThatAreNotHere:
         for use in (
             lambda: strategy.init(lambda: jnp.zeros(3)),
             lambda: strategy.run(lambda: 1),
+            lambda: strategy.distribute_values_from_function(lambda context: 1),
             lambda: strategy.check(jnp.zeros(3)),
             lambda: strategy.fetch(jnp.zeros(3)),
             lambda: strategy.distribute_dataset([{"x": jnp.zeros(8)}]),

@@ -16,7 +16,7 @@ import numpy as np
 
 from jdist.errors import StepError
 from jdist.global_arrays import is_key, local_rows, to_host
-from jdist.values import PerReplica, Replicas, is_per_replica
+from jdist.values import PerReplica, Replicas, is_per_replica, is_rows_of_replicas
 
 PyTree = Any
 HostReduceOp = Literal["mean", "sum"]
@@ -94,8 +94,9 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
         raise StepError(f"strategy.reduce: {name} is a PRNG key, of which there is no {op}.")
     dtype = jnp.result_type(*arrays)
     is_exact = not jnp.issubdtype(dtype, jnp.inexact)
-    # What `jdist.all_reduce` gives: a sum of bools counts, a mean of integers is floating point.
-    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, jnp.int32)) if is_exact else dtype
+    # As NumPy and JAX have it: a sum of bools counts, small integers add up in 32 bits; a mean of integers is floating point.
+    at_least = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, at_least)) if is_exact else dtype
     wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
     parts = [array.astype(out if is_exact and op == "sum" else wide) for array in arrays]
     count = len(arrays)
@@ -131,21 +132,20 @@ def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | Non
                 "needs one for each."
             )
         return parts
-    return _split(to_host(node), replicas.count) if _is_by_rows(node, replicas) else None
+    is_by_rows = is_rows_of_replicas(node, replicas.by_replica, call)
+    return _split(to_host(node), replicas.count) if is_by_rows else None
 
 
 def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
     """As `_parts`, of this process's replicas."""
-    if isinstance(node, PerReplica) and any(_is_by_rows(x, replicas) for x in jax.tree.leaves(node.value)):
+    call = "strategy.local_results"
+    leaves = jax.tree.leaves(node.value) if isinstance(node, PerReplica) else []
+    if any(is_rows_of_replicas(x, replicas.by_replica, call) for x in leaves):
         return node.local_results()
-    if _is_by_rows(node, replicas):
+    if is_rows_of_replicas(node, replicas.by_replica, call):
         return _split(local_rows(node), len(replicas.local))
-    parts = _parts(node, replicas, "strategy.local_results")  # on the host, or the same on all: nothing to exchange
+    parts = _parts(node, replicas, call)  # on the host, or the same on all: nothing to exchange
     return None if parts is None else tuple(parts[i] for i in replicas.local)
-
-
-def _is_by_rows(node: Any, replicas: Replicas) -> bool:
-    return replicas.by_replica is not None and isinstance(node, jax.Array) and node.sharding == replicas.by_replica
 
 
 def _split(rows: Any, count: int) -> tuple[Any, ...]:

@@ -162,7 +162,7 @@ class Strategy:
         Args:
             fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
             *args: `PerReplica` values (of one size on all replicas) and distributed batches arrive as the replica's own
-                part, all else whole.
+                part, all else whole; True and False stay Python's.
             **kwargs: as `args`.
 
         Returns:
@@ -205,6 +205,7 @@ class Strategy:
             >>> [int(x) for x in strategy.run(lambda x: x * 2, value).local_results()]
             [10]
         """
+        self.need_devices("distribute_values_from_function")
         return values_from_function(fn, self.replicas)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -232,7 +233,8 @@ class Strategy:
                 well, and its size may differ between replicas: a mean divides by the true count.
 
         Returns:
-            A tree of numpy arrays; dtypes as `jdist.all_reduce` has them.
+            A tree of numpy arrays of their own dtype; a mean of integers is floating point, and a sum of bools or of
+            integers of less than 32 bits has 32.
 
         Raises:
             StepError: `op` or `axis` is not allowed, what is left differs in shape, or a mean of nothing.

@@ -185,6 +185,17 @@ class TestStates:
         assert strategy.fetch(state.params)["rows"].shape == (63, 256)
         assert strategy.fetch(state.params["flat"]).shape == (256, 3)
 
+    def test_an_evaluation_takes_parameters_in_parts_as_an_argument_too(self, strategy):
+        state = strategy.init(lambda: create(optax.sgd(0.1)))
+
+        @jdist.distribute(strategy, args=("replicated", "batch"), returns=("examples",))
+        def evaluate(params, batch):
+            return predict(params, batch["x"])
+
+        want = predict(strategy.fetch(state).params, BATCHES[0]["x"])
+        np.testing.assert_allclose(evaluate(state.params, BATCHES[0]), want, atol=1e-6)
+        assert "66x130" in evaluate.lower(state.params, BATCHES[0]).as_text()
+
     def test_run_gives_functions_the_whole_state(self, strategy):
         state = strategy.init(lambda: create(optax.sgd(0.1)))
         sums = strategy.run(lambda s: s.params["rows"].sum() * (1 + jdist.replica_id()), state).local_results()

@@ -115,6 +115,11 @@ class TestReduce:
         same(TWO.reduce("mean", value, axis=-1), 2.5)
         same(TWO.reduce("mean", value, axis=(0,)), 2.5)
 
+    def test_a_sum_of_small_or_unsigned_integers_does_not_wrap(self):
+        same(TWO.reduce("sum", of(np.uint32([3_000_000_000]), np.uint32([1]))), [3_000_000_001], np.uint32)
+        same(TWO.reduce("sum", of(np.uint8([200]), np.uint8([200]))), [400], np.uint32)
+        same(TWO.reduce("sum", of(np.int8([-100]), np.int8([-100])), axis=0), -200, np.int32)
+
     def test_one_replica_without_rows(self):
         same(TWO.reduce("mean", of(np.float32([1, 2]), np.zeros(0, np.float32)), axis=0), 1.5)
         same(TWO.reduce("sum", of(np.zeros(0), np.zeros(0)), axis=0), 0)
@@ -178,3 +183,18 @@ class TestReduce:
         reduced = TWO.reduce("mean", {"batch": batch["x"], "own": [of([1], [2, 6])]}, axis=0)
         assert (float(reduced["batch"]), float(reduced["own"][0])) == (1.5, 3.0)
         assert TWO.reduce("sum", jdist.PerReplica({"none": None})) == {"none": None}
+
+
+def test_a_stack_of_batches_is_refused_and_one_of_it_is_taken():
+    (stack,) = TWO.distribute_dataset([np.arange(4)] * 2, partial="error", steps_per_call=2)
+    calls = {
+        "local_results": lambda x: [part.tolist() for part in TWO.local_results(x)],
+        "gather": lambda x: TWO.gather(x, 0).tolist(),
+        "reduce": lambda x: TWO.reduce("sum", x).tolist(),
+        "run": lambda x: TWO.run(lambda x: x.sum(), x).value.tolist(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(StepError, match=rf"strategy\.{name}: an array of shape \(2, 4\) is a stack of 2 batches"):
+            call(stack)
+    results = [call(stack[0]) for call in calls.values()]
+    assert results == [[[0, 1], [2, 3]], [0, 1, 2, 3], [2, 4], [1, 5]]

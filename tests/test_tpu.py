@@ -70,6 +70,10 @@ class TestWhereThereIsNoTpu:
         with pytest.raises(DeviceError, match=r"^compiling for 'v5e:2x4'.* pip install 'jdist\[plan-tpu\]'\.$"):
             jdist.tpu(topology="v5e:2x4")
 
+    def test_an_all_reduce_that_jit_would_leave_out_is_refused(self):
+        with pytest.raises(StrategyError, match='`all_reduce` is ring and `transform` is "jit"'):
+            jdist.tpu(topology="v5e:2x4", transform="jit", all_reduce="ring")
+
     @pytest.mark.parametrize("option", [{"transform": "pmap"}, {"transform": "shardmap"}, {"axis": "my axis"}])
     def test_options_that_are_not_allowed(self, option):
         (name,) = option
@@ -119,6 +123,7 @@ class TestDevicesThatAreNotHere:
         for use in (
             lambda: strategy.init(lambda: jnp.zeros(3)),
             lambda: strategy.run(lambda: 1),
+            lambda: strategy.distribute_values_from_function(lambda context: 1),
             lambda: strategy.check(jnp.zeros(3)),
             lambda: strategy.fetch(jnp.zeros(3)),
             lambda: strategy.distribute_dataset([{"x": jnp.zeros(8)}]),
@@ -126,6 +131,17 @@ class TestDevicesThatAreNotHere:
         ):
             with pytest.raises(DeviceError, match=r"these devices are not here: .*'v5e:2x4'.*`step\.lower"):
                 use()
+
+    def test_a_step_that_keeps_residuals_is_lowered_too(self):
+        strategy = jdist.tpu(topology="v5e:2x4", all_reduce={"name": "compressed", "dtype": "int8"})
+
+        def step(w, batch):
+            return w - jdist.grad(lambda w: jdist.mean((batch["x"] @ w) ** 2, batch["mask"]))(w), {}
+
+        lowered = jdist.distribute(step, strategy).lower(
+            jax.ShapeDtypeStruct((4,), jnp.float32), batch_of(16, x=((4,), jnp.float32))
+        )
+        assert "all_to_all" in lowered.as_text()
 
     def test_it_says_what_it_is(self):
         strategy = jdist.make_strategy("tpu", topology="v5e:2x4", axis="batch")

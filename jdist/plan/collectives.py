@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdist.plan.hlo import Executed, Module, executed, shape_bytes
+from jdist.plan.hlo import Executed, Instruction, Module, executed, shape_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 BETWEEN_SLICES = "all-reduce between slices"
@@ -49,10 +49,14 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         The collectives, the largest first.
     """
     found: dict[tuple[str, str, int, int, bool], list[int]] = {}
+    starts = _starts(module)
+    chains = {_chain(module.computations[computation][name]) for computation, name in starts}
     for item in executed(module):
         kind = _kind(item)
         if kind is None:
             continue
+        if _chain(item.instruction) in chains and (item.computation, item.instruction.name) not in starts:
+            continue  # the rest of one that was counted where it starts
         groups = replica_groups(item.instruction.attributes, module.num_devices)
         size = module.num_devices if groups is None else max(map(len, groups))
         payload = module.operand_bytes(item.computation, item.instruction)
@@ -83,6 +87,27 @@ def _kind(item: Executed) -> str | None:
     if item.instruction.opcode == "send" and "_xla_megascale_transfer_type" in item.instruction.attributes:
         return BETWEEN_SLICES  # TPU slices reduce among each other by messages over the data-centre network
     return None
+
+
+def _starts(module: Module) -> set[tuple[str, str]]:
+    """Where collectives start that a TPU runs beside other work: computation and name.
+
+    It makes a chain of several fusions of such a one, and each holds it.
+    """
+    return {
+        (computation, name)
+        for computation, known in module.computations.items()
+        for instruction in known.values()
+        if instruction.opcode == "custom-call" and '"AsyncCollectiveStart"' in instruction.attributes
+        for name in instruction.operands
+        if name in known and _chain(known[name]) is not None
+    }
+
+
+def _chain(instruction: Instruction) -> tuple[str, str] | None:
+    """Which chain of fusions a collective belongs to; None for one that is whole."""
+    number = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return None if number is None else (instruction.opcode, number[1])
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | None:

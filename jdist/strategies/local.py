@@ -50,3 +50,16 @@ def strategy_over(
         reduction=reduction,
         operations=operations,
     )
+
+
+def check_reduction(reduction: Reduction, transform: Transform) -> None:
+    """Refuses an all-reduce algorithm that a transform would leave out.
+
+    Raises:
+        StrategyError: it is not `psum`, and the compiler places the all-reduces.
+    """
+    if transform == "jit" and reduction.name != "psum":
+        raise StrategyError(
+            f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
+            'chooses their algorithm. Leave `all_reduce` at "psum", or use transform="shard_map" or "pmap".'
+        )

@@ -7,8 +7,9 @@ import os
 from typing import get_args
 
 from jdist.errors import StrategyError
-from jdist.reduction import Reduction, make_reduction
-from jdist.strategies.local import strategy_over
+from jdist.reduction import make_reduction
+from jdist.reduction.by_name import AllReduce
+from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import local_tpu_devices, topology_devices
 from jdist.strategy import Strategy, Transform
 
@@ -18,7 +19,7 @@ def tpu(
     name: str | None = None,
     *,
     transform: Transform = "shard_map",
-    all_reduce: str | Reduction = "psum",
+    all_reduce: AllReduce = "psum",
     axis: str = "replica",
 ) -> Strategy:
     """Runs a step on every TPU device: as `mirrored`, on a mesh in the order of the interconnect.
@@ -33,7 +34,7 @@ def tpu(
         name: the TPU's name, as `TPUClusterResolver(tpu=name)` takes it. JAX drives the TPU of the machine it runs
             on, so the name is only compared with TPU_NAME; None, "" and "local" fit any.
         transform: "shard_map" or "jit"; as in `mirrored`. "pmap" too, without `topology`.
-        all_reduce: how replicas sum their gradients: a name, or a `jdist.reduction.Reduction`.
+        all_reduce: how replicas sum their gradients, as in `mirrored`.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
 
     Returns:
@@ -54,6 +55,7 @@ def tpu(
         raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
     _check_name(name)
     reduction = make_reduction(all_reduce)
+    check_reduction(reduction, transform)
     devices = local_tpu_devices() if topology is None else topology_devices(topology)
     made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
     return dataclasses.replace(made, topology=topology)

@@ -87,6 +87,12 @@ def accumulated(
     made = gradient_part(strategy, plan, state, batches, others, sum_cuts, residuals)
     with tracing(ReplicaTrace(strategy)):
         new_leaves, late = plan.whole.update(state, others, made.cuts, made.carried, [])
+        own = [
+            x if mine and kind == METRIC else None
+            for x, mine, kind in zip(late, plan.whole.own, plan.kinds, strict=True)
+        ]
+        if jax.tree.leaves(own):
+            late = [x if mean is None else mean for x, mean in zip(late, replica.all_reduce(own, "mean"), strict=True)]
     outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
     outputs = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
     return jax.tree.unflatten(plan.parts.state_treedef, new_leaves), outputs

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import dataflow
 from jdist.strategy import Strategy
+from jdist.transforms.results import LOCAL, METRIC, ROWS
 from jdist.transforms.spread import Layout
 
 # Called compute_on2 before JAX 0.12.
@@ -70,8 +71,8 @@ class Filled:
 def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
     """A traced update part in the form that `evaluate` takes; called where the replica axes are bound.
 
-    Calls are entered, conditions become selections, and sums over the replicas products: what an update part computes
-    is the same on all of them.
+    Calls are entered, conditions become selections, and sums over the replicas products where all of them have the same,
+    as they mostly do in an update part.
 
     Args:
         closed: what `jax.make_jaxpr` returned.
@@ -79,25 +80,30 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
         num_replicas: how many replicas there are.
     """
 
+    own: set[Any] = set()
+
+    def is_alike(eqn: Any) -> bool:
+        return dataflow.makes_alike(eqn) and not any(v in own for v in eqn.invars if not dataflow.is_literal(v))
+
     def total(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        if eqn.params.get("axis_index_groups") is not None:
-            return None
-        return [x * jnp.asarray(num_replicas, jnp.result_type(x)) for x in operands]
+        return [x * jnp.asarray(num_replicas, jnp.result_type(x)) for x in operands] if is_alike(eqn) else None
 
     def same(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        return None if eqn.params.get("axis_index_groups") is not None else operands
+        return operands if is_alike(eqn) else None
 
     def selected(eqn: Any, operands: list[Any]) -> list[Any] | None:
         branches = dataflow.nested_jaxprs(eqn)
         if not all(map(_is_elementwise, branches)):
             return None
         index, *rest = operands
-        results = [dataflow.inlined(branch, rest, rules) for branch in branches]
+        results = [dataflow.inlined(branch, rest, {"cond": selected}) for branch in branches]
         which = index if len(results) > 2 else index > 0
         return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
-    rules = {"psum": total, "psum_invariant": total, "pmax": same, "pmin": same, "cond": selected}
-    return jax.make_jaxpr(lambda *values: dataflow.inlined(closed, values, rules))(*arguments)
+    flat = jax.make_jaxpr(lambda *values: dataflow.inlined(closed, values, {"cond": selected}))(*arguments)
+    own = dataflow.own_of_replicas(flat)
+    rules = {"psum": total, "psum_invariant": total, "pmax": same, "pmin": same}
+    return jax.make_jaxpr(lambda *values: dataflow.inlined(flat, values, rules))(*arguments)
 
 
 def _is_elementwise(closed: Any) -> bool:
@@ -109,7 +115,12 @@ def _is_elementwise(closed: Any) -> bool:
 
 
 def evaluate(
-    strategy: Strategy, layout: Layout, closed: Any, arguments: Sequence[Any], kept: Sequence[bool]
+    strategy: Strategy,
+    layout: Layout,
+    closed: Any,
+    arguments: Sequence[Any],
+    kept: Sequence[bool],
+    kinds: Sequence[str | None] = (),
 ) -> list[jax.Array]:
     """Evaluates an update part, seen from outside of the replicas.
 
@@ -119,11 +130,13 @@ def evaluate(
         closed: what `prepared` returned.
         arguments: arrays that every device holds whole, and `Part`s.
         kept: which results are wanted in parts.
+        kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
 
     Returns:
-        Its results: those that are `kept` stored in host memory, the others whole on the devices.
+        Its results: those that are `kept` stored in host memory, the others whole on the devices, with a leading axis of
+        replicas where their kind is LOCAL.
     """
-    return _Evaluation(strategy, layout, closed).run(arguments, kept)
+    return _Evaluation(strategy, layout, closed).run(arguments, kept, kinds or [None] * len(kept))
 
 
 class _Evaluation:
@@ -132,29 +145,71 @@ class _Evaluation:
     def __init__(self, strategy: Strategy, layout: Layout, closed: Any):
         self.strategy, self.layout, self.closed = strategy, layout, closed
         self.results = dataflow.body_of(closed).outvars
-        self.equations, _ = dataflow.needed(closed, self.results, (), dataflow.effects_of(closed))
+        self.effects = dataflow.effects_of(closed)
+        self.equations, _ = dataflow.needed(closed, self.results, (), self.effects)
         self.known: dict[Any, Any] = {}
         self.waiting: list[Any] = []  # equations for the hosts
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
+        self.own = dataflow.own_of_replicas(closed)
+        self.read_by_own: dict[
+            Any, jax.Array
+        ] = {}  # whole: what equations read whose results each replica has its own of
 
-    def run(self, arguments: Sequence[Any], kept: Sequence[bool]) -> list[jax.Array]:
+    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[str | None]) -> list[jax.Array]:
         self.known = dataflow.values_at_start(self.closed, arguments)
         self.known.update({v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | Part)})
         for number, eqn in enumerate(self.equations):
             self.done = number
+            if self.is_of_replicas(eqn):
+                continue
             operands = [self.value(v) for v in eqn.invars]
             self.known.update(zip(eqn.outvars, self.apply(eqn, operands), strict=True))
         self.done = len(self.equations)
         self.flush()
-        return [self.kept(v) if keep else self.wanted(v) for v, keep in zip(self.results, kept, strict=True)]
+        return [
+            self.kept(v) if keep else self.wanted(v, kind)
+            for v, keep, kind in zip(self.results, kept, kinds, strict=True)
+        ]
+
+    def is_of_replicas(self, eqn: Any) -> bool:
+        """Whether replicas compute an equation by themselves, as it makes or reads what each has its own of.
+
+        They do so, from the beginning, where it gives them all the same or has an effect.
+        """
+        makes_own = any(v in self.own for v in eqn.outvars)
+        if not makes_own and not any(v in self.own for v in eqn.invars if not dataflow.is_literal(v)):
+            return False
+        for v in eqn.invars:
+            if not dataflow.is_literal(v) and v not in self.own and v not in self.read_by_own:
+                self.read_by_own[v] = self.whole(v, self.value(v))
+        effects = [effect for effect in self.effects if effect is eqn]
+        if effects or not makes_own:
+            results = self.by_replicas(eqn.outvars, PartitionSpec(), effects)
+            (self.read_by_own if makes_own else self.known).update(results)
+        return True
+
+    def by_replicas(
+        self, wanted: Sequence[Any], spec: PartitionSpec, effects: Sequence[Any] = (), lead: Any = ()
+    ) -> Any:
+        """Variables as each replica computes them, by variable; `lead` indexes each replica's array."""
+        wanted = [v for v in wanted if not dataflow.is_dropped(v)]
+        piece = dataflow.subfunction(self.closed, list(self.read_by_own), wanted, effects)
+        mapped = jax.shard_map(
+            lambda values: [x[lead] for x in piece(values)],
+            mesh=self.strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return dict(zip(wanted, mapped(list(self.read_by_own.values())), strict=True))
 
     def value(self, v: Any) -> Any:
         # A constant remembers the mesh that it was traced under, whose axes are bound no more.
         return np.asarray(v.val) if dataflow.is_literal(v) else self.known[v]
 
     def kept(self, v: Any) -> jax.Array:
-        x = self.value(v)
+        x = self.by_replicas([v], PartitionSpec())[v] if v in self.own else self.value(v)
         if isinstance(x, Part) and x.on_host:
             assert x.stored is not None  # nothing waits any more
             return x.stored
@@ -162,8 +217,15 @@ class _Evaluation:
             x = jnp.full(x.shape, x.value, v.aval.dtype)
         return jax.device_put(self.device_operand(v, x), self.layout.host)
 
-    def wanted(self, v: Any) -> jax.Array:
-        return jnp.asarray(self.whole(v, self.value(v)))
+    def wanted(self, v: Any, kind: str | None) -> jax.Array:
+        n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
+        if v in self.own and kind is not None:
+            x = self.by_replicas([v], rows, lead=() if kind == ROWS else None)[v]
+            return x.mean(0) if kind == METRIC else x
+        x = self.by_replicas([v], PartitionSpec())[v] if v in self.own else jnp.asarray(self.whole(v, self.value(v)))
+        if kind == LOCAL:
+            return jnp.broadcast_to(x, (n, *x.shape))
+        return jnp.concatenate([x] * n) if kind == ROWS else x
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name

@@ -103,6 +103,48 @@ def test_a_mirrored_step_exchanges_its_parameters_once():
     assert sum(c.bytes for c in found) == 32 * 16 * 4 + 4  # and the loss
 
 
+CHAIN = """HloModule m, num_partitions=2
+
+%start (a: f32[4]) -> (f32[4], f32[8]) {
+  %a = f32[4]{0} parameter(0)
+  %all-gather.1 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="0"}
+  ROOT %c = (f32[4]{0}, f32[8]{0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (a: f32[4], x: f32[9]) -> (f32[8], f32[9]) {
+  %a = f32[4]{0} parameter(0)
+  %x = f32[9]{0} parameter(1)
+  %all-gather.2 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="0"}
+  ROOT %t = (f32[8]{0}, f32[9]{0}) tuple(%all-gather.2, %x)
+}
+
+%done (a: f32[4]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  %all-gather.3 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="0"}
+  ROOT %c = f32[8]{0} custom-call(%a, %all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%whole (a: f32[4]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  ROOT %all-gather.4 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
+}
+
+ENTRY %main (a: f32[4], x: f32[9]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  %x = f32[9]{0} parameter(1)
+  %s = (f32[4]{0}, f32[8]{0}) fusion(%a), kind=kCustom, calls=%start
+  %b = (f32[8]{0}, f32[9]{0}) fusion(%a, %x), kind=kCustom, calls=%beside
+  %w = f32[8]{0} fusion(%a), kind=kCustom, calls=%whole
+  ROOT %d = f32[8]{0} fusion(%a), kind=kCustom, calls=%done
+}
+"""
+
+
+def test_a_collective_beside_other_work_is_counted_once():
+    (found,) = collectives(parse(CHAIN), {"replica": 2})
+    assert (found.kind, found.count, found.bytes) == ("all-gather", 2, 2 * 32)
+
+
 SLICES = """HloModule m, num_partitions=2
 
 ENTRY %main (a: f32[8]) -> f32[8] {

@@ -45,10 +45,10 @@ types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: setup
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
 
 conformance: setup
-	$(BIN)/python -m pytest -n $(WORKERS) tests/conformance -m "full or not full"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance -m "full or not full"
 
 soak: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m soak

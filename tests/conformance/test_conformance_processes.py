@@ -65,14 +65,16 @@ def check(case: tuple[str, ...], folder: Path, processes: int) -> None:
                 np.testing.assert_allclose(found[f"arr_{i}"], want, rtol=0, atol=1e-5)
 
 
-def parameters(cases: dict[str, list[tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(layout, case) for layout in cases for case in cases[layout]]
+# One worker of the test run takes all cases of a layout, as one launch runs them; the first waits for that.
+CASES = [
+    pytest.param(layout, case, marks=pytest.mark.xdist_group(layout), id="-".join((layout, *case)))
+    for layout, cases in SHARED_OUT.items()
+    for case in cases
+]
 
 
-@pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize(
-    ("layout", "case"), parameters(SHARED_OUT), ids=lambda x: x if isinstance(x, str) else "-".join(x)
-)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("layout", "case"), CASES)
 def test_equals_one_device(layout: str, case: tuple[str, ...], folders: dict[str, Path]):
     check(case, trained(layout, tuple(SHARED_OUT[layout]), folders[layout]), LAYOUTS[layout][0])
 

@@ -183,14 +183,7 @@ def _start(spec: ClusterSpec, timeout_s: float, start_timeout_s: float, environ:
             "found all processes."
         )
     host, port = split(spec.coordinator_address)
-    watch_port = number(environ, WATCH_PORT, "Leave it out for the port after the coordinator's.", least=1) or port + 1
-    if watch_port > 65535 or watch_port == port:
-        raise refused(
-            WATCH_PORT,
-            str(watch_port),
-            f"a port from 1 to 65535 that is not the coordinator's, {port}",
-            f"jdist watches its processes on a port of its own, by default the one after {port}.",
-        )
+    watch_port = watch_port_of(spec, environ)
     token = text(environ, TOKEN) or ""
     deadline_s = time.monotonic() + start_timeout_s
     switchboard, process = None, spec.process_index
@@ -240,6 +233,24 @@ def _start(spec: ClusterSpec, timeout_s: float, start_timeout_s: float, environ:
             ) from exc
         raise
     return runtime
+
+
+def watch_port_of(spec: ClusterSpec, environ: Mapping[str, str]) -> int:
+    """The port on process 0's host by which the processes watch each other.
+
+    Raises:
+        ClusterConfigError: JDIST_WATCH_PORT is no port, or that of JAX's coordinator.
+    """
+    _, port = split(spec.coordinator_address)
+    found = number(environ, WATCH_PORT, "Leave it out for the port after the coordinator's.", least=1) or port + 1
+    if found > 65535 or found == port:
+        raise refused(
+            WATCH_PORT,
+            str(found),
+            f"a port from 1 to 65535 that is not the coordinator's, {port}",
+            f"jdist watches its processes on a port of its own, by default the one after {port}.",
+        )
+    return found
 
 
 def _resolved(host: str) -> str:

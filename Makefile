@@ -59,11 +59,13 @@ bench: setup
 	$(BIN)/python benchmarks/input.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/central_storage.py
+	$(BIN)/python benchmarks/multi_worker.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf
 	.venv-tf/bin/python -m pip install --quiet --disable-pip-version-check tensorflow-cpu==2.21.0
 	$(BIN)/python benchmarks/peers/mirrored.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/mirrored.log
+	$(BIN)/python benchmarks/peers/multi_worker.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/multi_worker.log
 
 clean:
 	rm -rf .venv .venv-tf runs build *.egg-info

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import os
 
 import flax.linen as nn
@@ -21,11 +22,12 @@ from tpu_steps import (
 )
 
 import jdist
+from jdist.cluster import runtime
 from jdist.errors import DeviceError, StrategyError
 from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
 from jdist.strategies import libtpu
-from jdist.strategies.topology import parse_topology, topology_devices
+from jdist.strategies.topology import by_host, parse_topology, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: pip install 'jdist[plan-tpu]'"
@@ -44,6 +46,16 @@ class TestWhereThereIsNoTpu:
         for name in ("my-tpu", "local", "", None):
             with pytest.raises(DeviceError, match="no TPU here"):  # the name is right, and that is all
                 jdist.tpu(name=name)
+
+    def test_several_hosts_come_together_first(self, monkeypatch):
+        """As multi_worker, and before JAX is asked for devices."""
+        config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        started = []
+        monkeypatch.setattr(runtime, "start", lambda spec, **waits: started.append((spec.process_index, *waits)))
+        with pytest.raises(DeviceError, match="no TPU here"):
+            jdist.tpu()
+        assert started == [(1, "timeout_s", "start_timeout_s")]
 
     @pytest.mark.parametrize(
         ("name", "message"),
@@ -108,6 +120,17 @@ class TestOrder:
     def test_a_shape_that_no_such_tpu_has(self):
         with pytest.raises(DeviceError, match=r"libtpu cannot describe 'v5p:3x3x3': Topology layout .* Forms: "):
             jdist.tpu(topology="v5p:3x3x3")
+
+    def test_the_devices_of_a_host_lie_together(self):
+        devices = topology_devices("v5e:4x4")
+        hosts = {d.process_index for d in devices}
+        assert len(hosts) > 1
+        order = [d.process_index for d in by_host(devices, len(hosts))]
+        assert order == sorted(order, key=order.index)  # each host in one piece
+        with pytest.raises(
+            DeviceError, match=rf"spans {len(hosts)} hosts, 16 devices, but the cluster .* has 1 process"
+        ):
+            by_host(devices, 1)
 
     def test_the_environment_is_as_it_was(self):
         before = dict(os.environ)

@@ -133,11 +133,16 @@ def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(mesh_utils.create_hybrid_device_mesh((per_slice,), (len(slices),), devices=devices).flat)
 
 
-def local_tpu_devices() -> tuple[Device, ...]:
-    """The TPU devices of this machine, in the order of their interconnect; starts the TPU if nothing has yet.
+def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
+    """The devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
+
+    Starts the TPU if nothing has yet.
+
+    Args:
+        num_processes: how many processes drive it, one a host.
 
     Raises:
-        DeviceError: JAX sees no TPU here, or one that several hosts share.
+        DeviceError: JAX sees no TPU here, or one of another number of hosts.
     """
     try:
         devices = jax.devices("tpu")
@@ -149,13 +154,24 @@ def local_tpu_devices() -> tuple[Device, ...]:
             "Cloud TPU VM: pip install 'jdist[tpu]', and leave JAX_PLATFORMS unset. To compile for a TPU that is not "
             'here: jdist.tpu(topology="v5e:2x4").'
         ) from exc
-    hosts = {d.process_index for d in devices}
-    if len(hosts) > 1:
+    return by_host(in_interconnect_order(devices), num_processes)
+
+
+def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]:
+    """The devices with those of each host together, so that a process feeds successive rows; else in their order.
+
+    Raises:
+        DeviceError: they are of another number of hosts than there are processes.
+    """
+    hosts = list(dict.fromkeys(d.process_index for d in devices))
+    if len(hosts) != num_processes:
+        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
         raise DeviceError(
-            f"this TPU slice spans {len(hosts)} hosts, {len(devices)} devices; `jdist.tpu` drives those of one host. Take "
-            "a slice of one host, such as v5e-8."
+            f"this TPU spans {len(hosts)} hosts, {len(devices)} devices, but the cluster in the environment has {processes}. "
+            "Start the program on every host with the variables that docs/clusters.md names, or take a slice of one host, "
+            "such as v5e-8."
         )
-    return in_interconnect_order(devices)
+    return tuple(sorted(devices, key=lambda d: hosts.index(d.process_index)))
 
 
 @contextlib.contextmanager

@@ -6,11 +6,14 @@ import dataclasses
 import os
 from typing import get_args
 
+from jdist.cluster import runtime
+from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.resolvers.resolve import resolve
 from jdist.errors import StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.local import check_reduction, strategy_over
-from jdist.strategies.topology import local_tpu_devices, topology_devices
+from jdist.strategies.topology import attached_tpu_devices, topology_devices
 from jdist.strategy import Strategy, Transform
 
 
@@ -25,8 +28,9 @@ def tpu(
     """Runs a step on every TPU device: as `mirrored`, on a mesh in the order of the interconnect.
 
     Neighbours on the mesh are neighbours in the torus; where there are several slices, each lies on the mesh in
-    one piece, so that only a reduction between slices crosses the data-centre network. Calling it again gives
-    the same devices: JAX starts a TPU once in a process.
+    one piece, so that only a reduction between slices crosses the data-centre network. Where the environment describes
+    several hosts (`jdist.cluster.resolve`), their processes come together first, as under `multi_worker`. Calling it
+    again gives the same devices: JAX starts a TPU once in a process.
 
     Args:
         topology: None for the TPU of this machine (a Cloud TPU VM, Colab). A name such as "v5p:8x8x8" or
@@ -42,6 +46,8 @@ def tpu(
 
     Raises:
         DeviceError: there is no TPU here, no such topology, or libtpu is missing.
+        ClusterError: there are several hosts, and not all of their processes came.
+        ClusterConfigError: the environment does not describe a cluster that this process has a place in.
         StrategyError: `name`, `transform`, `all_reduce` or `axis` is not allowed.
 
     Example:
@@ -56,9 +62,17 @@ def tpu(
     _check_name(name)
     reduction = make_reduction(all_reduce)
     check_reduction(reduction, transform)
-    devices = local_tpu_devices() if topology is None else topology_devices(topology)
+    if topology is not None:
+        made = strategy_over(
+            topology_devices(topology), name="tpu", axis=axis, transform=transform, reduction=reduction
+        )
+        return dataclasses.replace(made, topology=topology)
+    spec, waits, cluster = resolve(os.environ), CommunicationOptions(), None
+    if spec.num_processes > 1:
+        cluster = runtime.start(spec, timeout_s=waits.timeout_s, start_timeout_s=waits.start_timeout_s)
+    devices = attached_tpu_devices(spec.num_processes)
     made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
-    return dataclasses.replace(made, topology=topology)
+    return dataclasses.replace(made, cluster=cluster)
 
 
 def _check_name(name: str | None) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from jdist.errors import JDistError, NonFiniteError, ReplicaDivergenceError
+from jdist.cluster import exit_codes
+from jdist.errors import JDistError, NonFiniteError, PeerLostError, ReplicaDivergenceError
 
 
 def run(
@@ -189,10 +190,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
         print(f"jdist: {exc}", file=sys.stderr)
-        return 1 if isinstance(exc, NonFiniteError | ReplicaDivergenceError) else 2
+        code = exit_codes.USAGE
+        if isinstance(exc, NonFiniteError | ReplicaDivergenceError):
+            code = exit_codes.FAILED
+        elif isinstance(exc, PeerLostError):
+            code = exit_codes.PEER_LOST
     except KeyboardInterrupt:
         print("jdist: interrupted before training began; nothing was changed", file=sys.stderr)
-        return 130
+        code = exit_codes.INTERRUPTED
+    runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
+    if runtime is not None and (cluster := runtime.started()) is not None:
+        cluster.failed(code)
+    return code
 
 
 def _dispatch(arguments: Sequence[str]) -> int:

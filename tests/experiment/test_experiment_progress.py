@@ -2,7 +2,6 @@ import contextlib
 import io
 import math
 import os
-import signal
 import subprocess
 import sys
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from jdist.strategies.one_device import one_device as one_device
     from jdist.strategies.tpu import tpu as tpu
     from jdist.strategy import Strategy as Strategy
+    from jdist.train.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.transforms.distribute import distribute as distribute
     from jdist.values import PerReplica as PerReplica
     from jdist.values import ValueContext as ValueContext
@@ -81,6 +82,7 @@ _NAMES = {
     "scale_regularization_loss": "jdist.losses",
     "set_strategy": "jdist.strategies.default",
     "tpu": "jdist.strategies.tpu",
+    "train_and_evaluate": "jdist.train.evaluator",
     "value_and_grad": "jdist.replica",
 }
 __all__ = [*_MODULES, *_NAMES]

@@ -28,6 +28,7 @@ from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Place, Watch
 from jdist.errors import ClusterError, PeerLostError
 
+_SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 WATCH_PORT, TOKEN, RECORDS = "JDIST_WATCH_PORT", "JDIST_TOKEN", "JDIST_RECORD_DIR"
 
 
@@ -43,7 +44,8 @@ class Runtime:
         self.spec, self.timeout_s = spec, timeout_s
         self._watch, self._switchboard = watch, switchboard
         self._step = 0
-        self._exchanges = 0
+        self._exchanges: dict[str, int] = {}  # how many there were of each name
+        self._stopping: str | None = None
         self._failed: int | None = None
 
     @property
@@ -64,7 +66,7 @@ class Runtime:
     @property
     def stopping(self) -> str | None:
         """Why all processes are to stop soon; None if nobody wished it."""
-        return None if self._watch is None else self._watch.stopping
+        return self._stopping if self._watch is None else self._watch.stopping
 
     def at_step(self, step: int) -> None:
         """Notes which step the run is at, for the record of a loss."""
@@ -80,23 +82,31 @@ class Runtime:
         """What every process says about something, by index.
 
         Args:
-            what: names it in errors; the same on all.
+            what: names it in errors; the same on all. Exchanges of one name are to be asked for in one order by all.
             value: what this process says; what JSON can hold.
             timeout_s: how long to wait for the others.
 
         Raises:
             ClusterError: not all said theirs in time.
         """
-        return [value] if self._watch is None else self._watch.exchange(what, value, timeout_s)
+        if self._watch is None:
+            return [value]
+        with _lock:
+            number = self._exchanges[what] = self._exchanges.get(what, 0) + 1
+        return self._watch.exchange(f"{what} ({number})", value, timeout_s)
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step."""
-        if self._watch is not None:
+        if self._watch is None:
+            self._stopping = self._stopping or reason
+        else:
             self._watch.wish_to_stop(reason)
 
     def stops_after(self, step: int, timeout_s: float) -> bool:
-        """Whether all processes stop now, after `step` steps; all have to ask after every step."""
-        return self._watch is not None and self._watch.stops_after(step, timeout_s)
+        """Whether all processes stop now, after `step` steps; all have to ask after the same steps."""
+        if self._watch is None:
+            return self._stopping is not None
+        return self._watch.stops_after(step, timeout_s)
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -118,13 +128,13 @@ class Runtime:
         self._failed = code
 
     def end(self) -> None:
-        """Leaves the cluster: at the end of the program, together with the others; after an error, at once."""
+        """Leaves the cluster: at the end of the program, together with the others; after an error of its own, without."""
         if self._watch is None:
             return
         code = self._failed
         if code is None and getattr(sys, "last_value", None) is not None:  # Python has shown a traceback
             code = exit_codes.FAILED
-        if code is not None:
+        if code is not None and not self._all_failed(code):
             # The others learn at once that this process is gone. JAX would wait minutes for them here.
             self._watch.close()
             if self._switchboard is not None:
@@ -137,6 +147,14 @@ class Runtime:
         self._watch.close()
         if self._switchboard is not None:
             self._switchboard.close()
+
+    def _all_failed(self, code: int) -> bool:
+        """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
+        try:
+            self.exchange("an end with an error", code, min(_SAME_ERROR_S, self.timeout_s / 5))
+        except ClusterError:
+            return False
+        return True
 
 
 _lock = threading.Lock()
@@ -169,6 +187,11 @@ def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Run
         _started = _start(spec, timeout_s, start_timeout_s, os.environ)
         atexit.register(_started.end)
         return _started
+
+
+def alone() -> Runtime:
+    """A job of this process alone, which belongs to no cluster."""
+    return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), None, None, 0.0)
 
 
 def started() -> Runtime | None:

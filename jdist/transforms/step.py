@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class DistributedStep:
         Raises:
             NonFiniteError: one of them met a NaN or infinite gradient, and `non_finite` is "raise".
         """
-        self._window.drain()
+        with contextlib.nullcontext() if self.strategy.cluster is None else self.strategy.cluster.blocked():
+            self._window.drain()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it.

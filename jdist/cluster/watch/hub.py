@@ -6,8 +6,8 @@ A process says                              It is told
     hello   once, when it comes                 welcome     once all have come
     beat    every so often, with its step       beat        in return
     value   its part of an exchange             values      everyone's, once all have said theirs
-    wish    that all stop                       stopping    someone wished it, so say at which step you are
-    ready   the step it is at, and waits        stop_at     the step after which all stop
+    wish    that all stop                       stopping    someone wished it: say where you are, and wait
+    ready   the last step it has passed         stop_at     the furthest of these: all stop at the next
     bye     its program has come to an end      left        the same of another
                                                 lost        a process is gone: end
 """
@@ -37,7 +37,7 @@ class Member:
         heard_s: when it was last heard of.
         step: the last step that it told of.
         left: whether its program has come to an end.
-        ready: the step at which it waits for the step to stop at; None while it does not.
+        ready: the last step that it has passed, while it waits to hear where to stop; else None.
     """
 
     address: str
@@ -160,7 +160,7 @@ def _exchanged(hub: Hub, process: int, key: str, value: Any) -> Next:
 
 
 def _agreed(hub: Hub) -> Next:
-    """All stop after the furthest step that one of them is at."""
+    """All stop at the step behind the furthest that one of them has passed."""
     waiting = [member.ready for member in hub.members.values() if not member.left]
     steps = [step for step in waiting if step is not None]
     if hub.stopping is None or len(hub.members) < hub.count or not steps or len(steps) < len(waiting):

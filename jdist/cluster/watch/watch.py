@@ -70,6 +70,7 @@ class Watch:
         self._addresses: list[str] | None = None
         self._refused: str | None = None
         self._stopping: str | None = None
+        self._passed = -1  # the last step that the program went on after
         self._stop_at: int | None = None
         self._left: dict[int, str] = {}
         self._lost: PeerLostError | None = None
@@ -144,36 +145,37 @@ class Watch:
         self._tell({"type": "wish", "reason": reason})
 
     def stops_after(self, step: int, timeout_s: float) -> bool:
-        """Whether all processes stop now, after `step` steps; to be asked after every step, by all.
+        """Whether all processes stop now, after `step` steps; to be asked by all, after the same steps.
 
-        While one of them wishes to stop, each says at which step it is and waits for the others': all stop at the
-        furthest.
+        As soon as one of them wishes to stop, the thread of each says which step its program has passed, and the program
+        passes no other until all have said so: all stop at the next one behind the furthest. The thread answers, not the
+        program, as that may be waiting on the devices for a step of a process which itself waits here.
 
         Raises:
-            ClusterError: not all came to a step in time.
+            ClusterError: not all have said where they are in time.
             PeerLostError: a process was lost meanwhile.
         """
-        self._step = step
-        if self._stopping is None:
-            return False
-        if self._stop_at is None:
-            self._tell({"type": "ready", "step": step})
-            with self._changed:
+        with self._changed:
+            self._step = step
+            if self._stopping is not None:
                 self._changed.wait_for(lambda: self._stop_at is not None or self._lost, timeout_s)
-            if self._lost is not None:
-                raise self._lost
-            if self._stop_at is None:
-                raise ClusterError(f"the processes did not agree within {timeout_s:g} s on a step to stop at.")
-        return step >= self._stop_at
+                if self._lost is not None:
+                    raise self._lost
+                if self._stop_at is None:
+                    raise ClusterError(f"the processes did not agree within {timeout_s:g} s on a step to stop at.")
+                if step > self._stop_at:
+                    return True
+            self._passed = step
+            return False
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """Round what waits for other processes; one that has left by then will never come."""
-        self._blocked_s = time.monotonic()
+        before, self._blocked_s = self._blocked_s, time.monotonic()
         try:
             yield
         finally:
-            self._blocked_s = None
+            self._blocked_s = before
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
         """The loss of a process, if one is noticed in time: it may be why a collective has failed."""
@@ -243,7 +245,10 @@ class Watch:
                     return self._lose(message["process"], message["cause"], message["address"], message["step"])
                 with self._changed:
                     self._take(message)
+                    passed = self._passed  # stays as it is from here on, if all are to stop
                     self._changed.notify_all()
+                if message["type"] == "stopping":
+                    self._tell({"type": "ready", "step": passed})
             if time.monotonic() - heard_s > self._silence_s:
                 return self._lose(0, f"nothing was heard of it for {self._silence_s:g} s: it stands still")
             blocked_s = self._blocked_s

@@ -17,7 +17,7 @@ from jdist.values import PerReplica, Replicas, ValueContext, values_from_functio
 
 if TYPE_CHECKING:
     from jdist.cluster.runtime import Runtime
-    from jdist.data.distribute import DistributedDataset
+    from jdist.data.dataset import DistributedDataset
     from jdist.data.input_context import InputContext
     from jdist.data.input_options import InputOptions
     from jdist.data.source import RandomAccessSource

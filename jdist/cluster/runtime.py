@@ -23,6 +23,7 @@ from jdist.cluster.address import join, split
 from jdist.cluster.environment import number, text
 from jdist.cluster.refuse import refused
 from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.hub import Hub
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Place, Watch
@@ -94,6 +95,11 @@ class Runtime:
         with _lock:
             number = self._exchanges[what] = self._exchanges.get(what, 0) + 1
         return self._watch.exchange(f"{what} ({number})", value, timeout_s)
+
+    @property
+    def exchanges(self) -> Exchanges | None:
+        """What `exchange` goes through, for those that wait in their own way; None with one process."""
+        return None if self._watch is None else self._watch.exchanges
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step."""

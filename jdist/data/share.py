@@ -52,10 +52,12 @@ class Part(NamedTuple):
     Attributes:
         batch: leaves [rows, ...]: its own rows, then perhaps others to fill up with.
         sizes: how many rows each process has.
+        full: how many it has of a full batch; none: as the source's global batch is shared.
     """
 
     batch: PyTree
     sizes: tuple[int, ...]
+    full: tuple[int, ...] = ()
 
 
 def part_of(batch: PyTree, share: Share, rows: int) -> Part:

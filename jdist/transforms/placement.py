@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.context import scope
-from jdist.data.distribute import DistributedDataset, distributed_dataset
+from jdist.data.dataset import DistributedDataset
+from jdist.data.distribute import distributed_dataset
 from jdist.data.share import WHOLE, Share
 from jdist.errors import BatchError, StepError
 from jdist.global_arrays import put, put_rows, to_host

@@ -6,6 +6,9 @@ A process says                              It is told
     hello   once, when it comes                 welcome     once all have come
     beat    every so often, with its step       beat        in return
     value   its part of an exchange             values      everyone's, once all have said theirs
+                                                void        one of them takes no part any more
+    forget  takes no part in exchanges whose
+            keys begin so, any more
     wish    that all stop                       stopping    someone wished it: say where you are, and wait
     ready   the last step it has passed         stop_at     the furthest of these: all stop at the next
     bye     its program has come to an end      left        the same of another
@@ -56,6 +59,7 @@ class Hub:
         silence_s: a process that was not heard of for so long is lost.
         members: those that have come.
         values: what was said in each exchange that not all have taken part in yet.
+        forgotten: beginnings of keys, and who takes no part in such exchanges any more; until nobody does.
         stopping: why all are to stop; None if nobody wishes it.
         lost: the process that was lost first; all ends with it.
     """
@@ -64,6 +68,7 @@ class Hub:
     silence_s: float
     members: Mapping[int, Member] = field(default_factory=dict)
     values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stopping: str | None = None
     lost: int | None = None
 
@@ -103,6 +108,9 @@ def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
             return _with(hub, process, replace(member, step=step)), [Tell(process, {"type": "beat"})]
         case {"type": "value", "key": str(key), "value": value}:
             return _exchanged(_with(hub, process, member), process, key, value)
+        case {"type": "forget", "prefix": str(prefix)}:
+            who = hub.forgotten.get(prefix, frozenset()) | {process}
+            return _voided(replace(_with(hub, process, member), forgotten={**hub.forgotten, prefix: who}))
         case {"type": "wish", "reason": str(reason)}:
             hub = _with(hub, process, member)
             if hub.stopping is not None:
@@ -112,8 +120,9 @@ def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
             return _agreed(_with(hub, process, replace(member, ready=step, step=step)))
         case {"type": "bye"}:
             hub = _with(hub, process, replace(member, left=True))
+            hub, voids = _voided(hub)
             hub, tells = _agreed(hub)
-            return hub, [Tell(None, {"type": "left", "process": process, "address": member.address}), *tells]
+            return hub, [Tell(None, {"type": "left", "process": process, "address": member.address}), *voids, *tells]
     return _with(hub, process, member), []
 
 
@@ -152,11 +161,25 @@ def _lose(hub: Hub, process: int, cause: str) -> Next:
 
 def _exchanged(hub: Hub, process: int, key: str, value: Any) -> Next:
     said = {**hub.values.get(key, {}), process: value}
-    rest = {k: v for k, v in hub.values.items() if k != key}
     if len(said) < hub.count:
-        return replace(hub, values={**rest, key: said}), []
+        return _voided(replace(hub, values={**hub.values, key: said}))
     values = [said[i] for i in range(hub.count)]
+    rest = {k: v for k, v in hub.values.items() if k != key}
     return replace(hub, values=rest), [Tell(None, {"type": "values", "key": key, "values": values})]
+
+
+def _voided(hub: Hub) -> Next:
+    """Gives up exchanges that one takes no part in any more, and beginnings that nobody uses any more."""
+    left = {i for i, member in hub.members.items() if member.left}
+    values, tells = {}, []
+    for key, said in hub.values.items():
+        gone = left.union(*(who for prefix, who in hub.forgotten.items() if key.startswith(prefix)))
+        if gone:
+            tells += [Tell(i, {"type": "void", "key": key, "process": min(gone - {i})}) for i in said if gone != {i}]
+        else:
+            values[key] = said
+    forgotten = {prefix: who for prefix, who in hub.forgotten.items() if len(who | left) < hub.count}
+    return replace(hub, values=values, forgotten=forgotten), tells
 
 
 def _agreed(hub: Hub) -> Next:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.lines import BadMessage, Reader, send
 from jdist.errors import ClusterError, PeerLostError
 
@@ -52,6 +53,9 @@ class Watch:
 
     Raises:
         ClusterError: process 0 was not reached, or not all came, in time; or this process was refused.
+
+    Attributes:
+        exchanges: what the processes say to all.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Watch:
         self.place, self._silence_s, self._on_lost = place, silence_s, on_lost
         self._beat_s = min(1.0, silence_s / 5)
         self._changed = threading.Condition()
-        self._values: dict[str, list[Any]] = {}
+        self.exchanges = Exchanges(self._tell)
         self._addresses: list[str] | None = None
         self._refused: str | None = None
         self._stopping: str | None = None
@@ -117,28 +121,8 @@ class Watch:
         self._step = step
 
     def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """What every process said under `key`, by index; returns once all have.
-
-        Args:
-            key: the same on all, and used once.
-            value: what this process says; what JSON can hold.
-            timeout_s: how long to wait.
-
-        Raises:
-            ClusterError: not all said theirs in time.
-            PeerLostError: a process was lost meanwhile.
-        """
-        self._tell({"type": "value", "key": key, "value": value})
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values or self._lost, timeout_s)
-            if key in self._values:
-                return self._values.pop(key)
-        if self._lost is not None:
-            raise self._lost
-        raise ClusterError(
-            f"the other processes did not come to {key!r} within {timeout_s:g} s. All processes must make the same calls in "
-            "the same order."
-        )
+        """`Exchanges.exchange`."""
+        return self.exchanges.exchange(key, value, timeout_s)
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step."""
@@ -228,6 +212,7 @@ class Watch:
                     )
                 told_s = now_s
                 self._tell({"type": "beat", "step": self._step})
+            self.exchanges.tell_forgotten()
             try:
                 data = self._connection.recv(1 << 16)
                 messages = reader.feed(data)
@@ -263,8 +248,8 @@ class Watch:
                 self._addresses = addresses
             case {"type": "refused", "reason": str(reason)}:
                 self._refused = reason
-            case {"type": "values", "key": str(key), "values": list(values)}:
-                self._values[key] = values
+            case {"type": "values", "key": str(), "values": list()} | {"type": "void", "key": str(), "process": int()}:
+                self.exchanges.take(message)
             case {"type": "stopping", "reason": str(reason)}:
                 self._stopping = reason
             case {"type": "stop_at", "step": int(step)}:
@@ -281,4 +266,5 @@ class Watch:
         with self._changed:
             self._lost = lost
             self._changed.notify_all()
+        self.exchanges.end(lost)
         self._on_lost(lost)

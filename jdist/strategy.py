@@ -260,8 +260,10 @@ class Strategy:
         """Feeds global batches to the replicas.
 
         Args:
-            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each.
-            options: how batches are made ahead; None: `jdist.InputOptions()`.
+            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each. With
+                several processes all make the same one, unless `autoshard` of the options says otherwise.
+            options: how batches are made ahead, and how several processes share the dataset; None:
+                `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: fill it up and mask the filling,
                 leave it out, or refuse it.
             with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.

@@ -39,18 +39,21 @@ def agreed(
         Exception: what this process's own source raised.
     """
     full = ()
-    for step in itertools.count(start):
-        message = own.take()
-        if step == start:
-            message |= own.description(bounded)
-        while (said := line.exchange(f"step {step}", message)) is None:
-            yield None
-        raise_failure(said, own.failure, f"making batch {step} (from 0)")
-        if all(one["end"] for one in said):
-            return
-        if step == start:
-            full = _check_first(said)
-        yield step + 1, Part(own.rows_to_feed(), tuple(one["rows"] for one in said), full)
+    try:
+        for step in itertools.count(start):
+            message = own.take()
+            if step == start:
+                message |= own.description(bounded)
+            while (said := line.exchange(f"step {step}", message)) is None:
+                yield None
+            raise_failure(said, own.failure, f"making batch {step} (from 0)")
+            if all(one["end"] for one in said):
+                return
+            if step == start:
+                full = _check_first(said)
+            yield step + 1, Part(own.rows_to_feed(), tuple(one["rows"] for one in said), full)
+    finally:
+        line.leave()
 
 
 class OwnBatches:

@@ -119,6 +119,7 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
         num_replicas: how many replicas all processes have, each as many.
 
     Example:
+        >>> from jdist.data.batching import padded_rows
         >>> padded_rows((3, 5), num_replicas=4)  # a process has 2 of them; for 5 rows each of these needs 3
         12
     """

@@ -93,6 +93,7 @@ class Line:
     def __init__(self, exchanges: Exchanges, prefix: str, stop: Stop):
         self._exchanges, self._prefix, self._stop = exchanges, prefix, stop
         self._said: str | None = None
+        self._left = False
 
     def exchange(self, what: str, value: Any) -> list[Any] | None:
         """What each process says; None: it was stopped, and asking again with the same `what` goes on waiting.
@@ -117,8 +118,10 @@ class Line:
         return None
 
     def leave(self) -> None:
-        """Takes no part any more; the garbage collector may call it."""
-        self._exchanges.forget(self._prefix)
+        """Takes no part any more; the garbage collector may call it, and more than once."""
+        if not self._left:
+            self._left = True
+            self._exchanges.forget(self._prefix)
 
 
 def shown(error: Exception) -> str:

@@ -123,7 +123,7 @@ class Own:
         own = OwnBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
         line = self._peers.line(f"pass {next(self._passes)}", stop)
         parts = agreed(own, line, start=start, bounded=self._peers.bounded)
-        weakref.finalize(parts, line.leave).atexit = False
+        weakref.finalize(parts, line.leave).atexit = False  # by itself it leaves only if it was begun
         return parts
 
     def _last(self) -> PyTree | None:
@@ -202,8 +202,8 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
         alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
     description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
     if random_access and autoshard == "off":
-        description["full"] = source.global_batch
-        description["steps"] = source.num_steps
+        description["full"] = int(source.global_batch)  # JSON knows no numbers of numpy
+        description["steps"] = None if source.num_steps is None else int(source.num_steps)
         description["fingerprint"] = peers.bounded(source.fingerprint)
     return description
 
@@ -211,4 +211,5 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
 def _full_rows(source: Source) -> int | None:
     """Rows of a full batch, if the source tells; some know it from their first batch on."""
     told = isinstance(source, RandomAccessSource | FileSource | ReplicaBatches)
-    return source.global_batch if told else None
+    rows = source.global_batch if told else None
+    return None if rows is None else int(rows)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,6 +63,15 @@ def real(batches):
 
 def flat(batches):
     return [row for rows in real(batches) for row in rows]
+
+
+class Numpys:
+    """A random-access source whose numbers are numpy's."""
+
+    num_steps, global_batch, fingerprint = np.int64(2), np.int64(3), "mine"
+
+    def batch_at(self, step):
+        return {"x": np.full(3, step)}
 
 
 class Plain(Iterable):
@@ -170,6 +180,12 @@ def test_one_process_has_everything_whatever_is_asked_for():
     for autoshard in ("auto", "file", "data", "off"):
         (part,) = Job(1).batches(arrays(range(5)), autoshard=autoshard)
         assert flat(part) == list(range(5))
+
+
+@pytest.mark.parametrize("autoshard", ["data", "off"])
+def test_numbers_of_a_source_may_be_numpys(autoshard):
+    parts = Job(3).batches([Numpys()] * 3, autoshard=autoshard)
+    assert {len(row) for part in parts for row in real(part)} == {1 if autoshard == "data" else 3}
 
 
 # ---- what cannot be shared
@@ -328,10 +344,25 @@ def test_threads_that_are_unequally_far_ahead_lose_nothing(kind, prefetches):
 
 def test_loops_left_early_leave_nothing_behind():
     job = Job(2)
-    left_early(job, [arrays(range(12), epochs=None), arrays(range(7), epochs=None)], [1] * 8, prefetches=(1, 3))
+    left_early(job, [arrays(range(12), epochs=None), arrays(range(7), epochs=None)], [1] * 5, prefetches=(1, 3))
     job.network.beat()
     assert (job.network.hub.values, job.network.hub.forgotten) == ({}, {})
     assert [exchanges._answers for exchanges in job.network.exchanges] == [{}, {}]
+
+
+def test_datasets_that_are_dropped_within_a_loop_leave_nothing_behind():
+    job = Job(2)
+
+    def program(process):
+        for batch in job.dataset(process, arrays(range(20)), prefetch=1 + 3 * process):
+            return batch["x"].tolist()
+
+    assert job.run(program) == [[0, 1], [0, 1]]
+    deadline_s = time.monotonic() + 20
+    while (job.network.hub.values or job.network.hub.forgotten or prefetch_threads()) and time.monotonic() < deadline_s:
+        job.network.beat()
+        time.sleep(0.01)
+    assert (job.network.hub.values, job.network.hub.forgotten, prefetch_threads()) == ({}, {}, [])
 
 
 def test_a_process_that_goes_on_where_another_has_left_the_loop_is_told():

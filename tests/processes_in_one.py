@@ -23,7 +23,7 @@ class Network:
     """
 
     def __init__(self, count):
-        self.hub, self._lock = Hub(count=count, silence_s=math.inf), threading.Lock()
+        self.hub, self._lock = Hub(count=count, silence_s=math.inf, start_by_s=math.inf, awake_s=0.0), threading.Lock()
         for process in range(count):
             self.hub, _ = hubs.joined(self.hub, process, f"host{process}:1", 0.0)
         self.exchanges = [Exchanges(functools.partial(self.tell, process)) for process in range(count)]

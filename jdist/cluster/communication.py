@@ -19,7 +19,7 @@ class CommunicationOptions:
         bytes_per_pack: gradients are sent in packs of at least so many bytes, so that the first may go while the last
             is still computed; 0: in one.
         timeout_s: a process that was not heard of for so long is lost, and all others end, with exit code 75. Also how long
-            a process may keep others waiting after its own program has ended.
+            others may wait for a process whose program has ended. Python code must not hold the interpreter's lock so long.
         start_timeout_s: how long to wait until all processes have come.
         implementation: "auto" leaves it to JAX (NCCL on GPU, the interconnect on TPU, gloo on CPU); "nccl" insists on NCCL;
             "ring" passes gradients round a ring of replicas, step by step.
@@ -47,8 +47,8 @@ class CommunicationOptions:
             )
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds above 0.")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+                raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds, 1 or more.")
         if self.implementation not in get_args(Implementation):
             allowed = ", ".join(map(repr, get_args(Implementation)))
             raise StrategyError(f"`implementation` is {self.implementation!r}; allowed are {allowed}.")

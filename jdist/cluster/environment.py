@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from jdist.cluster.address import ALLOWED, problem
 from jdist.cluster.refuse import refused
 
+TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in nobody without it
+RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
 

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import json
 import logging
 import os
-import socket
 import sys
 import threading
-import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from jdist.cluster import exit_codes
+from jdist.cluster import exit_codes, failpoints, jax_processes, loss
 from jdist.cluster.address import join, split
-from jdist.cluster.environment import number, text
-from jdist.cluster.refuse import refused
+from jdist.cluster.environment import TOKEN, text
+from jdist.cluster.failpoints import Point
+from jdist.cluster.leave import Leaving
+from jdist.cluster.listen import check_free, listen, resolved, watch_port
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.hub import Hub
+from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
-from jdist.cluster.watch.watch import Place, Watch
+from jdist.cluster.watch.watch import Watch
 from jdist.errors import ClusterError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
-WATCH_PORT, TOKEN, RECORDS = "JDIST_WATCH_PORT", "JDIST_TOKEN", "JDIST_RECORD_DIR"
+_ENDING_S = 10.0  # for the watch's thread to end the process after a loss
+_PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
+_log = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -41,13 +43,20 @@ class Runtime:
         timeout_s: a process that is not heard of for so long is lost.
     """
 
-    def __init__(self, spec: ClusterSpec, watch: Watch | None, switchboard: Switchboard | None, timeout_s: float):
+    def __init__(self, spec: ClusterSpec, timeout_s: float):
         self.spec, self.timeout_s = spec, timeout_s
-        self._watch, self._switchboard = watch, switchboard
+        self._watch: Watch | None = None
+        self._switchboard: Switchboard | None = None
+        self._leaving: Leaving | None = None
+        self._records: Path | None = None
+        self._pid = os.getpid()
         self._step = 0
-        self._exchanges: dict[str, int] = {}  # how many there were of each name
-        self._stopping: str | None = None
+        self._exchanges: Counter[str] = Counter()  # how many there were of each name
+        self._stopping: str | None = None  # with one process
+        self._blocked: list[None] = []
+        self._newest: jax.Array | None = None
         self._failed: int | None = None
+        self._not_a_loss: BaseException | None = None
 
     @property
     def process_index(self) -> int:
@@ -75,8 +84,15 @@ class Runtime:
         if self._watch is not None:
             self._watch.progress(step)
 
-    def advance(self, steps: int) -> None:
-        """Notes that so many steps more were started."""
+    def advance(self, steps: int, result: jax.Array | None = None) -> None:
+        """Notes that so many steps more were started.
+
+        Args:
+            steps: how many.
+            result: an array that they compute and that is never donated. While it is not ready this process waits for the
+                others, if they do not wait for it.
+        """
+        self._newest = result
         self.at_step(self._step + steps)
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]:
@@ -89,12 +105,14 @@ class Runtime:
 
         Raises:
             ClusterError: not all said theirs in time.
+            PeerLostError: a process was lost meanwhile.
         """
         if self._watch is None:
             return [value]
         with _lock:
-            number = self._exchanges[what] = self._exchanges.get(what, 0) + 1
-        return self._watch.exchange(f"{what} ({number})", value, timeout_s)
+            self._exchanges[what] += 1
+            number = self._exchanges[what]
+        return self._watch.exchanges.exchange(f"{what} ({number})", value, timeout_s)
 
     @property
     def exchanges(self) -> Exchanges | None:
@@ -102,17 +120,19 @@ class Runtime:
         return None if self._watch is None else self._watch.exchanges
 
     def wish_to_stop(self, reason: str) -> None:
-        """Asks all processes to stop after the same step."""
+        """Asks all processes to stop after the same step; may be called from a signal handler."""
         if self._watch is None:
             self._stopping = self._stopping or reason
         else:
             self._watch.wish_to_stop(reason)
 
-    def stops_after(self, step: int, timeout_s: float) -> bool:
-        """Whether all processes stop now, after `step` steps; all have to ask after the same steps."""
-        if self._watch is None:
-            return self._stopping is not None
-        return self._watch.stops_after(step, timeout_s)
+    def stops_after(self, step: int) -> bool:
+        """Whether all processes stop now, after `step` steps; all have to ask after the same steps.
+
+        Raises:
+            PeerLostError: a process was lost meanwhile.
+        """
+        return self._stopping is not None if self._watch is None else self._watch.stops_after(step)
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -120,39 +140,56 @@ class Runtime:
         if self._watch is None:
             yield
             return
+        self._blocked.append(None)
         try:
-            with self._watch.blocked():
-                yield
+            yield
         except jax.errors.JaxRuntimeError as exc:
-            lost = self._watch.wait_for_loss(self.timeout_s + 1)
+            lost = self._watch.wait_for_loss(2 * self.timeout_s)
             if lost is not None:
                 raise lost from exc
+            self._not_a_loss = exc
             raise
+        finally:
+            self._blocked.pop()
 
     def failed(self, code: int) -> None:
-        """Notes that this program ends with an error that it has reported itself."""
+        """Notes that this program ends with an error that it has reported itself, by `sys.exit(code)` for instance."""
         self._failed = code
 
     def end(self) -> None:
         """Leaves the cluster: at the end of the program, together with the others; after an error of its own, without."""
-        if self._watch is None:
+        watch, switchboard = self._watch, self._switchboard
+        if watch is None or self._leaving is None or os.getpid() != self._pid:  # a fork's end is not this program's
             return
-        code = self._failed
-        if code is None and getattr(sys, "last_value", None) is not None:  # Python has shown a traceback
-            code = exit_codes.FAILED
+        error = None if self._failed is not None or _is_interactive() else getattr(sys, "last_value", None)
+        code = self._failed if error is None else _code(error)
+        if code is None:
+            try:
+                jax.block_until_ready(self._newest)  # the others cannot do their part of it without this process
+            except jax.errors.JaxRuntimeError as exc:
+                traceback.print_exc()
+                code, error = exit_codes.FAILED, exc
         if code is not None and not self._all_failed(code):
+            if self._may_be_a_loss(error):
+                watch.wait_for_loss(2 * self.timeout_s)
+            self._wait_for_the_end(watch)
             # The others learn at once that this process is gone. JAX would wait minutes for them here.
-            self._watch.close()
-            if self._switchboard is not None:
-                self._switchboard.close()
-            logging.shutdown()
-            leave(code)
-        self._watch.say_bye()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others are gone already
+            watch.close()
+            self._leaving.leave(code, logging.shutdown)
+        failpoints.reached(Point.AT_END)
+        with contextlib.suppress(PeerLostError):
+            watch.say_bye()
+        failpoints.reached(Point.IN_END)
+        self._wait_for_the_end(watch)
+        try:
             jax.distributed.shutdown()
-        self._watch.close()
-        if self._switchboard is not None:
-            self._switchboard.close()
+        except jax.errors.JaxRuntimeError as exc:
+            _log.warning("JAX's processes did not part well: %s", exc)
+        if switchboard is not None:
+            switchboard.wait_until_alone(3 * self.timeout_s)  # who stands still now is lost, and that ends this process
+        watch.part()
+        if switchboard is not None:
+            switchboard.close()
 
     def _all_failed(self, code: int) -> bool:
         """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
@@ -162,13 +199,40 @@ class Runtime:
             return False
         return True
 
+    def _waits(self) -> bool:
+        newest: Any = self._newest  # `is_ready` is public, but not in JAX's type stubs
+        return bool(self._blocked) or (newest is not None and not newest.is_ready())
+
+    def _may_be_a_loss(self, error: BaseException | None) -> bool:
+        while error is not None and error is not self._not_a_loss:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                return True
+            error = error.__cause__ or error.__context__
+        return False
+
+    def _wait_for_the_end(self, watch: Watch) -> None:
+        """Keeps this thread from doing anything more once a process is lost: the watch's thread ends the process."""
+        if watch.lost is not None and self._leaving is not None:
+            threading.Event().wait(_ENDING_S)
+            self._leaving.leave(exit_codes.PEER_LOST)
+
+    def _end_with(self, lost: PeerLostError) -> None:
+        """Records that a process was lost, and ends this one: its main thread may be blocked for ever."""
+        assert self._leaving is not None
+        own, where, words = self.process_index, self._records, [lambda: loss.say(lost, self.process_index)]
+        if where is not None:
+            words.append(lambda: loss.write(lost, own, where))
+        if self._switchboard is not None:
+            self._switchboard.wait_until_alone(_PARTING_S)
+        self._leaving.leave(exit_codes.PEER_LOST, *words)
+
 
 _lock = threading.Lock()
 _started: Runtime | None = None
 
 
 def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Runtime:
-    """Brings this process into its cluster; a second call with the same cluster gives the same.
+    """Brings this process into its cluster; a second call with the same cluster gives the same, with the times of the first.
 
     Args:
         spec: the cluster.
@@ -182,160 +246,84 @@ def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Run
     global _started
     with _lock:
         if _started is not None:
-            if (spec.jobs, spec.process_index) != (_started.spec.jobs, _started.process_index):
+            if (spec.processes, spec.process_index) != (_started.spec.processes, _started.process_index):
                 raise ClusterError(
                     f"this process is in a cluster already ({_started.spec}) and cannot join another ({spec}). Start it again."
                 )
             return _started
-        if spec.num_processes == 1:
-            _started = Runtime(spec, None, None, timeout_s)
-            return _started
-        _started = _start(spec, timeout_s, start_timeout_s, os.environ)
-        atexit.register(_started.end)
-        return _started
+        failpoints.arm(spec.process_index, os.environ)
+        runtime = Runtime(spec, timeout_s)
+        if spec.num_processes > 1:
+            _start(runtime, start_timeout_s, os.environ)
+            _started = runtime
+        return runtime
 
 
 def alone() -> Runtime:
     """A job of this process alone, which belongs to no cluster."""
-    return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), None, None, 0.0)
+    return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
 
 
 def started() -> Runtime | None:
-    """The cluster that this process is in; None before `start`."""
+    """The cluster that this process is in; None before `start`, and with one process."""
     return _started
 
 
-def _start(spec: ClusterSpec, timeout_s: float, start_timeout_s: float, environ: Mapping[str, str]) -> Runtime:
-    if jax.distributed.is_initialized():
-        raise ClusterError(
-            "`jax.distributed.initialize` was called already. Leave it out: `jdist.multi_worker()` calls it, after it has "
-            "found all processes."
-        )
+def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str]) -> None:
+    spec, process, timeout_s = runtime.spec, runtime.process_index, runtime.timeout_s
+    jax_processes.check_unused()
+    runtime._records = loss.folder(environ)
     host, port = split(spec.coordinator_address)
-    watch_port = watch_port_of(spec, environ)
-    token = text(environ, TOKEN) or ""
-    deadline_s = time.monotonic() + start_timeout_s
-    switchboard, process = None, spec.process_index
-    if process == 0:
-        server = _listen(host, watch_port)
-        hub = Hub(count=spec.num_processes, silence_s=timeout_s)
-        switchboard = Switchboard(server, hub, token, min(1.0, timeout_s / 5))
     place = Place(
-        process=process, count=spec.num_processes, address=spec.address, host=host, port=watch_port, token=token
+        process=process,
+        addresses=tuple(spec.address if i == process else known for i, known in enumerate(spec.processes)),
+        host=host,
+        port=watch_port(environ, port),
+        token=text(environ, TOKEN) or "",
     )
+    bind_address = None
+    if process == 0:
+        numeric = resolved(host, environ)
+        check_free(numeric, port)
+        bind_address = join(numeric, port)
+        runtime._switchboard = Switchboard(
+            listen(numeric, place.port),
+            spec.num_processes,
+            silence_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            token=place.token,
+        )
     try:
-        watch = Watch(
+        failpoints.reached(Point.BEFORE_CONNECT)
+        runtime._leaving = Leaving()
+        runtime._watch = Watch(
             place,
             start_timeout_s=start_timeout_s,
             silence_s=timeout_s,
-            on_lost=functools.partial(_end_with, process),
-            missing=lambda: [] if switchboard is None else switchboard.missing,
+            on_lost=runtime._end_with,
+            is_waiting=runtime._waits,
         )
-    except ClusterError:
-        if switchboard is not None:
-            switchboard.close()
-        raise
-    runtime = Runtime(spec, watch, switchboard, timeout_s)
-    try:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.
-        jax.config.update("jax_enable_preemption_service", False)
+        failpoints.reached(Point.AFTER_CONNECT)
+        atexit.register(runtime.end)
+        failpoints.reached(Point.BEFORE_INIT)
         with runtime.blocked():
-            jax.distributed.initialize(
-                coordinator_address=spec.coordinator_address,
-                num_processes=spec.num_processes,
-                process_id=process,
-                local_device_ids=None if spec.local_device_ids is None else list(spec.local_device_ids),
-                # Else JAX looks at Slurm's variables again, and takes one of a task's GPUs.
-                cluster_detection_method="deactivate",
-                initialization_timeout=max(1, round(deadline_s - time.monotonic())),
-                coordinator_bind_address=join(_resolved(host), port) if process == 0 else None,
-            )
-    except BaseException as exc:
-        watch.close()
-        if switchboard is not None:
-            switchboard.close()
-        if isinstance(exc, RuntimeError) and "before any JAX" in str(exc):
-            raise ClusterError(
-                "JAX has started its devices already, without the other processes. Call `jdist.multi_worker()` before anything "
-                "computes with JAX or asks for its devices."
-            ) from exc
+            jax_processes.initialize(spec, bind_address, start_timeout_s)
+        failpoints.reached(Point.IN_INIT)
+    except BaseException:
+        runtime.failed(exit_codes.FAILED)  # JAX may be half started, and would wait for the others at the end
+        if runtime._watch is not None:
+            runtime._watch.close()
+        if runtime._switchboard is not None:
+            runtime._switchboard.wait_until_alone(_PARTING_S)
+            runtime._switchboard.close()
         raise
-    return runtime
 
 
-def watch_port_of(spec: ClusterSpec, environ: Mapping[str, str]) -> int:
-    """The port on process 0's host by which the processes watch each other.
-
-    Raises:
-        ClusterConfigError: JDIST_WATCH_PORT is no port, or that of JAX's coordinator.
-    """
-    _, port = split(spec.coordinator_address)
-    found = number(environ, WATCH_PORT, "Leave it out for the port after the coordinator's.", least=1) or port + 1
-    if found > 65535 or found == port:
-        raise refused(
-            WATCH_PORT,
-            str(found),
-            f"a port from 1 to 65535 that is not the coordinator's, {port}",
-            f"jdist watches its processes on a port of its own, by default the one after {port}.",
-        )
-    return found
+def _is_interactive() -> bool:
+    """Whether errors before the end say nothing of the end: in a notebook or a Python shell."""
+    return bool(sys.flags.interactive) or getattr(sys, "ps1", None) is not None
 
 
-def _resolved(host: str) -> str:
-    """The numeric address of a host.
-
-    Raises:
-        ClusterError: there is no such host.
-    """
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as exc:
-        raise ClusterError(f"the host {host!r} of process 0 has no address ({exc}). Is the name right?") from exc
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket on an address of this machine; on that alone, not on every interface."""
-    address = _resolved(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family)
-    except OSError as exc:
-        raise ClusterError(
-            f"process 0 cannot listen on {join(address, port)}, where jdist watches the processes: {exc}. The coordinator's "
-            f"host must be an address of process 0's machine; for another port set {WATCH_PORT} on all processes."
-        ) from exc
-
-
-def _end_with(own: int, lost: PeerLostError) -> None:
-    """Records that a process was lost, and ends this one, number `own`: its main thread may be blocked for ever."""
-    record = {
-        "error": "PeerLostError",
-        "process": lost.process,
-        "address": lost.address,
-        "last_step": lost.last_step,
-        "cause": lost.cause,
-        "noticed_by": own,
-        "time": time.time(),
-    }
-    # Not by print: the main thread may hold the lock of its buffer.
-    os.write(2, f"jdist: PeerLostError: {lost}\njdist: peer lost {json.dumps(record)}\n".encode())
-    folder = os.environ.get(RECORDS)
-    if folder:
-        with contextlib.suppress(OSError):  # said on stderr already
-            Path(folder, f"peer_lost_process_{own}.json").write_text(json.dumps(record))
-    leave(exit_codes.PEER_LOST)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process now, without JAX's own farewell, which waits for the others."""
-    for stream in (sys.stdout, sys.stderr):
-        flusher = threading.Thread(target=_flush, args=(stream,), daemon=True)
-        flusher.start()
-        flusher.join(1.0)  # whoever holds its lock may be blocked
-    os._exit(code)
-
-
-def _flush(stream: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        stream.flush()
+def _code(error: BaseException) -> int:
+    """The exit code of a program that an uncaught exception has ended."""
+    return exit_codes.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_codes.FAILED

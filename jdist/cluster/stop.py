@@ -18,7 +18,6 @@ from jdist.errors import ClusterError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_S = 1.0  # a scheduler may signal both a launcher, which passes it on, and what it launched
-_AGREE_S = 60.0
 _WATCHER = "the watcher"
 
 
@@ -70,7 +69,7 @@ class Preemption:
         """
         if self._problem is not None:
             raise self._problem
-        if self._stopped or not self._cluster.stops_after(step, _AGREE_S):
+        if self._stopped or not self._cluster.stops_after(step):
             return self._stopped
         self._stopped = True
         if self._save is not None:

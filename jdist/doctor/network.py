@@ -7,8 +7,9 @@ import socket
 from collections.abc import Mapping
 
 from jdist.cluster.address import join, split
+from jdist.cluster.environment import TOKEN
+from jdist.cluster.listen import watch_port
 from jdist.cluster.resolvers.resolve import resolve
-from jdist.cluster.runtime import TOKEN, watch_port_of
 from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.errors import ClusterConfigError
@@ -48,7 +49,7 @@ def ports(spec: ClusterSpec, environ: Mapping[str, str]) -> list[Finding]:
     host, port = split(spec.coordinator_address)
     found = []
     try:
-        both = {"JAX's coordinator": port, "jdist's watch": watch_port_of(spec, environ)}
+        both = {"JAX's coordinator": port, "jdist's watch": watch_port(environ, port)}
     except ClusterConfigError as exc:
         return [failed("ports", str(exc), f"Mend {exc.variable}.")]
     for what, number in both.items():

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from jdist.cluster import runtime
+from jdist.cluster import failpoints, runtime
 from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.failpoints import Point
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import DeviceError, StrategyError
@@ -71,7 +72,9 @@ def multi_worker(
             f"`cluster` is a {type(spec).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
         )
     joined = runtime.start(spec, timeout_s=options.timeout_s, start_timeout_s=options.start_timeout_s)
-    devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
+    with joined.blocked():  # each process tells the others of its devices
+        devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
+    failpoints.reached(Point.AFTER_INIT)
     if jax.process_count() != spec.num_processes:
         raise StrategyError(
             f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {spec.num_processes}. On a Cloud "

@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import JDistError, NonFiniteError, StepError
@@ -193,10 +195,14 @@ class DistributedStep:
         cluster = self.strategy.cluster
         if cluster is None:
             return self._call(args, kwargs)
+        failpoints.reached(Point.BEFORE_STEP)
         with cluster.blocked():
             result = self._call(args, kwargs)
-        if self._results_hold_state:
-            cluster.advance(self.options.steps_per_call)
+        failpoints.reached(Point.IN_STEP)
+        cluster.advance(self.options.steps_per_call if self._results_hold_state else 0, self._token)
+        if failpoints.armed():
+            jax.block_until_ready(self._token)
+            failpoints.reached(Point.AFTER_STEP)
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

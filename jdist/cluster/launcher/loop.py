@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jdist.cluster.environment import RECORD_FOLDER, TOKEN
 from jdist.cluster.launcher.console import Console
 from jdist.cluster.launcher.environment import child_environment
 from jdist.cluster.launcher.model import (
@@ -64,7 +66,8 @@ class Launcher:
         console: Console,
         prefixes: Mapping[Task, tuple[bytes, bytes]],
     ) -> None:
-        self._settings, self._command, self._environ = settings, command, environ
+        # Processes that show another token, of a user of the same machine for instance, are not taken in.
+        self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
         self._devices, self._log_dir, self._console, self._prefixes = devices_per_process, log_dir, console, prefixes
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Task, Process] = {}
@@ -161,11 +164,13 @@ class Launcher:
                     self._events.append(Ended(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
 
     def _spawn(self, task: Task, attempt: int, addresses: Sequence[str]) -> None:
+        log = self._log_path(task, attempt)
+        environ = {RECORD_FOLDER: str(log.parent.absolute()), **self._environ}
         process = Process(
             task,
             self._command,
-            child_environment(self._environ, task, addresses, attempt=attempt, devices_per_process=self._devices),
-            log=LogFile(self._log_path(task, attempt)),
+            child_environment(environ, task, addresses, attempt=attempt, devices_per_process=self._devices),
+            log=LogFile(log),
             prefixes=self._prefixes[task],
             console=self._console,
         )

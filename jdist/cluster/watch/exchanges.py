@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from jdist.cluster.watch.lines import MOST_BYTES, encode
 from jdist.errors import ClusterError, PeerLostError
 
 Message = dict[str, Any]
@@ -33,11 +34,11 @@ class Exchanges:
 
         Args:
             key: the same on all, and used once.
-            value: what this process says; what JSON can hold.
+            value: what this process says; what JSON can hold, in at most 1 MiB.
             timeout_s: how long to wait.
 
         Raises:
-            ClusterError: not all said theirs in time, or one of them never will.
+            ClusterError: not all said theirs in time, one of them never will, or the value is too large.
             PeerLostError: a process was lost meanwhile.
         """
         self.say(key, value)
@@ -52,10 +53,20 @@ class Exchanges:
         return values
 
     def say(self, key: str, value: Any) -> None:
-        """This process's part of an exchange."""
+        """This process's part of an exchange.
+
+        Raises:
+            ClusterError: the value is too large.
+        """
+        message = {"type": "value", "key": key, "value": value}
+        if (size := len(encode(message))) > MOST_BYTES:
+            raise ClusterError(
+                f"what this process says about {key!r} takes {size:,} bytes; at most {MOST_BYTES:,} may be exchanged. Put "
+                "more into a file, and exchange its name."
+            )
         with self._changed:
             self._answers[key] = None
-        self._tell({"type": "value", "key": key, "value": value})
+        self._tell(message)
 
     def hear(self, key: str, timeout_s: float) -> list[Any] | None:
         """What every process said under `key`, by index, once; None: not all have, within `timeout_s`. Ask again then.

@@ -1,18 +1,21 @@
 """What process 0 knows of all processes, and what it tells them: pure functions from a state and an event.
 
-No clock, socket or lock: `watch.py` has these. Messages are dicts that JSON can hold, with a "type".
+No clock, socket or lock: `switchboard.py` has these. Messages are dicts that JSON can hold, with a "type".
 
 A process says                              It is told
     hello   once, when it comes                 welcome     once all have come
-    beat    every so often, with its step       beat        in return
+                                                absent      not all came in time; all give up
+    beat    every so often, with its step       beat        every so often
     value   its part of an exchange             values      everyone's, once all have said theirs
                                                 void        one of them takes no part any more
     forget  takes no part in exchanges whose
             keys begin so, any more
-    wish    that all stop                       stopping    someone wished it: say where you are, and wait
-    ready   the last step it has passed         stop_at     the furthest of these: all stop at the next
-    bye     its program has come to an end      left        the same of another
-                                                lost        a process is gone: end
+    wish    that all stop                       stopping    someone wished it: say which step you passed last
+    passed  the last step it went on after      stop_at     the step after which all stop
+    bye     its program has come to an end      left        the same of another; once all have, they part
+    misses  one that has left, as it waits for it
+    gone    it has parted; its line ends
+                                                lost        a process is gone or stands still: end
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
+
+_MOST_OPEN = 100  # exchanges that some have said their part of and others have not; a correct job has a few
 
 
 class Tell(NamedTuple):
@@ -39,15 +44,18 @@ class Member:
         address: where it is.
         heard_s: when it was last heard of.
         step: the last step that it told of.
+        passed: the last step after which it went on, told once all are to stop; it goes past no other until it knows
+            when to stop.
         left: whether its program has come to an end.
-        ready: the last step that it has passed, while it waits to hear where to stop; else None.
+        gone: whether it has parted from the others.
     """
 
     address: str
     heard_s: float
     step: int = 0
+    passed: int | None = None
     left: bool = False
-    ready: int | None = None
+    gone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,36 +65,51 @@ class Hub:
     Attributes:
         count: how many processes there are.
         silence_s: a process that was not heard of for so long is lost.
+        start_by_s: by when all have to come.
+        awake_s: when process 0 itself was last seen to run.
         members: those that have come.
         values: what was said in each exchange that not all have taken part in yet.
         forgotten: beginnings of keys, and who takes no part in such exchanges any more; until nobody does.
         stopping: why all are to stop; None if nobody wishes it.
+        stop_at: the step after which they do; None until all have said which one they passed.
         lost: the process that was lost first; all ends with it.
+        given_up: whether not all came in time.
     """
 
     count: int
     silence_s: float
+    start_by_s: float
+    awake_s: float
     members: Mapping[int, Member] = field(default_factory=dict)
     values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stopping: str | None = None
+    stop_at: int | None = None
     lost: int | None = None
+    given_up: bool = False
+
+    @property
+    def absent(self) -> list[int]:
+        """The processes that have not come."""
+        return [i for i in range(self.count) if i not in self.members]
 
 
 Next = tuple[Hub, list[Tell]]
 
 
 def refusal(hub: Hub, hello: Message) -> str | None:
-    """Why a process that says hello cannot take part, as a sentence; None if it can."""
+    """Why a process that says hello cannot take part, as a clause; None if it can."""
     process, count = hello.get("process"), hello.get("count")
     if count != hub.count:
-        return f"it was started as one of {count} processes, process 0 as one of {hub.count}"
+        return f"it was started as one of {count!r} processes, process 0 as one of {hub.count}"
     if isinstance(process, bool) or not isinstance(process, int) or not 0 <= process < hub.count:
         return f"process index {process!r} is not among 0 to {hub.count - 1}"
     if process in hub.members:
         return f"another process, at {hub.members[process].address}, is process {process} already"
     if hub.lost is not None:
         return f"process {hub.lost} was lost, and the job ends"
+    if hub.given_up:
+        return "not all processes came in time, and the job ends"
     return None
 
 
@@ -94,10 +117,13 @@ def joined(hub: Hub, process: int, address: str, now_s: float) -> Next:
     """A process has said a hello that is not refused."""
     members = {**hub.members, process: Member(address=address, heard_s=now_s)}
     hub = replace(hub, members=members)
-    if len(members) < hub.count:
+    if hub.absent:
         return hub, []
     addresses = [members[i].address for i in range(hub.count)]
-    return hub, [Tell(None, {"type": "welcome", "addresses": addresses})]
+    tells = [Tell(None, {"type": "welcome", "addresses": addresses})]
+    if hub.stopping is not None:  # those that came later have not heard
+        tells.append(Tell(None, {"type": "stopping", "reason": hub.stopping}))
+    return hub, tells
 
 
 def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
@@ -105,40 +131,53 @@ def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
     member = replace(hub.members[process], heard_s=now_s)
     match message:
         case {"type": "beat", "step": int(step)}:
-            return _with(hub, process, replace(member, step=step)), [Tell(process, {"type": "beat"})]
+            member = replace(member, step=step)
         case {"type": "value", "key": str(key), "value": value}:
             return _exchanged(_with(hub, process, member), process, key, value)
         case {"type": "forget", "prefix": str(prefix)}:
             who = hub.forgotten.get(prefix, frozenset()) | {process}
             return _voided(replace(_with(hub, process, member), forgotten={**hub.forgotten, prefix: who}))
-        case {"type": "wish", "reason": str(reason)}:
-            hub = _with(hub, process, member)
-            if hub.stopping is not None:
-                return hub, []
-            return replace(hub, stopping=reason), [Tell(None, {"type": "stopping", "reason": reason})]
-        case {"type": "ready", "step": int(step)}:
-            return _agreed(_with(hub, process, replace(member, ready=step, step=step)))
+        case {"type": "wish", "reason": str(reason)} if hub.stopping is None:
+            hub = replace(_with(hub, process, member), stopping=reason)
+            return hub, [Tell(None, {"type": "stopping", "reason": reason})]
+        case {"type": "passed", "step": int(step)}:
+            return _agreed(_with(hub, process, replace(member, passed=step)))
         case {"type": "bye"}:
-            hub = _with(hub, process, replace(member, left=True))
-            hub, voids = _voided(hub)
-            hub, tells = _agreed(hub)
-            return hub, [Tell(None, {"type": "left", "process": process, "address": member.address}), *voids, *tells]
+            hub, voids = _voided(_with(hub, process, replace(member, left=True)))
+            return hub, [Tell(None, {"type": "left", "process": process}), *voids]
+        case {"type": "misses", "process": int(other)} if other in hub.members:
+            return _lose(
+                _with(hub, process, member), other, f"its program has ended, while process {process} waits for it"
+            )
+        case {"type": "gone"}:
+            member = replace(member, left=True, gone=True)
     return _with(hub, process, member), []
 
 
 def disconnected(hub: Hub, process: int) -> Next:
-    """A process's connection has ended: it is gone, unless it said so before."""
-    if hub.members[process].left:
+    """A process's connection has ended: it is lost, unless it has parted."""
+    if hub.members[process].gone:
         return hub, []
     return _lose(hub, process, "its connection broke: it was killed, or has crashed")
 
 
-def ticked(hub: Hub, now_s: float) -> Next:
-    """Time has passed."""
-    for process, member in hub.members.items():
-        if not member.left and now_s - member.heard_s > hub.silence_s:
-            return _lose(hub, process, f"nothing was heard of it for {hub.silence_s:g} s: it stands still")
+def awoke(hub: Hub, now_s: float) -> Next:
+    """Process 0 runs; to be told before anything else, as after a standstill all others seem silent."""
+    still_s = now_s - hub.awake_s
+    hub = replace(hub, awake_s=now_s)
+    if still_s > hub.silence_s and 0 in hub.members:
+        return _lose(hub, 0, f"it stood still for {still_s:.0f} s")
     return hub, []
+
+
+def ticked(hub: Hub, now_s: float) -> Next:
+    """Time has passed; what had come by now was heard."""
+    for process, member in hub.members.items():
+        if not member.gone and now_s - member.heard_s > hub.silence_s:
+            return _lose(hub, process, f"nothing was heard of it for {hub.silence_s:g} s: it stands still")
+    if hub.absent and now_s > hub.start_by_s and not hub.given_up:
+        return replace(hub, given_up=True), [Tell(None, {"type": "absent", "processes": hub.absent})]
+    return hub, [Tell(None, {"type": "beat"})]
 
 
 def _with(hub: Hub, process: int, member: Member) -> Hub:
@@ -148,23 +187,24 @@ def _with(hub: Hub, process: int, member: Member) -> Hub:
 def _lose(hub: Hub, process: int, cause: str) -> Next:
     if hub.lost is not None:
         return hub, []
-    member = hub.members[process]
     lost = {
         "type": "lost",
         "process": process,
-        "address": member.address,
-        "step": max(m.step for m in hub.members.values()),
+        "address": hub.members[process].address,
+        "step": max(member.step for member in hub.members.values()),
         "cause": cause,
     }
     return replace(hub, lost=process), [Tell(None, lost)]
 
 
 def _exchanged(hub: Hub, process: int, key: str, value: Any) -> Next:
+    if key not in hub.values and len(hub.values) >= _MOST_OPEN:
+        return hub, []  # whoever waits for it gives up in time
     said = {**hub.values.get(key, {}), process: value}
     if len(said) < hub.count:
         return _voided(replace(hub, values={**hub.values, key: said}))
-    values = [said[i] for i in range(hub.count)]
     rest = {k: v for k, v in hub.values.items() if k != key}
+    values = [said[i] for i in range(hub.count)]
     return replace(hub, values=rest), [Tell(None, {"type": "values", "key": key, "values": values})]
 
 
@@ -183,10 +223,10 @@ def _voided(hub: Hub) -> Next:
 
 
 def _agreed(hub: Hub) -> Next:
-    """All stop at the step behind the furthest that one of them has passed."""
-    waiting = [member.ready for member in hub.members.values() if not member.left]
-    steps = [step for step in waiting if step is not None]
-    if hub.stopping is None or len(hub.members) < hub.count or not steps or len(steps) < len(waiting):
+    """All stop after the step that follows the furthest one that any of them has passed."""
+    passed = [member.passed for member in hub.members.values()]
+    said = [step for step in passed if step is not None]
+    if hub.stop_at is not None or len(said) < hub.count:
         return hub, []
-    members = {i: replace(member, ready=None) for i, member in hub.members.items()}
-    return replace(hub, members=members, stopping=None), [Tell(None, {"type": "stop_at", "step": max(steps)})]
+    stop_at = max(said) + 1
+    return replace(hub, stop_at=stop_at), [Tell(None, {"type": "stop_at", "step": stop_at})]

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
+from jdist.cluster.address import join
 from jdist.cluster.watch import hub as hubs
+from jdist.cluster.watch.bell import Bell
 from jdist.cluster.watch.hub import Hub, Message, Tell
-from jdist.cluster.watch.lines import BadMessage, Reader, send
+from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 
 _log = logging.getLogger(__name__)
-_HELLO_S = 5.0  # a connection that says nothing for so long is closed
-_SEND_S = 2.0  # and one that takes in nothing
+_HELLO_S = 5.0  # a connection that does not say who it is for so long is closed
+_HELLO_BYTES = 4096  # and one that says more before
+_MOST_STRANGERS = 64  # connections that have not said who they are; the oldest makes way
 
 
-@dataclass(eq=False)
-class _Line:
+class _Caller(Line):
     """A connection, and what is known of the process at its other end."""
 
-    connection: socket.socket
-    peer: str
-    since_s: float
-    reader: Reader = field(default_factory=Reader)
-    process: int | None = None
+    def __init__(self, connection: socket.socket, peer: str, count: int):
+        # Kept for it are at most two rounds of everyone's values.
+        super().__init__(connection, most_bytes=_HELLO_BYTES, most_kept_bytes=2 * (count + 1) * MOST_BYTES)
+        self.peer = peer
+        self.since_s = time.monotonic()
+        self.process: int | None = None
 
 
 class Switchboard:
@@ -37,114 +38,151 @@ class Switchboard:
 
     Args:
         server: a socket that listens.
-        hub: the state at the start.
+        count: how many processes there are.
+        silence_s: a process that was not heard of for so long is lost.
+        start_timeout_s: how long to wait until all have come.
         token: what a hello must show.
-        beat_s: the longest time between two looks at the clock.
     """
 
-    def __init__(self, server: socket.socket, hub: Hub, token: str, beat_s: float):
-        self._server, self._hub, self._token, self._beat_s = server, hub, token, beat_s
-        self._lines: dict[int, _Line] = {}  # by process
+    def __init__(self, server: socket.socket, count: int, *, silence_s: float, start_timeout_s: float, token: str):
+        now_s = time.monotonic()
+        self._server, self._token = server, token.encode()
+        self._hub = Hub(count=count, silence_s=silence_s, start_by_s=now_s + start_timeout_s, awake_s=now_s)
+        self._beat_s = silence_s / 5
+        self._told_s = 0.0
+        self._callers: dict[int, _Caller] = {}  # by process
+        self._strangers: list[_Caller] = []  # the oldest first
+        self._broken: list[_Caller] = []
+        self._changed = threading.Condition()
+        self._ended, self._bell = False, Bell()
         self._selector = selectors.DefaultSelector()
-        self._ended = threading.Event()
+        self._selector.register(self._bell, selectors.EVENT_READ)
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="jdist-switchboard", daemon=True)
         self._thread.start()
 
-    @property
-    def missing(self) -> list[int]:
-        """The processes that have not come yet."""
-        return [i for i in range(self._hub.count) if i not in self._hub.members]
+    def wait_until_alone(self, timeout_s: float) -> None:
+        """Waits until the lines of all processes but process 0 have ended; at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: set(self._callers) <= {0}, timeout_s)
 
     def close(self) -> None:
-        """Ends the thread and closes all connections; waits at most 2 s."""
-        self._ended.set()
+        """Ends the thread and closes all connections."""
+        self._ended = True
+        self._bell.ring()
         self._thread.join(2.0)
 
     def _run(self) -> None:
         try:
-            while not self._ended.is_set():
-                for key, _ in self._selector.select(self._beat_s):
-                    if key.data is None:
+            while not self._ended:
+                ready = self._selector.select(self._beat_s)
+                self._advance(hubs.awoke(self._hub, time.monotonic()))
+                for key, events in ready:
+                    if key.fileobj is self._bell:
+                        self._bell.hear()
+                    elif key.fileobj is self._server:
                         self._accept()
                     else:
-                        self._read(key.data)
-                now_s = time.monotonic()
-                self._advance(hubs.ticked(self._hub, now_s))
-                for line in [key.data for key in list(self._selector.get_map().values()) if key.data]:
-                    if line.process is None and now_s - line.since_s > _HELLO_S:
-                        self._hang_up(line)
+                        self._serve(key.data, events)
+                self._look_at_clock(time.monotonic())
+                while self._broken:
+                    self._hang_up(self._broken.pop())
         finally:
-            for key in list(self._selector.get_map().values()):
-                with contextlib.suppress(OSError):
-                    key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue] # all of them are sockets
+            for caller in [*self._strangers, *self._callers.values()]:
+                caller.close()
+            self._server.close()
             self._selector.close()
+            self._bell.close()
+
+    def _look_at_clock(self, now_s: float) -> None:
+        if now_s - self._told_s >= self._beat_s:
+            self._told_s = now_s
+            self._advance(hubs.ticked(self._hub, now_s))
+        self._broken += [stranger for stranger in self._strangers if now_s - stranger.since_s > _HELLO_S]
 
     def _accept(self) -> None:
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._hang_up(self._strangers[0])
         try:
             connection, address = self._server.accept()
-        except OSError:
-            return  # whoever it was has gone again
-        connection.settimeout(_SEND_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line = _Line(connection, f"{address[0]}:{address[1]}", time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ, line)
+        except OSError as exc:  # whoever it was has gone again, or too many files are open
+            _log.debug("a connection was not taken: %s", exc)
+            return
+        caller = _Caller(connection, join(address[0], address[1]), self._hub.count)
+        self._strangers.append(caller)
+        self._selector.register(connection, selectors.EVENT_READ, caller)
 
-    def _read(self, line: _Line) -> None:
+    def _serve(self, caller: _Caller, events: int) -> None:
+        if caller.connection.fileno() < 0:
+            return  # it has made way in this very round
         try:
-            data = line.connection.recv(1 << 16)
-            messages = line.reader.feed(data) if data else []
+            if events & selectors.EVENT_WRITE:
+                caller.flush()
+                self._await(caller)
+            if events & selectors.EVENT_READ:
+                for message in caller.take():
+                    if caller.process is not None:
+                        self._advance(hubs.heard(self._hub, caller.process, message, time.monotonic()))
+                        if message["type"] == "gone":
+                            self._broken.append(caller)
+                    elif not self._greet(caller, message):
+                        return
         except (OSError, BadMessage) as exc:
-            _log.debug("%s: %s", line.peer, exc)
-            data, messages = b"", []
-        for message in messages:
-            if line.process is not None:
-                self._advance(hubs.heard(self._hub, line.process, message, time.monotonic()))
-            elif not self._greet(line, message):
-                return
-        if not data:
-            self._hang_up(line)
+            _log.debug("%s: %s", caller.peer, exc)
+            self._broken.append(caller)
 
-    def _greet(self, line: _Line, hello: Message) -> bool:
+    def _greet(self, caller: _Caller, hello: Message) -> bool:
         """Takes a process in, or says why not."""
         if hello["type"] != "hello":
             why = "it did not say hello first"
-        elif not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+        elif not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self._token):
             why = "its JDIST_TOKEN is not that of process 0"
         else:
             why = hubs.refusal(self._hub, hello)
         if why is not None:
-            with contextlib.suppress(OSError):
-                send(line.connection, {"type": "refused", "reason": why})
-            self._hang_up(line)
+            self._broken.append(caller)
+            self._say(caller, {"type": "refused", "reason": why})
             return False
-        line.process = int(hello["process"])
-        self._lines[line.process] = line
+        caller.process = int(hello["process"])
+        caller.reader.most_bytes = MOST_BYTES
+        self._strangers.remove(caller)
+        self._callers[caller.process] = caller
         address = hello.get("address")
-        address = address if isinstance(address, str) else line.peer
-        self._advance(hubs.joined(self._hub, line.process, address, time.monotonic()))
+        address = address if isinstance(address, str) else caller.peer
+        self._advance(hubs.joined(self._hub, caller.process, address, time.monotonic()))
         return True
 
     def _advance(self, following: tuple[Hub, list[Tell]]) -> None:
         self._hub, tells = following
         for to, message in tells:
-            for process in list(self._lines) if to is None else [to]:
-                line = self._lines.get(process)
-                if line is not None:
-                    self._say(line, message)
+            for process in list(self._callers) if to is None else [to]:
+                if (caller := self._callers.get(process)) is not None:
+                    self._say(caller, message)
 
-    def _say(self, line: _Line, message: dict[str, Any]) -> None:
+    def _say(self, caller: _Caller, message: dict[str, Any]) -> None:
         try:
-            send(line.connection, message)
+            caller.say(message)
+            self._await(caller)
         except OSError as exc:
-            _log.debug("%s: %s", line.peer, exc)
-            self._hang_up(line)
+            _log.debug("%s: %s", caller.peer, exc)
+            self._broken.append(caller)
 
-    def _hang_up(self, line: _Line) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(line.connection)
-        line.connection.close()
-        if line.process is not None and self._lines.get(line.process) is line:
-            del self._lines[line.process]
-            self._advance(hubs.disconnected(self._hub, line.process))
+    def _await(self, caller: _Caller) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.keeps else 0)
+        if self._selector.get_key(caller.connection).events != events:
+            self._selector.modify(caller.connection, events, caller)
+
+    def _hang_up(self, caller: _Caller) -> None:
+        if caller.connection.fileno() < 0:
+            return
+        self._selector.unregister(caller.connection)
+        caller.close()
+        if caller in self._strangers:
+            self._strangers.remove(caller)
+        process = caller.process
+        if process is not None:
+            with self._changed:
+                del self._callers[process]
+                self._changed.notify_all()
+            self._advance(hubs.disconnected(self._hub, process))

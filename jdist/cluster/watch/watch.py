@@ -1,44 +1,28 @@
 """A process's line to process 0: it tells of itself, hears of the others, and learns at once when one is lost.
 
-The thread here goes on while the program is blocked in a collective, which a lost process would block for ever.
+The thread here goes on while the program is blocked in a collective, which a lost process would block for ever. It alone
+uses the connection; the program leaves it messages, and may do so from a signal handler.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import queue
+import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+from jdist.cluster import failpoints
+from jdist.cluster.address import join
+from jdist.cluster.failpoints import Point
+from jdist.cluster.watch.bell import Bell
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.lines import BadMessage, Reader, send
+from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
+from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, PeerLostError
 
-_CONNECT_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Who this process is, and where process 0 waits for it.
-
-    Attributes:
-        process: its index.
-        count: how many processes there are.
-        address: its own address, "host:port", as others know it; None: process 0 sees where it comes from.
-        host: process 0's host.
-        port: the port that process 0 watches on.
-        token: shared by all processes of the job; "" for none.
-    """
-
-    process: int
-    count: int
-    address: str | None
-    host: str
-    port: int
-    token: str
+_BROKEN = "its connection broke: it was killed, or has crashed"
 
 
 class Watch:
@@ -49,13 +33,13 @@ class Watch:
         start_timeout_s: how long to wait until all processes have come.
         silence_s: a process that is not heard of for so long is lost.
         on_lost: called once, from the thread, when a process is lost; the program is to end.
-        missing: on process 0, which processes have not come yet.
-
-    Raises:
-        ClusterError: process 0 was not reached, or not all came, in time; or this process was refused.
+        is_waiting: whether the program waits for other processes now; one that has left will never come.
 
     Attributes:
         exchanges: what the processes say to all.
+
+    Raises:
+        ClusterError: process 0 was not reached, or not all came, in time; or this process was refused.
     """
 
     def __init__(
@@ -65,206 +49,242 @@ class Watch:
         start_timeout_s: float,
         silence_s: float,
         on_lost: Callable[[PeerLostError], None],
-        missing: Callable[[], list[int]] = list,
+        is_waiting: Callable[[], bool] = lambda: False,
     ):
-        self.place, self._silence_s, self._on_lost = place, silence_s, on_lost
-        self._beat_s = min(1.0, silence_s / 5)
-        self._changed = threading.Condition()
+        self.place, self._silence_s, self._on_lost, self._is_waiting = place, silence_s, on_lost, is_waiting
+        self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._tell)
-        self._addresses: list[str] | None = None
-        self._refused: str | None = None
+        self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._addresses: tuple[str, ...] = ()
+        self._no_start: str | None = None
         self._stopping: str | None = None
-        self._passed = -1  # the last step that the program went on after
         self._stop_at: int | None = None
-        self._left: dict[int, str] = {}
+        self._passed, self._step = -1, 0
+        self._left: set[int] = set()
         self._lost: PeerLostError | None = None
-        self._blocked_s: float | None = None  # since when the program has waited for other processes
-        self._step = 0
-        self._closed = self._said_bye = False
-        self._sending = threading.Lock()
-        deadline_s = time.monotonic() + start_timeout_s
-        self._connection = self._connect(deadline_s, start_timeout_s)
-        hello = {"type": "hello", "process": place.process, "count": place.count, "token": place.token}
-        self._tell(hello | ({} if place.address is None else {"address": place.address}))
-        self._thread = threading.Thread(target=self._listen, name="jdist-watch", daemon=True)
+        self._closed = self._parted = False
+        connection = connect(place, start_timeout_s)
+        failpoints.reached(Point.IN_CONNECT)
+        everyones = (len(place.addresses) + 1) * MOST_BYTES
+        self._line = Line(connection, most_bytes=everyones, most_kept_bytes=everyones)
+        self._bell = Bell()
+        self._tell(self._hello())
+        self._thread = threading.Thread(target=self._run, name="jdist-watch", daemon=True)
         self._thread.start()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._addresses or self._refused or self._lost, deadline_s - time.monotonic()
-            )
-        if self._refused is not None:
+        try:
+            self._come(start_timeout_s)
+        except BaseException:
             self.close()
-            raise ClusterError(
-                f"process 0 at {place.host}:{place.port} refused process {place.process}: {self._refused}."
-            )
-        if self._addresses is None and self._lost is None:
-            names = ", ".join(map(str, missing()))
-            absent = f"; missing: process {names}" if names else ""
-            self.close()
-            raise ClusterError(
-                f"not all of the {place.count} processes came within {start_timeout_s:g} s{absent}. Look at their logs; if "
-                "they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
-            )
+            raise
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the processes are, by index."""
-        return tuple(self._addresses or ())
+        """Where the processes are, by index; known once all have come."""
+        return self._addresses
 
     @property
     def stopping(self) -> str | None:
         """Why all processes are to stop, as one of them wished; None if nobody did."""
         return self._stopping
 
+    @property
+    def lost(self) -> PeerLostError | None:
+        """The loss of a process; None if none is lost."""
+        return self._lost
+
     def progress(self, step: int) -> None:
         """Notes the step that the program is at, for the record of a loss."""
         self._step = step
 
-    def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """`Exchanges.exchange`."""
-        return self.exchanges.exchange(key, value, timeout_s)
-
     def wish_to_stop(self, reason: str) -> None:
-        """Asks all processes to stop after the same step."""
+        """Asks all processes to stop after the same step; may be called from a signal handler."""
         self._tell({"type": "wish", "reason": reason})
 
-    def stops_after(self, step: int, timeout_s: float) -> bool:
-        """Whether all processes stop now, after `step` steps; to be asked by all, after the same steps.
+    def stops_after(self, step: int) -> bool:
+        """Whether all processes stop now, after `step` steps; to be asked after every step, by all.
 
-        As soon as one of them wishes to stop, the thread of each says which step its program has passed, and the program
-        passes no other until all have said so: all stop at the next one behind the furthest. The thread answers, not the
-        program, as that may be waiting on the devices for a step of a process which itself waits here.
+        Once one of them wishes to stop, each tells the last step that it has gone past, and goes past no other before it
+        knows the furthest: all stop when they next ask. No process waits here for the program of another, which may itself
+        be blocked in a step that needs this one.
 
         Raises:
-            ClusterError: not all have said where they are in time.
+            ClusterError: process 0 did not say in time when to stop.
             PeerLostError: a process was lost meanwhile.
         """
+        self._step = step
         with self._changed:
-            self._step = step
-            if self._stopping is not None:
-                self._changed.wait_for(lambda: self._stop_at is not None or self._lost, timeout_s)
-                if self._lost is not None:
-                    raise self._lost
-                if self._stop_at is None:
-                    raise ClusterError(f"the processes did not agree within {timeout_s:g} s on a step to stop at.")
-                if step > self._stop_at:
-                    return True
-            self._passed = step
-            return False
-
-    @contextlib.contextmanager
-    def blocked(self) -> Iterator[None]:
-        """Round what waits for other processes; one that has left by then will never come."""
-        before, self._blocked_s = self._blocked_s, time.monotonic()
-        try:
-            yield
-        finally:
-            self._blocked_s = before
+            if self._stopping is None:
+                self._passed = step
+                return False
+        self._wait_for(lambda: self._stop_at is not None, 2 * self._silence_s)
+        self._raise_if_lost()
+        if self._stop_at is None:
+            raise ClusterError("the processes did not agree on a step to stop at. Start all of them again.")
+        return step >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
         """The loss of a process, if one is noticed in time: it may be why a collective has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None, timeout_s)
+        self._wait_for(lambda: False, timeout_s)
         return self._lost
 
     def say_bye(self) -> None:
-        """Tells the others that this program has come to its end."""
-        self._said_bye = True
+        """Tells the others that this program has come to its end, and waits until they have, too.
+
+        Raises:
+            PeerLostError: a process was lost meanwhile.
+        """
         self._tell({"type": "bye"})
+        # However long they still compute: as long as they are heard of, they will come to their end.
+        self._wait_for(lambda: len(self._left) == len(self.place.addresses), None)
+        self._raise_if_lost()
+
+    def part(self) -> None:
+        """Ends the line after all have said bye."""
+        self._parted = True
+        self._tell({"type": "gone"})
+        self._thread.join(self._silence_s)  # process 0 hangs up
+        self.close()
 
     def close(self) -> None:
-        """Ends the line. To the others this process is lost then, unless it has said bye."""
+        """Ends the line at once. To the others this process is lost then, unless it has parted."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        self._bell.ring()
         self._thread.join(2.0)
-        self._connection.close()
 
-    def _connect(self, deadline_s: float, start_timeout_s: float) -> socket.socket:
-        place, last = self.place, "no answer"
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                connection = socket.create_connection((place.host, place.port), min(_CONNECT_S, left_s))
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(self._beat_s)
-                return connection
-            except OSError as exc:
-                last = str(exc)
-                time.sleep(min(0.2, max(0.0, left_s)))
-        raise ClusterError(
-            f"process {place.process} did not reach process 0 at {place.host}:{place.port} within {start_timeout_s:g} s "
-            f"({last}). Is it running, is the address right, and is the port open between the machines?"
-        )
+    def _hello(self) -> dict[str, Any]:
+        place = self.place
+        hello = {"type": "hello", "process": place.process, "count": len(place.addresses), "token": place.token}
+        address = place.addresses[place.process]
+        return hello | ({} if address is None else {"address": address})
+
+    def _come(self, start_timeout_s: float) -> None:
+        # Process 0 says who is missing when its own time is over, which may have begun a little later.
+        self._wait_for(lambda: bool(self._addresses or self._no_start), start_timeout_s + 2 * self._silence_s)
+        if self._no_start is not None:
+            raise ClusterError(self._no_start)
+        if not self._addresses and self._lost is None:
+            raise ClusterError(
+                f"{self.place.label(0)} did not say within {start_timeout_s:g} s whether all processes have come."
+            )
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
+        """Waits until it is so, or a process is lost, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._lost is not None, timeout_s)
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
 
     def _tell(self, message: dict[str, Any]) -> None:
-        # A broken line is the listening thread's to notice.
-        with self._sending, contextlib.suppress(OSError):
-            send(self._connection, message)
+        self._outbox.put(message)
+        self._bell.ring()
 
-    def _listen(self) -> None:
-        reader, heard_s, told_s = Reader(), time.monotonic(), 0.0
-        while not self._closed:
-            now_s = time.monotonic()
-            if now_s - told_s >= self._beat_s:
-                if told_s and now_s - told_s > self._silence_s + self._beat_s:
-                    return self._lose(
-                        self.place.process, f"it stood still for {now_s - told_s:.0f} s: the others ended"
-                    )
-                told_s = now_s
-                self._tell({"type": "beat", "step": self._step})
-            self.exchanges.tell_forgotten()
-            try:
-                data = self._connection.recv(1 << 16)
-                messages = reader.feed(data)
-            except TimeoutError:
-                data, messages = b"-", []
-            except (OSError, BadMessage):
-                data, messages = b"", []
-            if self._closed or self._refused is not None or (self._said_bye and not data):
-                return None
-            if not data:
-                return self._lose(0, "its connection broke: it was killed, or has crashed")
-            for message in messages:
-                heard_s = time.monotonic()
-                if message["type"] == "lost":
-                    return self._lose(message["process"], message["cause"], message["address"], message["step"])
-                with self._changed:
-                    self._take(message)
-                    passed = self._passed  # stays as it is from here on, if all are to stop
-                    self._changed.notify_all()
-                if message["type"] == "stopping":
-                    self._tell({"type": "ready", "step": passed})
-            if time.monotonic() - heard_s > self._silence_s:
-                return self._lose(0, f"nothing was heard of it for {self._silence_s:g} s: it stands still")
-            blocked_s = self._blocked_s
-            if self._left and blocked_s is not None and time.monotonic() - blocked_s > self._silence_s:
-                process = min(self._left)
-                return self._lose(process, "its program has ended, while this one waits for it", self._left[process])
-        return None
-
-    def _take(self, message: dict[str, Any]) -> None:
-        match message:
-            case {"type": "welcome", "addresses": list(addresses)}:
-                self._addresses = addresses
-            case {"type": "refused", "reason": str(reason)}:
-                self._refused = reason
-            case {"type": "values", "key": str(), "values": list()} | {"type": "void", "key": str(), "process": int()}:
-                self.exchanges.take(message)
-            case {"type": "stopping", "reason": str(reason)}:
-                self._stopping = reason
-            case {"type": "stop_at", "step": int(step)}:
-                self._stop_at = step
-            case {"type": "left", "process": int(process), "address": str(address)}:
-                if process != self.place.process:
-                    self._left[process] = address
-
-    def _lose(self, process: int, cause: str, address: str | None = None, step: int | None = None) -> None:
-        if address is None:
-            known = self._addresses or []
-            address = known[process] if process < len(known) else f"{self.place.host}:{self.place.port}"
-        lost = PeerLostError(process, address, self._step if step is None else step, cause)
+    def _run(self) -> None:
+        lost = None
+        try:
+            with selectors.DefaultSelector() as selector:
+                lost = self._listen(selector)
+        except (OSError, BadMessage) as exc:
+            if self._parted or self._closed or self._no_start is not None:
+                pass  # nothing more was to come
+            elif isinstance(exc, BadMessage) and not self._addresses:
+                where = join(self.place.host, self.place.port)
+                self._no_start = f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
+            else:
+                lost = self._loss(0, _BROKEN)
+        except Exception as exc:  # noqa: BLE001  # with nobody listening, the program could wait for ever
+            lost = self._loss(self.place.process, f"its watch failed: {exc!r}")
+        finally:
+            self._line.close()
+            self._bell.close()
         with self._changed:
             self._lost = lost
             self._changed.notify_all()
-        self.exchanges.end(lost)
-        self._on_lost(lost)
+        if lost is not None:
+            self.exchanges.end(lost)
+            self._on_lost(lost)
+
+    def _listen(self, selector: selectors.BaseSelector) -> PeerLostError | None:
+        """Goes on until the line is closed, or a process is lost."""
+        selector.register(self._bell, selectors.EVENT_READ)
+        selector.register(self._line.connection, selectors.EVENT_READ)
+        awake_s = heard_s = active_s = time.monotonic()
+        told_s = 0.0
+        while not self._closed:
+            if (now_s := time.monotonic()) - told_s >= self._beat_s:
+                told_s = now_s
+                self._outbox.put({"type": "beat", "step": self._step})
+            self.exchanges.tell_forgotten()
+            while not self._outbox.empty():
+                self._line.say(self._outbox.get())
+            self._line.flush()
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._line.keeps else 0)
+            selector.modify(self._line.connection, wanted)
+            ready = selector.select(max(0.0, told_s + self._beat_s - time.monotonic()))
+            now_s, before_s = time.monotonic(), awake_s
+            awake_s = now_s
+            if now_s - before_s > self._silence_s:  # looked at first: after a standstill all others seem silent
+                still_s = now_s - before_s
+                return self._loss(
+                    self.place.process, f"it stood still for {still_s:.0f} s, and the others went without it"
+                )
+            self._bell.hear()
+            if any(key.fileobj is self._line.connection and events & selectors.EVENT_READ for key, events in ready):
+                for message in self._line.take():
+                    heard_s = now_s
+                    if (lost := self._take(message)) is not None:
+                        return lost
+            if now_s - heard_s > self._silence_s:
+                return self._loss(0, f"nothing was heard of it for {self._silence_s:g} s: it stands still")
+            left = self._left - {self.place.process}
+            if not left or not self._is_waiting():
+                active_s = now_s
+            elif now_s - active_s > self._silence_s:
+                active_s = now_s
+                self._outbox.put({"type": "misses", "process": min(left)})  # all hear of it then, this one too
+        return None
+
+    def _take(self, message: dict[str, Any]) -> PeerLostError | None:
+        """Notes what was said; the loss, if it was one."""
+        with self._changed:
+            match message:
+                case {"type": "welcome", "addresses": list(addresses)}:
+                    self._addresses = tuple(addresses)
+                case {"type": "refused", "reason": str(reason)}:
+                    self._no_start = f"{self.place.label(0)} refused process {self.place.process}: {reason}."
+                case {"type": "absent", "processes": list(absent)}:
+                    names = ", ".join(map(self.place.label, absent))
+                    self._no_start = (
+                        f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}. Look at their "
+                        "logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
+                    )
+                case {"type": "values", "key": str(), "values": list()} | {
+                    "type": "void",
+                    "key": str(),
+                    "process": int(),
+                }:
+                    self.exchanges.take(message)
+                case {"type": "stopping", "reason": str(reason)}:
+                    self._stopping = reason
+                    self._outbox.put({"type": "passed", "step": self._passed})
+                case {"type": "stop_at", "step": int(step)}:
+                    self._stop_at = step
+                case {"type": "left", "process": int(process)}:
+                    self._left.add(process)
+                case {
+                    "type": "lost",
+                    "process": int(process),
+                    "address": str(address),
+                    "step": int(step),
+                    "cause": str(cause),
+                }:
+                    return PeerLostError(process, address, max(step, self._step), cause)
+            self._changed.notify_all()
+        return None
+
+    def _loss(self, process: int, cause: str) -> PeerLostError:
+        known = self._addresses or self.place.addresses
+        address = known[process] or (join(self.place.host, self.place.port) if process == 0 else "address not known")
+        return PeerLostError(process, address, self._step, cause)

@@ -1,0 +1,133 @@
+"""Named points at which a test kills or stops a process; nothing happens at them unless an environment variable says so.
+
+    JDIST_FAILPOINTS="process=1:step=after:kill@3; process=0:save=in:stop; process=1:attempt=1:restore=before:kill"
+
+That is: process 1 kills itself (SIGKILL) when it is past its third step, process 0 stops (SIGSTOP) in its first save, and
+process 1 of the job's second attempt dies before it restores. Without `attempt` the first attempt is meant.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jdist.cluster.refuse import refused
+
+VARIABLE = "JDIST_FAILPOINTS"
+_ATTEMPT = "JDIST_LAUNCH_ATTEMPT"
+_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_FORM = re.compile(r"process=(\d+):(?:attempt=(\d+):)?([a-z]+=[a-z]+):([a-z]+)(?:@(\d+))?", re.ASCII)
+
+
+class Point(enum.Enum):
+    """A point that a process comes past."""
+
+    BEFORE_CONNECT = "connect=before"  # of the line to process 0
+    IN_CONNECT = "connect=in"  # connected, and has not said who it is
+    AFTER_CONNECT = "connect=after"  # all have come
+    BEFORE_INIT = "init=before"  # of JAX's runtime
+    IN_INIT = "init=in"  # JAX's processes know each other, their devices are not there yet
+    AFTER_INIT = "init=after"
+    BEFORE_STEP = "step=before"
+    IN_STEP = "step=in"  # dispatched, and perhaps still computed
+    AFTER_STEP = "step=after"
+    BEFORE_SAVE = "save=before"
+    IN_SAVE = "save=in"
+    AFTER_SAVE = "save=after"
+    BEFORE_RESTORE = "restore=before"
+    IN_RESTORE = "restore=in"
+    AFTER_RESTORE = "restore=after"
+    AT_END = "end=before"  # the program has come to its end, the others do not know yet
+    IN_END = "end=in"  # all have come to their end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What happens to a process at a point.
+
+    Attributes:
+        process: its index.
+        attempt: of the job, from 0.
+        point: where.
+        signal: what it sends to itself.
+        nth: when it comes there for the nth time, from 1.
+    """
+
+    process: int
+    attempt: int
+    point: Point
+    signal: signal.Signals
+    nth: int
+
+
+_armed: tuple[Failure, ...] = ()
+_times: dict[Point, int] = {}
+
+
+def parse(text: str) -> tuple[Failure, ...]:
+    """The failures that a text asks for; several are divided by ";".
+
+    Raises:
+        ClusterConfigError: a part has another form, or names what there is not.
+
+    Example:
+        >>> parse("process=1:step=after:kill@3")[0].point
+        <Point.AFTER_STEP: 'step=after'>
+    """
+    return tuple(_parse(part.strip()) for part in text.split(";"))
+
+
+def arm(process: int, environ: Mapping[str, str]) -> None:
+    """Takes up what the environment asks for in this process.
+
+    Raises:
+        ClusterConfigError: it cannot be understood.
+    """
+    global _armed
+    text = environ.get(VARIABLE)
+    attempt = environ.get(_ATTEMPT, "0")
+    failures = () if text is None else parse(text)
+    _armed = tuple(f for f in failures if f.process == process and str(f.attempt) == attempt)
+    _times.clear()
+
+
+def reached(point: Point) -> None:
+    """The process is at a point."""
+    if _armed:
+        _fire(point)
+
+
+def armed() -> bool:
+    """Whether anything is to happen in this process."""
+    return bool(_armed)
+
+
+def _fire(point: Point) -> None:
+    _times[point] = _times.get(point, 0) + 1
+    for failure in _armed:
+        if failure.point is point and failure.nth == _times[point]:
+            os.write(2, f"jdist: failpoint {point.value}, {failure.signal.name}\n".encode())
+            os.kill(os.getpid(), failure.signal)
+
+
+def _parse(part: str) -> Failure:
+    found = _FORM.fullmatch(part)
+    points = {point.value: point for point in Point}
+    if found is None or found[3] not in points or found[4] not in _ACTIONS or found[5] == "0":
+        raise refused(
+            VARIABLE,
+            part,
+            "process=N:POINT:kill or process=N:POINT:stop, then @n for the nth time",
+            f"POINT is one of {', '.join(points)}.",
+        )
+    return Failure(
+        process=int(found[1]),
+        attempt=int(found[2] or 0),
+        point=points[found[3]],
+        signal=_ACTIONS[found[4]],
+        nth=int(found[5] or 1),
+    )

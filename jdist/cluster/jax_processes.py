@@ -1,0 +1,56 @@
+"""Starting JAX's own processes."""
+
+from __future__ import annotations
+
+import jax
+
+from jdist.cluster.spec import ClusterSpec
+from jdist.errors import ClusterError
+
+
+def check_unused() -> None:
+    """Refuses to start JAX's processes where JAX runs already, before this one keeps the others waiting.
+
+    Raises:
+        ClusterError: it does.
+    """
+    if jax.distributed.is_initialized():
+        raise ClusterError(
+            "`jax.distributed.initialize` was called already. Leave it out: `jdist.multi_worker()` calls it, after it has "
+            "found all processes."
+        )
+    minutes = "jax_cpu_get_global_topology_timeout_minutes"
+    try:
+        # JAX tells in public whether its devices are there only by refusing to change how they are started.
+        jax.config.update(minutes, 1 + jax.config.values[minutes])
+    except RuntimeError as exc:
+        raise ClusterError(
+            "JAX has started its devices already, without the other processes. Call `jdist.multi_worker()` before anything "
+            "computes with JAX or asks for its devices."
+        ) from exc
+
+
+def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
+    """Starts JAX's runtime in this process of a cluster; returns once all have.
+
+    Args:
+        spec: the cluster.
+        bind_address: the numeric address that the coordinator listens on; None where it is not this process.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        jax.errors.JaxRuntimeError: not all came.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=spec.coordinator_address,
+        num_processes=spec.num_processes,
+        process_id=spec.process_index,
+        local_device_ids=None if spec.local_device_ids is None else list(spec.local_device_ids),
+        # Else JAX looks at Slurm's variables again, and takes one of a task's GPUs.
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, round(timeout_s)),
+        coordinator_bind_address=bind_address,
+    )

@@ -1,0 +1,97 @@
+"""Where process 0 listens: on one address of its machine, never on every interface."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+
+from jdist.cluster import environment
+from jdist.cluster.address import join
+from jdist.cluster.refuse import refused
+from jdist.errors import ClusterError
+
+WATCH_PORT = "JDIST_WATCH_PORT"
+_POD_S = 30.0  # a pod may start before its name is known to the cluster's DNS
+_RETRY_S = 0.5
+
+
+def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
+    """The port that process 0 watches on: the one after JAX's coordinator's, or that in JDIST_WATCH_PORT.
+
+    Raises:
+        ClusterConfigError: it is none that can be listened on, or the coordinator's.
+
+    Example:
+        >>> watch_port({}, 2222)
+        2223
+    """
+    port = environment.port(environ, WATCH_PORT)
+    if port is None and coordinator_port < 65535:
+        return coordinator_port + 1
+    if port is None or port == coordinator_port:
+        raise refused(
+            WATCH_PORT,
+            port,
+            f"a port from 1 to 65535 other than the coordinator's, {coordinator_port}",
+            "jdist watches the processes on a port of its own; without the variable it is the one after the coordinator's.",
+        )
+    return port
+
+
+def resolved(host: str, environ: Mapping[str, str]) -> str:
+    """The numeric address of process 0's host.
+
+    Raises:
+        ClusterError: there is no such host.
+    """
+    deadline_s = time.monotonic() + (_POD_S if "KUBERNETES_SERVICE_HOST" in environ else 0.0)
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as exc:
+            if time.monotonic() > deadline_s:
+                raise ClusterError(
+                    f"the host {host!r} of process 0 has no address ({exc}). Is the name right?"
+                ) from exc
+        time.sleep(_RETRY_S)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens for the processes of the job.
+
+    Args:
+        address: a numeric address of this machine.
+        port: which port.
+
+    Raises:
+        ClusterError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        return _server(address, port)
+    except OSError as exc:
+        raise ClusterError(
+            f"process 0 cannot listen on {join(address, port)}, where jdist watches the processes: {exc}. The coordinator's "
+            f"host must be an address of process 0's machine; for another port set {WATCH_PORT} on all processes."
+        ) from exc
+
+
+def check_free(address: str, port: int) -> None:
+    """Tries the coordinator's port: JAX itself would share one that another JAX job listens on.
+
+    Raises:
+        ClusterError: it is taken, or the address is not this machine's.
+    """
+    try:
+        with contextlib.closing(_server(address, port)):
+            return
+    except OSError as exc:
+        raise ClusterError(
+            f"JAX's coordinator cannot listen on {join(address, port)}: {exc}. The address of process 0 must be one of its own "
+            "machine, and the port free there; the processes of an earlier job may still hold it."
+        ) from exc
+
+
+def _server(address: str, port: int) -> socket.socket:
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -1,0 +1,323 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdist.cluster.watch import hub as hubs
+from jdist.cluster.watch.hub import Hub, Tell
+
+SILENCE_S = 10.0
+
+
+def empty(count=2):
+    return Hub(count=count, silence_s=SILENCE_S, start_by_s=60.0, awake_s=0.0)
+
+
+def full(count=2):
+    """A hub that all have joined at time 0."""
+    hub = empty(count)
+    for process in range(count):
+        hub, _ = hubs.joined(hub, process, f"n{process}:1", 0.0)
+    return hub
+
+
+def after(hub, *said, now_s=1.0):
+    """The hub, and all that it told, after messages as (process, message)."""
+    told = []
+    for process, message in said:
+        hub, tells = hubs.heard(hub, process, message, now_s)
+        told += tells
+    return hub, told
+
+
+def hello(process, count=2):
+    return {"type": "hello", "process": process, "count": count}
+
+
+# ---- coming together
+
+
+def test_all_are_welcome_once_the_last_has_come():
+    hub, tells = hubs.joined(empty(), 1, "n1:1", 0.0)
+    assert tells == []
+    assert hubs.joined(hub, 0, "n0:1", 0.0)[1] == [Tell(None, {"type": "welcome", "addresses": ["n0:1", "n1:1"]})]
+
+
+@pytest.mark.parametrize(
+    ("hub", "said", "why"),
+    [
+        (empty(), hello(1, count=3), "it was started as one of 3 processes, process 0 as one of 2"),
+        (empty(), hello(1, count="2"), "it was started as one of '2' processes"),
+        (empty(), hello(2), "process index 2 is not among 0 to 1"),
+        (empty(), hello(-1), "process index -1"),
+        (empty(), hello(True), "process index True"),
+        (empty(), hello("1"), "process index '1'"),
+        (empty(), hello(None), "process index None"),
+        (full(), hello(1), "another process, at n1:1, is process 1 already"),
+        (hubs.disconnected(hubs.joined(empty(), 1, "n1:1", 0.0)[0], 1)[0], hello(0), "process 1 was lost"),
+        (hubs.ticked(empty(), 61.0)[0], hello(0), "not all processes came in time"),
+    ],
+)
+def test_who_does_not_fit_in_is_told_why(hub, said, why):
+    assert hubs.refusal(hub, said).startswith(why)
+
+
+def test_who_fits_in_is_not_refused():
+    assert hubs.refusal(empty(), hello(1)) is None
+
+
+def test_those_that_did_not_come_in_time_are_named_once():
+    hub, _ = hubs.joined(empty(3), 1, "n1:1", 55.0)
+    hub, tells = hubs.ticked(hub, 60.5)
+    assert tells == [Tell(None, {"type": "absent", "processes": [0, 2]})]
+    assert [tell.message["type"] for tell in hubs.ticked(hub, 61.0)[1]] == ["beat"]
+
+
+# ---- losses
+
+
+def test_a_broken_connection_is_a_loss_told_once():
+    hub, _ = after(full(), (0, {"type": "beat", "step": 7}))
+    hub, tells = hubs.disconnected(hub, 1)
+    cause = "its connection broke: it was killed, or has crashed"
+    assert tells == [Tell(None, {"type": "lost", "process": 1, "address": "n1:1", "step": 7, "cause": cause})]
+    assert hubs.disconnected(hub, 0)[1] == []
+
+
+def test_silence_is_a_loss():
+    hub, _ = after(full(), (0, {"type": "beat", "step": 1}), now_s=5.0)
+    assert hubs.ticked(hub, SILENCE_S)[1] == [Tell(None, {"type": "beat"})]
+    (tell,) = hubs.ticked(hub, SILENCE_S + 0.1)[1]
+    assert (tell.message["process"], tell.message["cause"]) == (1, "nothing was heard of it for 10 s: it stands still")
+
+
+def test_who_comes_early_must_be_heard_of_before_all_have_come():
+    hub, _ = hubs.joined(empty(), 1, "n1:1", 0.0)
+    assert hubs.ticked(hub, SILENCE_S + 0.1)[0].lost == 1
+
+
+def test_a_standstill_of_process_0_is_its_own():
+    hub, tells = hubs.awoke(full(), SILENCE_S + 5)
+    assert (tells[0].message["process"], tells[0].message["cause"]) == (0, "it stood still for 15 s")
+    assert hubs.ticked(hub, SILENCE_S + 5)[1] == []
+
+
+def test_process_0_that_runs_is_not_lost():
+    hub = full()
+    for now_s in range(1, 30):
+        hub, tells = hubs.awoke(hub, float(now_s))
+        assert tells == []
+
+
+def test_after_its_end_a_process_is_watched_until_it_has_parted():
+    hub, _ = after(full(), (1, {"type": "bye"}))
+    assert hubs.disconnected(hub, 1)[0].lost == 1
+    hub, _ = after(hub, (1, {"type": "gone"}), (0, {"type": "beat", "step": 1}), now_s=50.0)
+    assert hubs.disconnected(hub, 1) == (hub, [])
+    assert hubs.ticked(hub, 50.0 + SILENCE_S)[0].lost is None
+
+
+def test_who_is_missed_after_its_end_is_lost():
+    (tell,) = after(full(), (1, {"type": "bye"}), (0, {"type": "misses", "process": 1}))[1][1:]
+    assert (tell.to, tell.message["process"]) == (None, 1)
+    assert tell.message["cause"] == "its program has ended, while process 0 waits for it"
+
+
+# ---- exchanges
+
+
+def test_an_exchange_ends_when_all_have_said_theirs():
+    hub, told = after(full(), (1, {"type": "value", "key": "k", "value": [1]}))
+    assert told == []
+    hub, told = after(hub, (0, {"type": "value", "key": "k", "value": None}))
+    assert told == [Tell(None, {"type": "values", "key": "k", "values": [None, [1]]})]
+    assert hub.values == {}
+
+
+def test_exchanges_that_nobody_answers_do_not_fill_the_memory():
+    hub, _ = after(full(), *((1, {"type": "value", "key": str(i), "value": 0}) for i in range(1000)))
+    assert len(hub.values) == 100
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "hello", "process": 0, "count": 2},
+        {"type": "beat"},
+        {"type": "beat", "step": "7"},
+        {"type": "value", "key": 1, "value": 2},
+        {"type": "value", "key": "k"},
+        {"type": "wish"},
+        {"type": "wish", "reason": None},
+        {"type": "passed", "step": None},
+        {"type": "lost", "process": 0},
+        {"type": "misses", "process": 7},
+        {"type": "no such"},
+    ],
+)
+def test_what_makes_no_sense_changes_nothing_but_was_heard(message):
+    before = full()
+    hub, told = after(before, (1, message))
+    assert told == []
+    assert hub.members[1].heard_s == 1.0
+    assert (hub.members[0], hub.values, hub.stopping) == (before.members[0], {}, None)
+
+
+# ---- all interleavings of what a few processes do: a model of `Watch` and of the network
+
+
+class Process:
+    """A process that takes steps with the others, as `Watch` lets it."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.step = self.passed = 0  # taken; gone past
+        self.stopping = self.stop_at = self.ended = None
+        self.heard, self.said = [], [hello(0)]
+
+    def hears(self, message):
+        self.heard.append(message["type"])
+        if message["type"] == "stopping" and self.stopping is None:
+            self.stopping = True
+            self.said.append({"type": "passed", "step": self.passed})
+        if message["type"] == "stop_at":
+            assert message["step"] > self.passed
+            self.stop_at = message["step"]
+        if message["type"] == "lost":
+            self.ended = "lost"
+
+    def asks(self):
+        """After a step: stops, goes on, or waits to know when to stop."""
+        if self.step == self.steps:
+            self.ended = "finished"
+        elif self.stopping is None or (self.stop_at is not None and self.step < self.stop_at):
+            self.passed = self.step
+        elif self.stop_at is not None:
+            self.ended = "stopped"
+
+
+class World:
+    def __init__(self, count, steps):
+        self.hub = empty(count)
+        self.processes = [Process(steps) for _ in range(count)]
+        self.to = [[] for _ in range(count)]  # the hub's messages on their way
+        self.connected = set()
+        self.killed = set()
+
+    def tell(self, following):
+        self.hub, tells = following
+        for to, message in tells:
+            for process in sorted(self.connected) if to is None else [to]:
+                self.to[process].append(message)
+
+    def events(self):
+        """What can happen now, each a function."""
+        found = []
+        for i, process in enumerate(self.processes):
+            if i in self.killed:
+                if i in self.connected:
+                    found.append(lambda i=i: self.breaks(i))
+                continue
+            if process.said:
+                found.append(lambda i=i: self.delivers(i))
+            if self.to[i]:
+                found.append(lambda i=i: self.processes[i].hears(self.to[i].pop(0)))
+            if process.ended is None and "welcome" in process.heard:
+                if process.step == process.passed:
+                    # A collective: it ends once all have come to it.
+                    if all(other.passed >= process.passed for other in self.processes) and not self.killed:
+                        found.append(lambda p=process: setattr(p, "step", p.step + 1))
+                elif process.stopping is None or process.stop_at is not None or process.step == process.steps:
+                    found.append(process.asks)
+        return found
+
+    def delivers(self, i):
+        message = self.processes[i].said.pop(0)
+        if message["type"] == "hello":
+            if hubs.refusal(self.hub, message | {"process": i, "count": self.hub.count}) is not None:
+                self.processes[i].ended = "refused"
+                return
+            self.connected.add(i)
+            self.tell(hubs.joined(self.hub, i, f"n{i}:1", 0.0))
+        elif i in self.connected:
+            self.tell(hubs.heard(self.hub, i, message, 0.0))
+
+    def breaks(self, i):
+        self.connected.remove(i)
+        self.tell(hubs.disconnected(self.hub, i))
+
+    def go(self, choices):
+        """Events in the order that the choices say."""
+        for choice in choices:
+            if events := self.events():
+                events[choice % len(events)]()
+
+    def settle(self, choices):
+        """As `go`, then until nothing can happen any more."""
+        self.go(choices)
+        while events := self.events():
+            events[0]()
+
+
+CHOICES = st.lists(st.integers(0, 11), max_size=60)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 4), CHOICES, CHOICES)
+def test_all_are_welcome_once_and_finish(count, first, then):
+    world = World(count, steps=3)
+    world.settle([*first, *then])
+    for process in world.processes:
+        assert process.heard.count("welcome") == 1
+        assert process.ended == "finished"
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(2, 3), CHOICES, st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), min_size=1, max_size=3))
+def test_who_wishes_it_all_stop_after_the_same_step_and_none_waits_for_ever(count, choices, wishes):
+    world = World(count, steps=6)
+    for process, at in wishes:
+        world.go(choices[:at])
+        world.processes[process % count].said.append({"type": "wish", "reason": "SIGTERM"})
+    world.settle(choices)
+    assert len({(process.ended, process.step) for process in world.processes}) == 1
+    assert world.processes[0].ended in ("stopped", "finished")
+    for process in world.processes:
+        assert process.heard.count("stopping") <= 2
+        assert process.heard.count("stop_at") == 1
+
+
+@settings(deadline=None)
+@given(st.integers(2, 4), CHOICES, st.integers(0, 3), st.booleans(), CHOICES)
+def test_once_a_process_is_lost_all_others_hear_of_it_once(count, first, victim, wished, then):
+    world = World(count, steps=4)
+    victim %= count
+    world.go(first)
+    if wished:
+        world.processes[-1].said.append({"type": "wish", "reason": "SIGTERM"})
+    world.killed.add(victim)
+    came = victim in world.connected
+    world.settle(then)
+    for i, process in enumerate(world.processes):
+        if i != victim and came:
+            assert process.ended == "refused" or process.heard.count("lost") == 1
+            assert process.ended is not None
+
+
+@settings(deadline=None)
+@given(st.integers(2, 4), st.data())
+def test_each_exchange_reaches_all_once_whatever_the_order(count, data):
+    hub, told = full(count), []
+    left = {i: [("a", i), ("b", -i), ("c", [i])] for i in range(count)}
+    while any(left.values()):
+        i = data.draw(st.sampled_from([i for i in left if left[i]]))
+        key, value = left[i].pop(0)
+        hub, tells = hubs.heard(hub, i, {"type": "value", "key": key, "value": value}, 0.0)
+        told += tells
+    values = {tell.message["key"]: tell.message["values"] for tell in told}
+    assert len(told) == 3
+    assert values == {
+        "a": list(range(count)),
+        "b": [-i for i in range(count)],
+        "c": [[i] for i in range(count)],
+    }
+    assert hub.values == {}

@@ -101,7 +101,7 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
-    """Compares what replicas hold whole, and what the gradient part wrote before each replica kept its part of it.
+    """Compares what replicas hold whole, and what they wrote without a reduction before each kept its part of it.
 
     Raises:
         ReplicaDivergenceError: names the leaves and the replicas that differ.

@@ -88,6 +88,11 @@ def test_mirrored_refuses_options_with_what_is_allowed(options, message):
         jdist.mirrored(**options)
 
 
+def test_multi_worker_refuses_an_all_reduce_for_another_number_of_replicas():
+    with pytest.raises(StrategyError, match=r"hierarchical\(3, 2\) is for 6 replicas, but there are 8"):
+        jdist.multi_worker(all_reduce={"name": "hierarchical", "inner": 3, "outer": 2})
+
+
 class TestByName:
     def test_every_strategy_can_be_named(self):
         assert sorted(STRATEGIES) == ["central_storage", "default", "mirrored", "multi_worker", "one_device", "tpu"]

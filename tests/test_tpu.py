@@ -116,6 +116,12 @@ class TestOrder:
 
 
 @needs_libtpu
+def test_an_all_reduce_of_other_sizes_is_refused_when_the_strategy_is_built():
+    with pytest.raises(StrategyError, match=r"hierarchical\(3, 2\) is for 6 replicas, but there are 8"):
+        jdist.tpu(topology="v5e:2x4", all_reduce={"name": "hierarchical", "inner": 3, "outer": 2})
+
+
+@needs_libtpu
 class TestDevicesThatAreNotHere:
     def test_what_needs_them_is_refused(self):
         strategy = jdist.tpu(topology="v5e:2x4")

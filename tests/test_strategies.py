@@ -115,6 +115,7 @@ class TestByName:
             ("onedevice", r"Did you mean 'one_device'\?"),
             ("zzz", r"no strategy 'zzz'\. Known: default, one_device, mirrored, tpu, multi_worker, central_storage\."),
             (None, r"no strategy None\."),
+            (["mirrored"], r"no strategy \['mirrored'\]\. Did you mean 'mirrored'\?"),
         ],
     )
     def test_an_unknown_name_lists_the_known_and_the_nearest(self, name, message):

@@ -24,7 +24,7 @@ import jdist
 from jdist.errors import DeviceError, StrategyError
 from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
-from jdist.strategies import libtpu
+from jdist.strategies import libtpu, topology
 from jdist.strategies.topology import parse_topology, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
@@ -48,8 +48,11 @@ class TestWhereThereIsNoTpu:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p'\? Chips: v2, v3, v4, v5e"),
-            ("v5e", r"'v5e' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5e'\?"),
+            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p:2x4'\? Chips: v2, v3, v4, v5e"),
+            ("v5p", r"'v5p' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5p:8x8x8'\?"),
+            ("V5E:2x4", r"there is no TPU 'V5E'\. Did you mean 'v5e:2x4'\? Chips"),
+            ("v3", r"'v3' names no topology; .*Did you mean 'v3:2x2'\?"),
+            ("nothing:2x2", r"there is no TPU 'nothing'\. Chips"),
             ("v5e:8", r"'v5e:8' names no topology"),
             ("v5e:0x4", r"names no topology"),
             ("v5e:2x4,slices=0", r"names no topology"),
@@ -108,6 +111,17 @@ class TestOrder:
     def test_a_shape_that_no_such_tpu_has(self):
         with pytest.raises(DeviceError, match=r"libtpu cannot describe 'v5p:3x3x3': Topology layout .* Forms: "):
             jdist.tpu(topology="v5p:3x3x3")
+
+    def test_a_libtpu_that_cannot_be_loaded_is_another_error(self, monkeypatch):
+        def fail(*args, **options):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Failed to open libtpu.so: file too short")
+
+        monkeypatch.setattr(topology.topologies, "get_topology_desc", fail)
+        with pytest.raises(
+            DeviceError, match=r"^libtpu, which holds the TPU compiler, cannot be loaded: .*file too short"
+        ) as e:
+            jdist.tpu(topology="v5e:2x4")
+        assert "Forms" not in str(e.value)
 
     def test_the_environment_is_as_it_was(self):
         before = dict(os.environ)

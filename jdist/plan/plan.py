@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import prepare
@@ -23,6 +24,8 @@ from jdist.plan.host import host_copies
 from jdist.plan.step import plan_step
 from jdist.plan.target import Target, find_target_devices, strategy_on
 from jdist.strategies.topology import parse_topology
+
+MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +108,10 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         The plan.
 
     Raises:
-        ConfigError: the config names something that is not there.
+        ConfigError: the config names something that is not there, or a global batch beyond all limits.
         DeviceError: the target's devices cannot be found or described.
     """
+    check_global_batch("train.global_batch", config.train.global_batch)
     devices = find_target_devices(target)
     parts = prepare(config, document, make=functools.partial(strategy_on, target, devices), to_run=False)
     kind, steps = devices[0].device_kind, config.train.steps_per_call
@@ -144,6 +148,16 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
         compile_s=compiled.compile_s,
     )
+
+
+def check_global_batch(name: str, rows: int) -> None:
+    """Refuses a global batch that no compiler takes.
+
+    Raises:
+        ConfigError: it has more than `MOST_ROWS` rows.
+    """
+    if rows > MOST_ROWS:
+        raise ConfigError(f"{name} is {rows:,}; a plan takes global batches of at most {MOST_ROWS:,} rows.")
 
 
 def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:

@@ -112,8 +112,11 @@ def test_a_sweep_as_json(toy, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "v5q:2x4"], "there is no TPU 'v5q'. Did you mean 'v5p'?"),
+        (["--topology", "v5q:2x4"], "there is no TPU 'v5q'. Did you mean 'v5p:2x4'?"),
+        (["--topology", "cpu:99999"], "a process has at most 2,048 virtual CPU devices"),
         (["--topology", "cpu:4", "--sweep", "batch=1"], "--sweep is 'batch=1'; it must be"),
+        (["--topology", "cpu:4", "--sweep", "global_batch=99999999999999999999"], "at most 2,147,483,647 rows"),
+        (["--topology", "cpu:4", "train.global_batch=99999999999999999999"], "at most 2,147,483,647 rows"),
         (["--topology", "gpu"], "JAX finds no gpu here"),
         (["--topology", "cpu:4", "train.stepz=3"], "train.stepz: no such key"),
         (["--topology", "cpu:4", "strategy.axes=x"], "no such option"),

@@ -16,6 +16,7 @@ import numpy as np
 
 from jdist.errors import StepError
 from jdist.global_arrays import is_key, local_rows, to_host
+from jdist.reducible import as_axis, named
 from jdist.values import PerReplica, Replicas, is_per_replica, is_rows_of_replicas
 
 PyTree = Any
@@ -34,8 +35,7 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
 
 def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
     """`Strategy.gather`."""
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise StepError(f"strategy.gather: `axis` is {axis!r}; it must be an int, the axis to concatenate along.")
+    axis = as_axis("strategy.gather", axis)
 
     def concatenate(name: str, arrays: tuple[Any, ...]) -> Any:
         shapes = [array.shape for array in arrays]
@@ -59,7 +59,7 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
             if replicas.count > 1:
                 raise StepError(_same_everywhere("gather", "there is nothing to concatenate"))
             parts = (to_host(node),)
-        return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(_named(outer + path), xs), *parts)
+        return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(named(outer + path), xs), *parts)
 
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
 
@@ -71,9 +71,7 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
             f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'. For others take `strategy.local_results(value)`, "
             'or `jdist.all_reduce(x, "max")` on the replicas.'
         )
-    axes = None if axis is None else (axis,) if not isinstance(axis, tuple) else axis
-    if axes is not None and (not axes or any(isinstance(a, bool) or not isinstance(a, int) for a in axes)):
-        raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
+    axes = _as_axes(axis)
 
     def one(outer: Any, node: PyTree) -> PyTree:
         parts = _parts(node, replicas, "strategy.reduce")
@@ -82,10 +80,24 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
                 raise StepError(_same_everywhere("reduce", 'a sum would count it once a replica, `"mean"` gives it'))
             parts = (to_host(node),)
         return jax.tree_util.tree_map_with_path(
-            lambda path, *xs: _reduce_arrays(op, xs, axes, _named(outer + path)), *parts
+            lambda path, *xs: _reduce_arrays(op, xs, axes, named(outer + path)), *parts
         )
 
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
+
+
+def _as_axes(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in axes):
+        raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
+    if not axes:
+        raise StepError(
+            "strategy.reduce: `axis` is (), which names no axis; name one or more, or leave it out (None) to reduce over the "
+            "replicas alone."
+        )
+    return tuple(int(a) for a in axes)
 
 
 def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | None, name: str) -> np.ndarray:
@@ -158,7 +170,3 @@ def _same_everywhere(method: str, why: str) -> str:
         f"strategy.{method}: the value is not a PerReplica, so it is the same on all replicas and {why}. Pass what "
         "`strategy.run` returned, or `jdist.PerReplica.of([...])`."
     )
-
-
-def _named(path: Any) -> str:
-    return f"leaf {jax.tree_util.keystr(path)}" if path else "the value"

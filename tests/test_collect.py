@@ -149,10 +149,22 @@ class TestReduce:
         with pytest.raises(StepError, match=rf"`op` is {op!r}; allowed are 'mean' and 'sum'"):
             TWO.reduce(op, of(1, 2))
 
-    @pytest.mark.parametrize("axis", ["0", 0.5, True, [0], (), (0, "1"), (False,)])
+    @pytest.mark.parametrize("axis", ["0", 0.5, True, [0], (0, "1"), (False,)])
     def test_another_axis_is_refused_by_name(self, axis):
         with pytest.raises(StepError, match=r"`axis` is .*None, an int or a tuple of ints"):
             TWO.reduce("sum", of([1], [2]), axis=axis)
+
+    def test_no_axis_at_all_is_refused_with_what_to_write(self):
+        with pytest.raises(StepError, match=r"`axis` is \(\), which names no axis; .*leave it out \(None\)"):
+            TWO.reduce("sum", of([1], [2]), axis=())
+
+    def test_an_axis_may_be_one_of_numpys_integers(self):
+        assert (
+            TWO.reduce("sum", of([1], [2]), axis=np.int64(0))
+            == TWO.reduce("sum", of([1], [2]), axis=(np.int32(-1),))
+            == 3
+        )
+        assert TWO.gather(of([1], [2]), axis=np.int64(0)).tolist() == [1, 2]
 
     @pytest.mark.parametrize("axis", [1, -2, (0, 0), (0, -1), 5])
     def test_an_axis_that_is_not_there_or_named_twice(self, axis):

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jdist
+from jdist.errors import ReplicaDivergenceError
 
 STRATEGIES = {"mirrored": jdist.mirrored, "central_storage": jdist.central_storage}
 SHAPES = {"whole": (), "in parts": (5,)}
@@ -105,3 +106,20 @@ def test_a_combined_gradient_is_nobodys_own_whatever_it_was_made_of(two, option)
     state = two.init(lambda: {"w": jnp.ones(3)})
     state, metrics = run(state, X)
     assert (float(metrics["loss"]), two.fetch(state)["w"].tolist()) == (7.5, [-1.5] * 3)
+
+
+@pytest.mark.parametrize("option", ["", "accumulate", "steps_per_call"])
+@pytest.mark.parametrize("shape", [(), (6,)], ids=["whole", "in parts"])
+def test_state_that_each_replica_writes_by_its_number_alone_is_refused(two, shape, option):
+    """Also where each replica keeps a part only, in which the difference would be lost."""
+
+    def step(state, x):
+        _, grad = gradient(state, x)
+        return {"w": state["w"] - grad, "own": state["own"] + jdist.replica_id()}, {}
+
+    def make():
+        return two.init(lambda: {"w": jnp.ones(3), "own": jnp.zeros(shape, jnp.int32)})
+
+    with pytest.raises(ReplicaDivergenceError, match=r"1 of .* leaves .*\n  \['own'\]: all replicas differ"):
+        jdist.distribute(step, two, **options(option))(make(), batch(option))
+    jdist.distribute(step, two, check_replicas=0, **options(option))(make(), batch(option))

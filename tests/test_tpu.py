@@ -26,7 +26,7 @@ from jdist.cluster import runtime
 from jdist.errors import DeviceError, StrategyError
 from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
-from jdist.strategies import libtpu
+from jdist.strategies import libtpu, topology
 from jdist.strategies.topology import by_host, parse_topology, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
@@ -60,8 +60,11 @@ class TestWhereThereIsNoTpu:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p'\? Chips: v2, v3, v4, v5e"),
-            ("v5e", r"'v5e' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5e'\?"),
+            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p:2x4'\? Chips: v2, v3, v4, v5e"),
+            ("v5p", r"'v5p' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5p:8x8x8'\?"),
+            ("V5E:2x4", r"there is no TPU 'V5E'\. Did you mean 'v5e:2x4'\? Chips"),
+            ("v3", r"'v3' names no topology; .*Did you mean 'v3:2x2'\?"),
+            ("nothing:2x2", r"there is no TPU 'nothing'\. Chips"),
             ("v5e:8", r"'v5e:8' names no topology"),
             ("v5e:0x4", r"names no topology"),
             ("v5e:2x4,slices=0", r"names no topology"),
@@ -132,10 +135,27 @@ class TestOrder:
         ):
             by_host(devices, 1)
 
+    def test_a_libtpu_that_cannot_be_loaded_is_another_error(self, monkeypatch):
+        def fail(*args, **options):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Failed to open libtpu.so: file too short")
+
+        monkeypatch.setattr(topology.topologies, "get_topology_desc", fail)
+        with pytest.raises(
+            DeviceError, match=r"^libtpu, which holds the TPU compiler, cannot be loaded: .*file too short"
+        ) as e:
+            jdist.tpu(topology="v5e:2x4")
+        assert "Forms" not in str(e.value)
+
     def test_the_environment_is_as_it_was(self):
         before = dict(os.environ)
         topology_devices("v5e:2x4")
         assert dict(os.environ) == before
+
+
+@needs_libtpu
+def test_an_all_reduce_of_other_sizes_is_refused_when_the_strategy_is_built():
+    with pytest.raises(StrategyError, match=r"hierarchical\(3, 2\) is for 6 replicas, but there are 8"):
+        jdist.tpu(topology="v5e:2x4", all_reduce={"name": "hierarchical", "inner": 3, "outer": 2})
 
 
 @needs_libtpu

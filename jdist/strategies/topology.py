@@ -32,7 +32,11 @@ CHIPS: dict[str, dict[str, Any]] = {
     "v6e": {},
     "tpu7x": {},
 }
+EXAMPLES = ("v4:2x2x1", "v5e:2x4", "v5p:8x8x8", "v6e:16x16")
 FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", or "v5p:8x8x8,slices=2" for several slices'
+
+
+_FORM = r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +74,35 @@ def parse_topology(name: str) -> Topology:
         >>> parse_topology("v5p:8x8x8").shape
         (8, 8, 8)
     """
-    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?", str(name))
+    match = re.fullmatch(_FORM, str(name))
     if match is None:
-        raise DeviceError(f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}. {_chips(str(name))}")
+        raise DeviceError(
+            f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}.{nearest(str(name))} {_CHIPS}"
+        )
     chip, shape, slices = match.groups()
     if chip not in CHIPS:
-        raise DeviceError(f"{name!r}: there is no TPU {chip!r}. {_chips(chip)}")
+        raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}")
     return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
 
 
-def _chips(name: str) -> str:
-    near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Chips: {', '.join(CHIPS)}."
+_CHIPS = f"Chips: {', '.join(CHIPS)}."
+
+
+def nearest(name: str) -> str:
+    """What somebody may have meant who wrote `name`, as a sentence for an error; empty where nothing is near.
+
+    Example:
+        >>> nearest("V5E:4x4"), nearest("v5p")
+        (" Did you mean 'v5e:4x4'?", " Did you mean 'v5p:8x8x8'?")
+    """
+    chip, _, rest = name.lower().partition(":")
+    near = difflib.get_close_matches(chip, CHIPS, n=1)
+    if not near:
+        return ""
+    meant = f"{near[0]}:{rest}"
+    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or is near: a shape that it has
+        meant = next((example for example in EXAMPLES if example.startswith(near[0])), f"{near[0]}:2x2")
+    return f" Did you mean {meant!r}?"
 
 
 def topology_devices(name: str) -> tuple[Device, ...]:
@@ -112,7 +133,13 @@ def topology_devices(name: str) -> tuple[Device, ...]:
                 f"{topology.chip}:{'x'.join(map(str, topology.shape))}", "tpu", **options
             )
     except (RuntimeError, NotImplementedError) as exc:
-        reason = str(exc).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ")
+        reason = str(exc).partition("\n")[0]
+        if not reason.startswith("INVALID_ARGUMENT: "):  # the topology was not looked at
+            raise DeviceError(
+                f"libtpu, which holds the TPU compiler, cannot be loaded: {reason}. Install it again, pip install "
+                "--force-reinstall 'jdist[plan-tpu]', and unset TPU_LIBRARY_PATH if it is set."
+            ) from exc
+        reason = reason.removeprefix("INVALID_ARGUMENT: ")
         raise DeviceError(f"libtpu cannot describe {name!r}: {reason}. Forms: {FORMS}.") from exc
     return in_interconnect_order(found.devices)
 

@@ -19,7 +19,8 @@ from jdist.transforms.replica_check import hash_leaf
 from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.results import LOCAL, ROWS
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
-from jdist.transforms.spread_update import Part, evaluate, prepared
+from jdist.transforms.spread_equations import prepared
+from jdist.transforms.spread_update import Part, evaluate
 from jdist.transforms.trees import check_same_state
 from jdist.values import PerReplica, is_per_replica
 
@@ -129,8 +130,8 @@ class _CentralStep:
         """One optimiser step, seen from outside of the replicas.
 
         Returns:
-            `(token, state, outputs, hashes)`; the hashes are of what each replica's gradient part wrote to the state,
-            uint32 [replicas], by the leaf's path.
+            `(token, state, outputs, hashes)`; the hashes are of what each replica wrote to leaves in parts without a
+            reduction, uint32 [replicas], by the leaf's path.
         """
         cuts, carried, early, hashes = self.gradients(planned.gradients, state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
@@ -141,7 +142,7 @@ class _CentralStep:
         # `late` has no leaf for an output that did not wait for the update.
         names, late = planned.gradients.kinds, planned.results[2]
         kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
-        results = evaluate(self.strategy, self.layout, planned.update, arguments, kept, kinds)
+        results, late_hashes = evaluate(self.strategy, self.layout, planned.update, arguments, kept, kinds)
         # A loop over steps needs its carry back where it was, so the last thing is a copy to the host.
         results = [
             Spread(jax.device_put(x, self.layout.host), s.shape) if keep else x
@@ -151,8 +152,10 @@ class _CentralStep:
         late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(planned.gradients, early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        hashes = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
-        return results[0], new_state, outputs, hashes
+        found = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
+        if self.options.check_replicas:
+            found |= {paths[i - 1]: x for i, x in late_hashes.items()}
+        return results[0], new_state, outputs, found
 
     def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """The gradient part on all replicas.

@@ -14,6 +14,7 @@ from jdist.context import ReplicaTrace, check_not_mixed, current_trace, tracing
 from jdist.errors import GlobalViewError, StepError
 from jdist.global_arrays import put
 from jdist.strategy import Strategy
+from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays
 from jdist.values import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
 
@@ -31,6 +32,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         )
     if strategy.transform == "jit":
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
+    check_no_spread(strategy, (args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
     own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
     whole: dict[int, Any] = {}

@@ -84,7 +84,9 @@ def train_and_evaluate(
             with hold(directory / LOCK):
                 return train()
         except BlockingIOError:
-            raise CheckpointError(f"{directory}: another process trains into it. Stop it, or take another one.") from None
+            raise CheckpointError(
+                f"{directory}: another process trains into it. Stop it, or take another one."
+            ) from None
     result = None
     with preemption(poll_s=poll_s) as stop:
         tree = like()

@@ -2,7 +2,7 @@
 
     DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf and file, with crc32
     DIRECTORY/step_00000500_save_00003/arrays/          the leaves; see checkpoint_arrays.py
-    DIRECTORY/step_00000500_save_00003/arrays_1/        the pieces that process 1 holds of leaves spread over processes
+    DIRECTORY/step_00000500_save_00003/pieces_1/        what process 1 holds of leaves that are spread over processes
     DIRECTORY/.saving_...  .deleting_...                what a killed process left half done; removed by the next one
 
 A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
@@ -13,6 +13,7 @@ whole, and "newest" means saved last.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import operator
@@ -34,12 +35,13 @@ from jdist.train import checkpoint_arrays as arrays
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint_disk import Damaged
-from jdist.train.checkpoint_pieces import Held, Piece, describe, folder_of, from_json, keys
+from jdist.train.checkpoint_pieces import Held, Piece, write_pieces
 from jdist.train.job import Job
 from jdist.train.shared_folder import open_shared
 from jdist.transforms.spread import is_spread
 
 PyTree = Any
+_opened = itertools.count(1)
 
 
 class CheckpointWarning(UserWarning):
@@ -76,6 +78,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Own:
+    crc32s: dict[str, int]  # of the leaves that this process writes whole, by number
     pieces: list[list[Piece]]  # of each leaf
     files: dict[str, list[int]]
 
@@ -138,7 +141,9 @@ class Checkpointer:
         self._saving: tuple[int, Job] | None = None
         self._closed = False
         self._cluster = cluster or alone()
-        strangers = open_shared(self._directory, self._cluster, timeout_s)
+        # What the processes exchange is named by this, as their paths may differ, and several may save at the same time.
+        self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
+        strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
         if strangers:
             text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
             warnings.warn(text, CheckpointWarning, stacklevel=2)
@@ -254,10 +259,10 @@ class Checkpointer:
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.described(path, leaf) for path, leaf in wanted.items()]
         with self._cluster.blocked():
-            with together(f"reading a checkpoint in {self._directory}", self._timeout_s, self._cluster):
+            with together(f"{self._name}: reading", self._timeout_s, self._cluster):
                 read = self._read(described, step)
             names = self._cluster.exchange(
-                f"which checkpoint was read in {self._directory}",
+                f"{self._name}: which was read",
                 None if read is None else read.path.name,
                 self._timeout_s,
             )
@@ -306,22 +311,22 @@ class Checkpointer:
     def _write(self, body: dict[str, Any], held: list[Held]) -> None:
         """All of a save that happens behind the run's back."""
         path = self._directory / f"step_{body['step']:08d}"
-        cluster, what = self._cluster, f"a save in {self._directory}"
+        cluster, timeout_s = self._cluster, self._timeout_s
         part, committed = None, False
         try:
             with contextlib.ExitStack() as stack:
-                with together(f"beginning {what}", self._timeout_s, cluster):
+                with together(f"{self._name}: beginning to save", timeout_s, cluster):
                     if cluster.is_chief:
-                        stack.enter_context(disk.only_writer(self._directory, self._timeout_s))
+                        stack.enter_context(disk.only_writer(self._directory, timeout_s))
                         path = path.with_name(f"{path.name}_save_{disk.next_number(self._directory):05d}")
                         part = path.with_name(f".saving_{path.name}")
                         part.mkdir()
                 # The others learn the name from process 0: what they would see in the folder may be old.
-                path = self._directory / cluster.exchange(f"the name of {what}", path.name, self._timeout_s)[0]
+                path = self._directory / cluster.exchange(f"{self._name}: the name", path.name, timeout_s)[0]
                 hidden = path.with_name(f".saving_{path.name}")
-                with together(f"writing {what}", self._timeout_s, cluster):
-                    own = self._write_own(hidden, body["leaves"], held)
-                with together(f"committing {what}", self._timeout_s, cluster):
+                with together(f"{self._name}: writing", timeout_s, cluster):
+                    own = self._write_own(hidden, held)
+                with together(f"{self._name}: committing", timeout_s, cluster):
                     if cluster.is_chief:
                         disk.write_manifest(hidden, self._complete(hidden, body, held, own))
                         disk.commit(hidden, path)
@@ -337,38 +342,38 @@ class Checkpointer:
                 shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
             raise CheckpointError(f"{path}: {text}: {disk.reason(error)}. Free or mend the disk.") from error
 
-    def _write_own(self, part: Path, leaves: list[dict[str, Any]], held: list[Held]) -> _Own:
+    def _write_own(self, part: Path, held: list[Held]) -> _Own:
         """Writes what this process holds; processes other than 0 leave a note of it for that one."""
         process = self._cluster.process_index
-        folder = part / folder_of(process)
-        values: dict[str, np.ndarray] = {}
-        pieces: list[list[Piece]] = []
-        for number, each in enumerate(held):
-            pieces.append([])
-            for key, (start, array) in zip(keys(number, each), each.boxes, strict=True):
-                values[key] = array
-                crc32 = codec.crc32(array)
-                pieces[-1].append(Piece(folder=folder.name, key=key, start=start, shape=array.shape, crc32=crc32))
-        if process and not values:
-            return _Own(pieces, {})
-        arrays.check_room(part, values.values())
-        arrays.store(folder, values)
-        own = _Own(pieces, disk.flush(folder))
-        if process:
-            disk.write_json(part / f"part_{process}.json", asdict(own))
-        return own
+        whole = {str(number): each.whole for number, each in enumerate(held) if each.whole is not None}
+        arrays.check_room(part, [*whole.values(), *(array for each in held for _, array in each.boxes)])
+        files: dict[str, list[int]] = {}
+        if process == 0:
+            arrays.store(part / "arrays", whole)
+            files |= disk.flush(part / "arrays")
+        own = part / f"pieces_{process}"
+        pieces = write_pieces(own, held, codec.crc32)
+        if own.exists():
+            files |= disk.flush(own)
+        written = _Own({number: codec.crc32(array) for number, array in whole.items()}, pieces, files)
+        if process and own.exists():
+            disk.write_json(part / f"part_{process}.json", asdict(written))
+        return written
 
     def _complete(self, part: Path, body: dict[str, Any], held: list[Held], own: _Own) -> dict[str, Any]:
         """The manifest's body, with what all processes have written."""
-        written = [own]
-        for path in sorted(part.glob("part_*.json")):
-            note = json.loads(path.read_text())
-            written.append(_Own([[from_json(piece) for piece in leaf] for leaf in note["pieces"]], note["files"]))
-            path.unlink()
+        written = [asdict(own)]
+        for note in part.glob("part_*.json"):
+            written.append(json.loads(note.read_text()))
+            note.unlink()
         for number, (leaf, each) in enumerate(zip(body["leaves"], held, strict=True)):
             leaf["stored"] = {"shape": list(each.shape), "dtype": str(each.dtype)}
-            describe(number, leaf, [piece for one in written for piece in one.pieces[number]])
-        return {**body, "files": {name: facts for one in written for name, facts in one.files.items()}}
+            if each.whole is not None:
+                leaf["crc32"] = own.crc32s[str(number)]
+            else:
+                pieces = [piece for one in written for piece in one["pieces"][number]]
+                leaf["pieces"] = sorted(pieces, key=lambda piece: list(piece["start"]))
+        return {**body, "files": {name: facts for one in written for name, facts in one["files"].items()}}
 
     def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
         """What looks readable, the last save of each step, in the order of saving."""

@@ -1,7 +1,7 @@
 """The arrays of a checkpoint on the disk, by orbax: the only importer of it.
 
-A state's leaves lie in `arrays/` as an orbax checkpoint of {"0": array, "1": array, ...}. Of a leaf that is spread over
-several processes each writes its own pieces, {"3_0": array, ...}; those of process 2 lie in `arrays_2/`.
+Whole leaves lie in `arrays/` as an orbax checkpoint of {"0": array, "1": array, ...}, which process 0 writes: orbax has no
+other write numpy arrays. What several processes hold of a leaf is in pieces; see checkpoint_pieces.py.
 
 Orbax's managers are not used: their asynchronous save leaves views of CPU buffers that hinder the next step's donation,
 patches a running event loop (`nest_asyncio`) and may name an uncommitted step the latest. Its array handler alone is
@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint_disk import Damaged
-from jdist.train.checkpoint_pieces import Piece, pieces_of
+from jdist.train.checkpoint_pieces import Piece
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -79,39 +79,33 @@ def read(path: Path, body: dict[str, Any]) -> list[np.ndarray]:
     Raises:
         Damaged: a file is not as it was written.
     """
-    leaves = [(leaf, pieces_of(i, leaf)) for i, leaf in enumerate(body["leaves"])]
-    wanted: dict[str, dict[str, ocp.RestoreArgs]] = {}
-    for piece in (piece for _, pieces in leaves for piece in pieces if piece.is_stored):
-        wanted.setdefault(piece.folder, {})[piece.key] = ocp.RestoreArgs(restore_type=np.ndarray)
-    stored: dict[str, dict[str, np.ndarray]] = {}
+    leaves, files = body["leaves"], body["files"]
+    stored = {
+        str(i): ocp.RestoreArgs(restore_type=np.ndarray)
+        for i, leaf in enumerate(leaves)
+        if "pieces" not in leaf and 0 not in leaf["stored"]["shape"]
+    }
+    tree: dict[str, np.ndarray] = {}
     try:
         # Before orbax sees them: it may read garbage as lengths, and fails in threads that nobody listens to.
-        for name, (_, crc32) in body["files"].items():
+        for name, (_, crc32) in files.items():
             if disk.file_crc32(path / name) != crc32:
                 raise Damaged(f"{path / name}: its checksum does not match")
-        for folder, tree in wanted.items():
+        if stored:
             with _orbax() as handler:
-                stored[folder] = handler.restore(path / folder, args=ocp.args.PyTreeRestore(restore_args=tree))
+                tree = handler.restore(path / "arrays", args=ocp.args.PyTreeRestore(restore_args=stored))
     except Damaged:
         raise
     except Exception as error:
         raise Damaged(f"{path / 'arrays'}: cannot be read: {disk.reason(error)}") from error
-    return [_joined(path, leaf, pieces, stored) for leaf, pieces in leaves]
-
-
-def _joined(
-    path: Path, leaf: dict[str, Any], pieces: list[Piece], stored: dict[str, dict[str, np.ndarray]]
-) -> np.ndarray:
-    """A leaf from its pieces."""
-    arrays = []
-    for piece in pieces:
-        array = codec.as_saved(leaf, piece.shape, stored.get(piece.folder, {}).get(piece.key))
-        if codec.crc32(array) != piece.crc32:
-            raise Damaged(f"{path / piece.folder}: the checksum of leaf {leaf['path']} does not match")
-        arrays.append(array)
-    if len(pieces) == 1:
-        return arrays[0]
-    whole = np.empty(tuple(leaf["stored"]["shape"]), arrays[0].dtype)
-    for piece, array in zip(pieces, arrays, strict=True):
-        whole[piece.index] = array
-    return whole
+    arrays: list[np.ndarray] = []
+    for i, leaf in enumerate(leaves):
+        if "pieces" in leaf:
+            arrays.append(codec.empty(leaf))
+            for piece in leaf["pieces"]:  # their files were checked above
+                Piece(**piece).put_into(arrays[-1], path)
+            continue
+        arrays.append(codec.as_saved(leaf, tree.get(str(i))))
+        if codec.crc32(arrays[-1]) != leaf["crc32"]:
+            raise Damaged(f"{path / 'arrays'}: the checksum of leaf {leaf['path']} does not match")
+    return arrays

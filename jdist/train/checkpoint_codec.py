@@ -72,18 +72,21 @@ def without_keys(leaf: Any) -> Any:
 
 
 def held(leaf: Any, *, is_chief: bool) -> Held:
-    """What this process writes of a leaf without keys: of an array that others hold too, replica 0 of its own shards.
+    """What this process writes of a leaf without keys: of an array that is spread, the shards of which it has replica 0.
 
     The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
     """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         array = _host_copy(leaf)
-        return Held(array.shape, array.dtype, [((0,) * array.ndim, array)] if is_chief else [], is_whole=True)
+        return Held(array.shape, array.dtype, whole=array if is_chief else None)
+    shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+    if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
+        return Held(shape, dtype, whole=_host_copy(leaf) if is_chief else None)
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
     boxes = [(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
-    return Held(leaf.shape, np.dtype(leaf.dtype), boxes, is_whole=leaf.is_fully_replicated)
+    return Held(shape, dtype, boxes=boxes)
 
 
 def _host_copy(leaf: Any) -> np.ndarray:
@@ -113,9 +116,14 @@ def crc32(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def as_saved(leaf: dict[str, Any], shape: tuple[int, ...], stored: np.ndarray | None) -> np.ndarray:
-    """A piece of a leaf as orbax returned it, with the dtype and shape that it was saved with."""
-    dtype = jnp.dtype(leaf["stored"]["dtype"])
+def empty(leaf: dict[str, Any]) -> np.ndarray:
+    """An array for the values of a leaf, as it was saved."""
+    return np.empty(tuple(leaf["stored"]["shape"]), jnp.dtype(leaf["stored"]["dtype"]))
+
+
+def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
+    """An array as orbax returned it, with the dtype and shape that it was saved with."""
+    dtype, shape = jnp.dtype(leaf["stored"]["dtype"]), tuple(leaf["stored"]["shape"])
     array = np.empty(shape, dtype) if stored is None else np.asarray(stored)
     array = array if array.dtype == dtype else array.view(dtype)
     if array.shape != shape:

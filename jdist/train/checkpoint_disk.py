@@ -18,7 +18,7 @@ from jdist.errors import CheckpointError, ClusterError
 
 FORMAT = 1
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays(_\d+)?|part_\d+\.json")  # what a checkpoint's folder may hold
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+|part_\d+\.json")  # what a checkpoint's folder may hold
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 

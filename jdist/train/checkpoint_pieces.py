@@ -1,43 +1,15 @@
-"""Which part of a leaf each process writes: whole leaves are process 0's, of a spread leaf each has its own pieces."""
+"""What each process writes of a leaf: whole leaves are process 0's, of a spread leaf each has its own pieces, as raw bytes."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-WHOLE_IN = "arrays"  # the folder of process 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A box of a leaf, as a manifest describes it.
-
-    Attributes:
-        folder: where it lies in the checkpoint.
-        key: its name there.
-        start: its first element in the leaf.
-        shape: its shape.
-        crc32: of its bytes.
-    """
-
-    folder: str
-    key: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    crc32: int
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Where it is in the leaf."""
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether there is anything to store: an empty array is no more than its shape."""
-        return math.prod(self.shape) > 0
+Box = tuple[tuple[int, ...], np.ndarray]  # the first element of a piece in its leaf, and the values
 
 
 @dataclass(frozen=True)
@@ -47,42 +19,57 @@ class Held:
     Attributes:
         shape: of the whole leaf.
         dtype: of its elements.
-        boxes: the first element and the values of each piece; of a whole leaf one, or none on other processes.
-        is_whole: whether the leaf is written in one piece.
+        whole: the leaf, where this process writes it alone.
+        boxes: else the pieces that this process has; none where another process writes the leaf.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    boxes: list[tuple[tuple[int, ...], np.ndarray]]
-    is_whole: bool
+    whole: np.ndarray | None = None
+    boxes: Sequence[Box] = ()
 
 
-def folder_of(process: int) -> str:
-    """The folder that a process writes its pieces to."""
-    return WHOLE_IN if process == 0 else f"{WHOLE_IN}_{process}"
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of a leaf, as a manifest describes it.
+
+    Attributes:
+        file: where its bytes are, in row-major order; a path in the checkpoint.
+        start: its first element in the leaf.
+        shape: its shape.
+        crc32: of its bytes.
+    """
+
+    file: str
+    start: Sequence[int]
+    shape: Sequence[int]
+    crc32: int
+
+    def put_into(self, leaf: np.ndarray, checkpoint: Path) -> None:
+        """Reads it into its place in the whole leaf."""
+        box = tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+        leaf[box] = np.fromfile(checkpoint / self.file, leaf.dtype).reshape(self.shape)
 
 
-def keys(number: int, held: Held) -> list[str]:
-    """What the pieces of leaf number `number` are called in their folder."""
-    return [str(number) if held.is_whole else f"{number}_{n}" for n in range(len(held.boxes))]
+def write_pieces(folder: Path, held: Sequence[Held], crc32: Any) -> list[list[Piece]]:
+    """Write this process's pieces of all leaves, if it has any.
 
+    Args:
+        folder: to be made, in the checkpoint.
+        held: what this process has of each leaf.
+        crc32: `(array) -> int`.
 
-def describe(number: int, leaf: dict[str, Any], pieces: list[Piece]) -> None:
-    """Note in the manifest of leaf number `number` where it lies: a whole leaf is known by its number."""
-    if [(piece.folder, piece.key) for piece in pieces] == [(WHOLE_IN, str(number))]:
-        leaf["crc32"] = pieces[0].crc32
-    else:
-        leaf["pieces"] = [asdict(piece) for piece in pieces]
-
-
-def pieces_of(number: int, leaf: dict[str, Any]) -> list[Piece]:
-    """The pieces that a manifest names for leaf number `number`."""
-    if "pieces" not in leaf:
-        shape = tuple(leaf["stored"]["shape"])
-        return [Piece(folder=WHOLE_IN, key=str(number), start=(0,) * len(shape), shape=shape, crc32=leaf["crc32"])]
-    return [from_json(piece) for piece in leaf["pieces"]]
-
-
-def from_json(piece: dict[str, Any]) -> Piece:
-    """A piece as JSON gave it back."""
-    return Piece(**{**piece, "start": tuple(piece["start"]), "shape": tuple(piece["shape"])})
+    Returns:
+        The pieces of each leaf.
+    """
+    if any(each.boxes for each in held):
+        folder.mkdir()
+    written: list[list[Piece]] = []
+    for number, each in enumerate(held):
+        written.append([])
+        for start, array in each.boxes:
+            file = folder / f"{number}_{len(written[-1])}.bin"
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8).tofile(file)
+            name = f"{folder.name}/{file.name}"
+            written[-1].append(Piece(file=name, start=start, shape=array.shape, crc32=crc32(array)))
+    return written

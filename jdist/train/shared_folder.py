@@ -17,13 +17,14 @@ _SEEN_S = 10.0  # a network file system may show a new file late
 _POLL_S = 0.05
 
 
-def open_shared(directory: Path, cluster: Runtime, timeout_s: float) -> list[Path]:
+def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
     """Makes the folder and clears away what killed processes left in it; all processes see the same one afterwards.
 
     Args:
         directory: the folder.
         cluster: the processes.
         timeout_s: how long to wait for the other processes.
+        name: names what they exchange, the same on all.
 
     Returns:
         On process 0, what looks like a killed process's and holds something else.
@@ -35,7 +36,7 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float) -> list[Pat
     strangers: list[Path] = []
     token = directory / f".shared_{secrets.token_hex(8)}"
     try:
-        with together(f"opening {directory}", timeout_s, cluster):
+        with together(f"{name}: opening", timeout_s, cluster):
             if cluster.is_chief:
                 try:
                     directory.mkdir(parents=True, exist_ok=True)
@@ -44,10 +45,10 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float) -> list[Pat
                         token.touch()
                 except OSError as error:
                     raise CheckpointError(f"{directory}: cannot be made: {disk.reason(error)}") from error
-        name = cluster.exchange(f"the name of a file in {directory}", token.name, timeout_s)[0]
-        with together(f"looking into {directory}", timeout_s, cluster):
+        first = cluster.exchange(f"{name}: a file", token.name, timeout_s)[0]
+        with together(f"{name}: looking", timeout_s, cluster):
             if not cluster.is_chief:
-                _await(directory / name, cluster.process_index)
+                _await(directory / first, cluster.process_index)
     finally:
         if cluster.is_chief and cluster.num_processes > 1:
             with contextlib.suppress(OSError):  # it never came to be; or it stays, which does no harm

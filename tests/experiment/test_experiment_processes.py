@@ -115,7 +115,8 @@ def test_one_asked_to_stop_all_stop_at_one_step_and_fewer_go_on(tmp_path, monkey
     config = CONFIG.replace("steps: 24", "steps: 800") + "strategy: {name: multi_worker}\n"
     code, out = launch(tmp_path, config=config, kills=[(1, "SIGTERM", 13)])
     assert code == 143, out
-    assert (said := re.search(r"\[0\] stopped at step (\d+) of 800 and saved", out)), out
+    said = re.search(r"\[0\] stopped at step (\d+) of 800 and saved", out)
+    assert said, out
     assert "Traceback" not in out
     assert "lost" not in out
     assert last_save(tmp_path)["step"] == int(said[1])

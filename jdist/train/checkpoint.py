@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import operator
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +33,8 @@ from jdist.train import checkpoint_arrays as arrays
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint_disk import Damaged
-from jdist.train.checkpoint_pieces import Held, Piece, write_pieces
+from jdist.train.checkpoint_pieces import Held
+from jdist.train.checkpoint_save import save_together
 from jdist.train.job import Job
 from jdist.train.shared_folder import open_shared
 from jdist.transforms.spread import is_spread
@@ -74,13 +73,6 @@ class _Read:
     order: list[int | None]
     arrays: list[np.ndarray]
     problems: list[str]
-
-
-@dataclass(frozen=True)
-class _Own:
-    crc32s: dict[str, int]  # of the leaves that this process writes whole, by number
-    pieces: list[list[Piece]]  # of each leaf
-    files: dict[str, list[int]]
 
 
 class Checkpointer:
@@ -259,8 +251,11 @@ class Checkpointer:
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.described(path, leaf) for path, leaf in wanted.items()]
         with self._cluster.blocked():
+            there = [path.name for path in disk.committed(self._directory)] if self._cluster.is_chief else []
+            # Process 0 says which there are: what others see of a shared folder may be older.
+            there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
             with together(f"{self._name}: reading", self._timeout_s, self._cluster):
-                read = self._read(described, step)
+                read = self._read([self._directory / name for name in there], described, step)
             names = self._cluster.exchange(
                 f"{self._name}: which was read",
                 None if read is None else read.path.name,
@@ -286,9 +281,8 @@ class Checkpointer:
             metadata=read.body["metadata"],
         )
 
-    def _read(self, described: list[dict[str, Any]], step: int | None) -> _Read | None:
-        """The checkpoint that `restore` takes, on the host."""
-        paths = disk.committed(self._directory)
+    def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
+        """The checkpoint among `paths` that `restore` takes, on the host."""
         if step is not None:
             found = sorted({disk.step(path) for path in paths})
             paths = [path for path in paths if disk.step(path) == step]
@@ -310,70 +304,15 @@ class Checkpointer:
 
     def _write(self, body: dict[str, Any], held: list[Held]) -> None:
         """All of a save that happens behind the run's back."""
-        path = self._directory / f"step_{body['step']:08d}"
-        cluster, timeout_s = self._cluster, self._timeout_s
-        part, committed = None, False
-        try:
-            with contextlib.ExitStack() as stack:
-                with together(f"{self._name}: beginning to save", timeout_s, cluster):
-                    if cluster.is_chief:
-                        stack.enter_context(disk.only_writer(self._directory, timeout_s))
-                        path = path.with_name(f"{path.name}_save_{disk.next_number(self._directory):05d}")
-                        part = path.with_name(f".saving_{path.name}")
-                        part.mkdir()
-                # The others learn the name from process 0: what they would see in the folder may be old.
-                path = self._directory / cluster.exchange(f"{self._name}: the name", path.name, timeout_s)[0]
-                hidden = path.with_name(f".saving_{path.name}")
-                with together(f"{self._name}: writing", timeout_s, cluster):
-                    own = self._write_own(hidden, held)
-                with together(f"{self._name}: committing", timeout_s, cluster):
-                    if cluster.is_chief:
-                        disk.write_manifest(hidden, self._complete(hidden, body, held, own))
-                        disk.commit(hidden, path)
-                        committed = True
-                        self._prune()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            text = "cannot be written; the checkpoints saved before are untouched"
-            if committed:
-                text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
-            elif part is not None:
-                shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
-            raise CheckpointError(f"{path}: {text}: {disk.reason(error)}. Free or mend the disk.") from error
-
-    def _write_own(self, part: Path, held: list[Held]) -> _Own:
-        """Writes what this process holds; processes other than 0 leave a note of it for that one."""
-        process = self._cluster.process_index
-        whole = {str(number): each.whole for number, each in enumerate(held) if each.whole is not None}
-        arrays.check_room(part, [*whole.values(), *(array for each in held for _, array in each.boxes)])
-        files: dict[str, list[int]] = {}
-        if process == 0:
-            arrays.store(part / "arrays", whole)
-            files |= disk.flush(part / "arrays")
-        own = part / f"pieces_{process}"
-        pieces = write_pieces(own, held, codec.crc32)
-        if own.exists():
-            files |= disk.flush(own)
-        written = _Own({number: codec.crc32(array) for number, array in whole.items()}, pieces, files)
-        if process and own.exists():
-            disk.write_json(part / f"part_{process}.json", asdict(written))
-        return written
-
-    def _complete(self, part: Path, body: dict[str, Any], held: list[Held], own: _Own) -> dict[str, Any]:
-        """The manifest's body, with what all processes have written."""
-        written = [asdict(own)]
-        for note in part.glob("part_*.json"):
-            written.append(json.loads(note.read_text()))
-            note.unlink()
-        for number, (leaf, each) in enumerate(zip(body["leaves"], held, strict=True)):
-            leaf["stored"] = {"shape": list(each.shape), "dtype": str(each.dtype)}
-            if each.whole is not None:
-                leaf["crc32"] = own.crc32s[str(number)]
-            else:
-                pieces = [piece for one in written for piece in one["pieces"][number]]
-                leaf["pieces"] = sorted(pieces, key=lambda piece: list(piece["start"]))
-        return {**body, "files": {name: facts for one in written for name, facts in one["files"].items()}}
+        save_together(
+            self._directory,
+            body,
+            held,
+            cluster=self._cluster,
+            name=self._name,
+            timeout_s=self._timeout_s,
+            prune=self._prune,
+        )
 
     def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
         """What looks readable, the last save of each step, in the order of saving."""

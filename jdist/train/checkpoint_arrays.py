@@ -102,7 +102,7 @@ def read(path: Path, body: dict[str, Any]) -> list[np.ndarray]:
     for i, leaf in enumerate(leaves):
         if "pieces" in leaf:
             arrays.append(codec.empty(leaf))
-            for piece in leaf["pieces"]:  # their files were checked above
+            for piece in leaf["pieces"]:
                 Piece(**piece).put_into(arrays[-1], path)
             continue
         arrays.append(codec.as_saved(leaf, tree.get(str(i))))

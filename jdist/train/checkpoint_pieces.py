@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from jdist.train.checkpoint_disk import Damaged
 
 Box = tuple[tuple[int, ...], np.ndarray]  # the first element of a piece in its leaf, and the values
 
@@ -46,18 +48,24 @@ class Piece:
     crc32: int
 
     def put_into(self, leaf: np.ndarray, checkpoint: Path) -> None:
-        """Reads it into its place in the whole leaf."""
+        """Reads it into its place in the whole leaf.
+
+        Raises:
+            Damaged: the bytes are not those that were in memory.
+        """
+        data = (checkpoint / self.file).read_bytes()
+        if zlib.crc32(data) != self.crc32:
+            raise Damaged(f"{checkpoint / self.file}: its checksum does not match")
         box = tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
-        leaf[box] = np.fromfile(checkpoint / self.file, leaf.dtype).reshape(self.shape)
+        leaf[box] = np.frombuffer(data, leaf.dtype).reshape(self.shape)
 
 
-def write_pieces(folder: Path, held: Sequence[Held], crc32: Any) -> list[list[Piece]]:
+def write_pieces(folder: Path, held: Sequence[Held]) -> list[list[Piece]]:
     """Write this process's pieces of all leaves, if it has any.
 
     Args:
         folder: to be made, in the checkpoint.
         held: what this process has of each leaf.
-        crc32: `(array) -> int`.
 
     Returns:
         The pieces of each leaf.
@@ -69,7 +77,9 @@ def write_pieces(folder: Path, held: Sequence[Held], crc32: Any) -> list[list[Pi
         written.append([])
         for start, array in each.boxes:
             file = folder / f"{number}_{len(written[-1])}.bin"
-            np.ascontiguousarray(array).reshape(-1).view(np.uint8).tofile(file)
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            crc32 = zlib.crc32(data.data)
+            data.tofile(file)
             name = f"{folder.name}/{file.name}"
-            written[-1].append(Piece(file=name, start=start, shape=array.shape, crc32=crc32(array)))
+            written[-1].append(Piece(file=name, start=start, shape=array.shape, crc32=crc32))
     return written

@@ -13,9 +13,9 @@ import time
 
 from jdist.cli import main
 from jdist.cluster import runtime
-from jdist.train import checkpoint, checkpoint_disk
+from jdist.train import checkpoint_disk, checkpoint_save
 
-PLACES = {"write_pieces": checkpoint, "commit": checkpoint_disk}
+PLACES = {"write_pieces": checkpoint_save, "commit": checkpoint_disk}
 
 
 def kill_in(module, name, number):

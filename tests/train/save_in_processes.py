@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 
 from jdist.errors import JDistError  # noqa: E402
 from jdist.global_arrays import put  # noqa: E402
-from jdist.train import Checkpointer, checkpoint, shared_folder  # noqa: E402
+from jdist.train import Checkpointer, checkpoint_save, shared_folder  # noqa: E402
 
 folder, process = Path(sys.argv[1]), jax.process_index()
 
@@ -50,15 +50,15 @@ with Checkpointer(folder / "run", keep=9, check=strategy.check, cluster=strategy
             assert new == old
     met["restored"] = restored.data
 
-    write = checkpoint.write_pieces
+    write = checkpoint_save.write_pieces
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if process == 1:
-        checkpoint.write_pieces = full
+        checkpoint_save.write_pieces = full
     met["full disk"] = said(lambda: checkpoints.save(3, state_at(3), wait=True))
-    checkpoint.write_pieces = write
+    checkpoint_save.write_pieces = write
     checkpoints.save(4, state_at(4), wait=True)
     met["steps"] = checkpoints.steps()
 

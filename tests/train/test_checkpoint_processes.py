@@ -1,6 +1,7 @@
 """Checkpoints that two real processes save together, restored by them and by one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jdist
-from jdist.train import Checkpointer
+from jdist.train import Checkpointer, CheckpointWarning
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -76,6 +77,18 @@ def test_what_one_cannot_write_is_committed_by_none(folder, met):
         assert one["steps"] == [1, 2, 4]
     assert "process 1: " in met[0]["full disk"]
     assert not list((folder / "run").glob(".saving*"))
+
+
+def test_a_damaged_piece_is_noticed_and_the_one_before_is_read(folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (piece, *_) = (tmp_path / "run" / "step_00000004_save_00003" / "pieces_1").iterdir()
+    piece.write_bytes(bytes(piece.stat().st_size))
+    like = {"spread": np.zeros((8, 3), np.float32), "w": np.zeros(5, np.float32), "n": np.int32(0), "python": 0}
+    like["rng"] = jax.random.key(0)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        with pytest.warns(CheckpointWarning, match=rf"{piece}: its checksum does not match"):
+            restored = checkpoints.restore(like)
+    np.testing.assert_array_equal(restored.state["spread"], np.arange(24.0).reshape(8, 3) + 2)
 
 
 def test_a_folder_that_is_not_shared_is_named_on_both(folder, met):

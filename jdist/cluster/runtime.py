@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -32,6 +33,10 @@ from jdist.errors import ClusterError, PeerLostError
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
+# A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
+_STATUS = re.compile(
+    r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
+)
 _log = logging.getLogger(__name__)
 
 
@@ -143,11 +148,12 @@ class Runtime:
         self._blocked.append(None)
         try:
             yield
-        except jax.errors.JaxRuntimeError as exc:
-            lost = self._watch.wait_for_loss(2 * self.timeout_s)
-            if lost is not None:
-                raise lost from exc
-            self._not_a_loss = exc
+        except Exception as exc:
+            if _is_of_jax(exc):
+                lost = self._watch.wait_for_loss(2 * self.timeout_s)
+                if lost is not None:
+                    raise lost from exc
+                self._not_a_loss = exc
             raise
         finally:
             self._blocked.pop()
@@ -170,7 +176,7 @@ class Runtime:
                 traceback.print_exc()
                 code, error = exit_codes.FAILED, exc
         if code is not None and not self._all_failed(code):
-            if self._may_be_a_loss(error):
+            if error is not None and error is not self._not_a_loss and _is_of_jax(error):
                 watch.wait_for_loss(2 * self.timeout_s)
             self._wait_for_the_end(watch)
             # The others learn at once that this process is gone. JAX would wait minutes for them here.
@@ -202,13 +208,6 @@ class Runtime:
     def _waits(self) -> bool:
         newest: Any = self._newest  # `is_ready` is public, but not in JAX's type stubs
         return bool(self._blocked) or (newest is not None and not newest.is_ready())
-
-    def _may_be_a_loss(self, error: BaseException | None) -> bool:
-        while error is not None and error is not self._not_a_loss:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                return True
-            error = error.__cause__ or error.__context__
-        return False
 
     def _wait_for_the_end(self, watch: Watch) -> None:
         """Keeps this thread from doing anything more once a process is lost: the watch's thread ends the process."""
@@ -322,6 +321,15 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
 def _is_interactive() -> bool:
     """Whether errors before the end say nothing of the end: in a notebook or a Python shell."""
     return bool(sys.flags.interactive) or getattr(sys, "ps1", None) is not None
+
+
+def _is_of_jax(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, came from JAX's runtime, as a broken collective's does."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _code(error: BaseException) -> int:

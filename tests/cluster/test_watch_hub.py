@@ -70,6 +70,7 @@ def test_those_that_did_not_come_in_time_are_named_once():
     hub, tells = hubs.ticked(hub, 60.5)
     assert tells == [Tell(None, {"type": "absent", "processes": [0, 2]})]
     assert [tell.message["type"] for tell in hubs.ticked(hub, 61.0)[1]] == ["beat"]
+    assert hubs.disconnected(hub, 1) == (hub, [])  # it gave up, and is no loss
 
 
 # ---- losses

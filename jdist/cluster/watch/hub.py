@@ -185,7 +185,7 @@ def _with(hub: Hub, process: int, member: Member) -> Hub:
 
 
 def _lose(hub: Hub, process: int, cause: str) -> Next:
-    if hub.lost is not None:
+    if hub.lost is not None or hub.given_up:  # all end for that reason
         return hub, []
     lost = {
         "type": "lost",

@@ -212,7 +212,7 @@ class Watch:
         selector.register(self._line.connection, selectors.EVENT_READ)
         awake_s = heard_s = active_s = time.monotonic()
         told_s = 0.0
-        while not self._closed:
+        while not self._closed and self._no_start is None:
             if (now_s := time.monotonic()) - told_s >= self._beat_s:
                 told_s = now_s
                 self._outbox.put({"type": "beat", "step": self._step})

@@ -1,0 +1,226 @@
+import socket
+import sys
+import threading
+
+import jax
+import pytest
+from fault_jobs import BOUND_S, LIGHT, TIMEOUT_S, Job
+
+from jdist.cluster import jax_processes, runtime, simple
+from jdist.errors import ClusterConfigError, ClusterError
+
+
+def spec(index=0, *, host="127.0.0.1", port=None, count=2):
+    if port is None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = min(server.getsockname()[1], 65534)
+    addresses = [f"{host}:{port}", *(None for _ in range(count - 1))]
+    return simple(jobs={"worker": addresses}, task_type="worker", task_index=index)
+
+
+def start(of, **options):
+    return runtime.start(of, **{"timeout_s": 5.0, "start_timeout_s": 1.0} | options)
+
+
+@pytest.fixture
+def unused(monkeypatch):
+    """As if JAX had not been used in this process."""
+    monkeypatch.setattr(jax_processes, "check_unused", lambda: None)
+
+
+# ---- what is refused, and leaves nothing behind
+
+
+def test_jax_that_has_started_its_devices():
+    jax.devices()
+    with pytest.raises(ClusterError, match="JAX has started its devices already, without the other processes"):
+        start(spec())
+
+
+def test_no_port_for_the_watch(unused):
+    with pytest.raises(
+        ClusterConfigError, match="JDIST_WATCH_PORT is not set; it must be a port from 1 to 65535 other than"
+    ):
+        start(spec(port=65535))
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x", "65535"])
+def test_a_port_for_the_watch_that_cannot_be(unused, monkeypatch, port):
+    monkeypatch.setenv("JDIST_WATCH_PORT", port)
+    with pytest.raises(ClusterConfigError, match=rf"JDIST_WATCH_PORT is '?{port}'?; it must be a port from 1 to 65535"):
+        start(spec(port=65535))
+
+
+@pytest.mark.parametrize(("offset", "whose"), [(0, "JAX's coordinator"), (1, "process 0")])
+def test_a_port_that_is_taken(unused, offset, whose):
+    of = spec()
+    port = int(of.coordinator_address.rpartition(":")[2]) + offset
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ClusterError, match=rf"{whose} cannot listen on .*:{port}"),
+    ):
+        start(of)
+
+
+def test_a_host_that_there_is_not(unused):
+    with pytest.raises(ClusterError, match=r"the host 'no-such-host\.invalid' of process 0 has no address"):
+        start(spec(host="no-such-host.invalid"))
+
+
+def test_a_host_that_is_another_machine(unused):
+    with pytest.raises(ClusterError, match=r"cannot listen on 192\.0\.2\.1:.* must be one of its own machine"):
+        start(spec(host="192.0.2.1"))
+
+
+def test_a_folder_for_records_that_cannot_be(unused, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JDIST_RECORD_DIR", str(tmp_path / "file" / "folder"))
+    with pytest.raises(ClusterConfigError, match=r"JDIST_RECORD_DIR is .*; it must be a folder that can be written"):
+        start(spec())
+
+
+def test_failpoints_that_there_are_not(unused, monkeypatch):
+    monkeypatch.setenv("JDIST_FAILPOINTS", "process=0:nowhere=in:kill")
+    with pytest.raises(ClusterConfigError, match="JDIST_FAILPOINTS"):
+        start(spec())
+
+
+def test_processes_that_do_not_come_are_named_and_it_can_be_tried_again(unused):
+    of = spec(count=3)
+    for _ in range(2):
+        with pytest.raises(
+            ClusterError, match="not all of the 3 processes came in time; missing: process 1, process 2"
+        ):
+            start(of)
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name in ("jdist-watch", "jdist-switchboard")
+    ] == []
+
+
+def test_process_0_that_does_not_come(unused):
+    with pytest.raises(ClusterError, match="process 1 did not reach process 0 at 127"):
+        start(spec(1))
+
+
+def test_one_process_alone_needs_nothing():
+    alone = start(spec(count=1))
+    assert (alone.num_processes, alone.is_chief, alone.stopping) == (1, True, None)
+    assert alone.exchange("what", 7, timeout_s=1.0) == [7]
+    alone.wish_to_stop("no reason")
+    assert not alone.stops_after(1)
+    alone.end()
+
+
+# ---- how programs end
+
+
+def test_all_start_once_and_end_together(tmp_path):
+    body = """
+import threading
+from jdist.errors import ClusterError
+from jdist.cluster import simple
+again = []
+thread = threading.Thread(target=lambda: again.append(runtime.start(spec, timeout_s=99, start_timeout_s=99)))
+thread.start(); thread.join()
+assert again == [joined] and joined.timeout_s == 3
+try:
+    runtime.start(simple(jobs={"worker": ["a:1", "b:1"]}, task_type="worker", task_index=0), **others_end)
+except ClusterError as exc:
+    assert "in a cluster already" in str(exc)
+else:
+    raise AssertionError("joined another cluster")
+assert joined.exchange("k", index, 60) == [0, 1] and joined.exchange("k", -index, 60) == [0, -1]
+if os.fork() == 0:
+    joined.end()  # a fork's end is not the program's
+    os._exit(0)
+os.wait()
+assert joined.exchange("k", 2, 60) == [2, 2]
+if index == 1:
+    time.sleep(1.5 * others_end["timeout_s"])  # process 0 has come to its end, and waits
+"""
+    with Job(tmp_path, LIGHT + body) as job:
+        assert job.codes() == [0, 0], job.out(0) + job.out(1)
+
+
+def test_exit_codes_are_kept_when_all_leave(tmp_path):
+    with Job(tmp_path, LIGHT + "sys.exit(3 + index)") as job:
+        assert job.codes() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("guilty", "body", "code"),
+    [
+        (0, "raise ValueError('no luck')", 1),
+        (1, "raise ValueError('no luck')", 1),
+        (1, "raise KeyboardInterrupt", 130),
+        (1, "joined.failed(2); sys.exit(2)", 2),
+    ],
+)
+def test_a_program_that_fails_keeps_its_exit_code_and_ends_the_others(tmp_path, guilty, body, code):
+    body = f"joined.at_step(7)\nif index == {guilty}: {body}\njoined.exchange('never', 0, 60)"
+    with Job(tmp_path, LIGHT + body) as job:
+        assert job.codes(guilty, 1 - guilty) == [code, 75]
+        record = job.check_lost(1 - guilty, lost=guilty)
+    assert (record["error"], record["last_step"]) == ("PeerLostError", 7)
+
+
+def test_after_errors_in_a_python_shell_its_end_is_no_failure(tmp_path):
+    with Job(tmp_path, LIGHT, command=[sys.executable, "-i"]) as job:
+        for process in job.processes.values():
+            process.stdin.write(b"1/0\n")
+            process.stdin.close()
+        assert job.codes() == [0, 0]
+        assert "ZeroDivisionError" in job.out(0)
+
+
+def test_a_pipe_that_nobody_reads_keeps_nobody_alive(tmp_path):
+    body = """
+if index == 1:
+    joined.exchange("full", 0, 60)
+    os._exit(9)
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+try:
+    while True:
+        os.write(writer, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(writer, True)
+print("full", flush=True)
+os.dup2(writer, 1); os.dup2(writer, 2)
+joined.exchange("full", 0, 60)
+print("x" * 1_000_000, flush=True)
+"""
+    with Job(tmp_path, LIGHT + body) as job:
+        assert job.codes(1, 0) == [9, 75]
+
+
+# ---- who stands still, and goes on later
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_was_stopped_for_too_long_ends_itself_when_it_goes_on(tmp_path, victim):
+    body = f"if index == {victim}: os.kill(os.getpid(), signal.SIGSTOP)\njoined.exchange('never', 0, 60)"
+    with Job(tmp_path, LIGHT + body) as job:
+        job.await_stopped(victim)
+        assert job.code(1 - victim, TIMEOUT_S + BOUND_S) == 75
+        assert "stands still" in job.check_lost(1 - victim, lost=victim)["cause"]
+        job.resume(victim)
+        assert job.code(victim, BOUND_S) == 75
+        assert "stood still" in job.check_lost(victim, lost=victim)["cause"]
+
+
+def test_who_was_stopped_for_a_moment_goes_on(tmp_path):
+    body = "if index == 1: os.kill(os.getpid(), signal.SIGSTOP)\nassert joined.exchange('k', index, 60) == [0, 1]"
+    with Job(tmp_path, LIGHT + body) as job:
+        job.await_stopped(1)
+        job.resume(1)
+        assert job.codes() == [0, 0]
+
+
+def test_another_token_is_refused_and_says_so(tmp_path):
+    script = "import os\nos.environ['JDIST_TOKEN'] += os.environ['TF_CONFIG'][-3]\n" + LIGHT
+    with Job(tmp_path, script, environ={"JDIST_TOKEN": "secret"}) as job:
+        assert job.code(1, 60.0) == 1
+        assert (
+            f"process 0 ({job.addresses[0]}) refused process 1: its JDIST_TOKEN is not that of process 0." in job.out(1)
+        )

@@ -1,5 +1,6 @@
 """A wish to stop: from a signal or a watcher, after a grace, on all processes after the same step."""
 
+import concurrent.futures
 import itertools
 import os
 import signal
@@ -13,9 +14,9 @@ import pytest
 
 import jdist
 from jdist.cluster.stop import preemption
-from jdist.cluster.watch.hub import Hub
+from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
-from jdist.cluster.watch.watch import Place, Watch
+from jdist.cluster.watch.watch import Watch
 from jdist.errors import ClusterError
 
 
@@ -97,43 +98,43 @@ def test_options_are_checked(options):
         pass
 
 
+def each(work):
+    """Does something in the threads of two processes at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        return [done.result(30.0) for done in [threads.submit(work, process) for process in range(2)]]
+
+
 @pytest.fixture
 def two():
     """The lines of two processes to process 0."""
-    server = socket.create_server(("127.0.0.1", 0))
-    switchboard = Switchboard(server, Hub(count=2, silence_s=30.0), "", 0.1)
-    made, lost = {}, []
+    server, lost = socket.create_server(("127.0.0.1", 0)), []
+    port = server.getsockname()[1]
+    switchboard = Switchboard(server, 2, silence_s=30.0, start_timeout_s=30.0, token="")
 
     def join(process):
-        host, port = server.getsockname()
-        place = Place(process=process, count=2, address=None, host=host, port=port, token="")
-        made[process] = Watch(place, start_timeout_s=30.0, silence_s=30.0, on_lost=lost.append)
+        place = Place(process=process, addresses=("a:1", "b:1"), host="127.0.0.1", port=port, token="")
+        return Watch(place, start_timeout_s=30.0, silence_s=30.0, on_lost=lost.append)
 
-    threads = [threading.Thread(target=join, args=(process,)) for process in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    yield made[0], made[1]
-    for watch in made.values():
-        watch.say_bye()
-        watch.close()
+    watches = each(join)
+    yield watches
+    each(lambda process: watches[process].say_bye())
+    each(lambda process: watches[process].part())
     switchboard.close()
     assert lost == []
 
 
 def test_all_stop_behind_the_furthest_also_if_that_one_cannot_answer_now(two):
     behind, ahead = two
-    assert not any(behind.stops_after(step, 30.0) for step in range(4))
-    assert not any(ahead.stops_after(step, 30.0) for step in range(6))
+    assert not any(behind.stops_after(step) for step in range(4))
+    assert not any(ahead.stops_after(step) for step in range(6))
     # `ahead` now waits for its devices, which wait for the steps 4 and 5 of `behind`.
     behind.wish_to_stop("SIGTERM")
     deadline_s = time.monotonic() + 30
     while behind.stopping is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    assert [behind.stops_after(step, 30.0) for step in (4, 5, 6)] == [False, False, True]
-    assert ahead.stops_after(6, 30.0)
+    assert [behind.stops_after(step) for step in (4, 5, 6)] == [False, False, True]
+    assert ahead.stops_after(6)
     assert ahead.stopping == "SIGTERM"
 
 

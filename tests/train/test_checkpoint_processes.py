@@ -85,9 +85,11 @@ def test_a_damaged_piece_is_noticed_and_the_one_before_is_read(folder, tmp_path)
     piece.write_bytes(bytes(piece.stat().st_size))
     like = {"spread": np.zeros((8, 3), np.float32), "w": np.zeros(5, np.float32), "n": np.int32(0), "python": 0}
     like["rng"] = jax.random.key(0)
-    with Checkpointer(tmp_path / "run") as checkpoints:
-        with pytest.warns(CheckpointWarning, match=rf"{piece}: its checksum does not match"):
-            restored = checkpoints.restore(like)
+    with (
+        Checkpointer(tmp_path / "run") as checkpoints,
+        pytest.warns(CheckpointWarning, match=rf"{piece}: its checksum does not match"),
+    ):
+        restored = checkpoints.restore(like)
     np.testing.assert_array_equal(restored.state["spread"], np.arange(24.0).reshape(8, 3) + 2)
 
 

@@ -45,10 +45,10 @@ types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 pytest: setup
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not full and not soak"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
 
 conformance: setup
-	$(BIN)/python -m pytest -n $(WORKERS) tests/conformance -m "full or not full"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance -m "full or not full"
 
 soak: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m soak
@@ -59,11 +59,13 @@ bench: setup
 	$(BIN)/python benchmarks/input.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/central_storage.py
+	$(BIN)/python benchmarks/multi_worker.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf
 	.venv-tf/bin/python -m pip install --quiet --disable-pip-version-check tensorflow-cpu==2.21.0
 	$(BIN)/python benchmarks/peers/mirrored.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/mirrored.log
+	$(BIN)/python benchmarks/peers/multi_worker.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/multi_worker.log
 
 clean:
 	rm -rf .venv .venv-tf runs build *.egg-info

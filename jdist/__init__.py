@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
     from jdist.context import has_strategy as has_strategy
     from jdist.context import in_replica_context as in_replica_context
-    from jdist.context import set_strategy as set_strategy
     from jdist.data.input_context import InputContext as InputContext
     from jdist.data.input_options import InputOptions as InputOptions
     from jdist.losses import compute_average_loss as compute_average_loss
@@ -36,11 +35,13 @@ if TYPE_CHECKING:
     from jdist.strategies.central_storage import central_storage as central_storage
     from jdist.strategies.default import default as default
     from jdist.strategies.default import get_strategy as get_strategy
+    from jdist.strategies.default import set_strategy as set_strategy
     from jdist.strategies.mirrored import mirrored as mirrored
     from jdist.strategies.multi_worker import multi_worker as multi_worker
     from jdist.strategies.one_device import one_device as one_device
     from jdist.strategies.tpu import tpu as tpu
     from jdist.strategy import Strategy as Strategy
+    from jdist.train.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.transforms.distribute import distribute as distribute
     from jdist.values import PerReplica as PerReplica
     from jdist.values import ValueContext as ValueContext
@@ -79,8 +80,9 @@ _NAMES = {
     "replica_id": "jdist.replica",
     "replica_rng": "jdist.replica",
     "scale_regularization_loss": "jdist.losses",
-    "set_strategy": "jdist.context",
+    "set_strategy": "jdist.strategies.default",
     "tpu": "jdist.strategies.tpu",
+    "train_and_evaluate": "jdist.train.evaluator",
     "value_and_grad": "jdist.replica",
 }
 __all__ = [*_MODULES, *_NAMES]

@@ -1,6 +1,4 @@
-"""`python -m jdist` is the command `jdist`."""
-
-from __future__ import annotations
+"""`python -m jdist`: the command `jdist`."""
 
 import sys
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jdist import context, replica
 from jdist.errors import GlobalViewError, StepError
 from jdist.global_arrays import is_key
+from jdist.reducible import as_arrays, named
 
 PyTree = Any
 Aggregation = Literal["mean", "sum", "first", "per_replica"]
@@ -51,7 +52,8 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
         A tree like `new`, the same on every replica, and exact where the strategy's `all_reduce` is not.
 
     Raises:
-        StepError: `how` is none of these, `old` is missing or not asked for, or a mean of integers.
+        StepError: `how` is none of these, `old` is missing or not asked for, a leaf is no array, or there is no such
+            aggregation of it: a mean of integers, a sum of bools or keys, `new` and `old` that are unlike.
         GlobalViewError: "per_replica" in a step that sees the whole batch.
 
     Example:
@@ -66,8 +68,12 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
             if how == "sum"
             else f"jdist.aggregate(new, {how!r}) takes no `old`; only a sum counts what was added."
         )
+    as_arrays("jdist.aggregate", new)
     if how == "mean":
         _check_has_mean(new)
+    if how == "sum":
+        as_arrays("jdist.aggregate(..., old=...)", old)
+        _check_can_be_added(new, old)
     axes, trace = replica.replica_axes(), context.current_trace()
     if how == "per_replica":
         if trace is not None and trace.strategy.transform == "jit":
@@ -109,6 +115,26 @@ def _check_has_mean(new: PyTree) -> None:
             raise StepError(
                 f'jdist.aggregate(..., "mean"): {jax.tree_util.keystr(path) or "the value"} is {dtype}, whose mean would not '
                 'be one. Use "sum" for a counter, "first" for what is the same on all replicas.'
+            )
+
+
+def _check_can_be_added(new: PyTree, old: PyTree) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise StepError(
+            f'jdist.aggregate(new, "sum", old=old): `new` has the tree {jax.tree.structure(new)!s:.200}, `old` has '
+            f"{jax.tree.structure(old)!s:.200}; they must be alike. Pass as `old` what came in of the same state."
+        )
+    for (path, leaf), before in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        kinds = [f"{jax.typeof(x).dtype}{list(jnp.shape(x))}" for x in (leaf, before)]
+        if jnp.shape(leaf) != jnp.shape(before):
+            raise StepError(
+                f'jdist.aggregate(..., "sum"): {named(path)} is {kinds[0]}, and {kinds[1]} in `old`; the shapes must be the '
+                "same, as that of a state is before and after."
+            )
+        if not all(jnp.issubdtype(jax.typeof(x).dtype, jnp.number) for x in (leaf, before)):
+            raise StepError(
+                f'jdist.aggregate(..., "sum"): {named(path)} is {kinds[0]}, and {kinds[1]} in `old`; only numbers can be added '
+                'up. Count in an integer, or take "first" or "per_replica".'
             )
 
 

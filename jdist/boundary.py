@@ -85,6 +85,7 @@ class Split:
         carried: indices of the state's leaves that the gradient part writes itself (batch statistics, counters).
         crossing: what else the update part reads from the gradient part: paths of the results that need each.
         read: indices of the state's leaves that the gradient part reads.
+        own: for each output of the update part whether it may differ between replicas; False for the others.
         counts: `(state, batch, others, microbatch) -> counts`, the weights that masked means divide by.
         gradients: `(state, batch, others, microbatch, counts) -> (cut arrays, carried, crossing, outputs)`; of
             `outputs` only those that do not wait for the update, None in place of the rest.
@@ -96,6 +97,7 @@ class Split:
     carried: tuple[int, ...]
     crossing: tuple[str, ...]
     read: tuple[int, ...]
+    own: tuple[bool, ...]
     counts: Callable[..., list[jax.Array]]
     gradients: Callable[..., tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[jax.Array | None]]]
     update: Callable[..., tuple[list[jax.Array], list[jax.Array | None]]]
@@ -234,6 +236,7 @@ class _Analysis:
         run_gradients = dataflow.subfunction(
             self.closed, [*arguments, *counts_out], gradient_results, self.early_effects
         )
+        own = dataflow.own_of_replicas(self.closed, {*cut_out, *counts_out, *carried_vars})
         _, reads = dataflow.needed(
             self.closed, [*gradient_results, *counts_in], {*arguments, *counts_out}, self.early_effects
         )
@@ -259,6 +262,7 @@ class _Analysis:
             carried=carried,
             crossing=crossing_paths,
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
+            own=tuple(_is_var(v) and v in self.late and v in own for v in self.outputs),
             counts=counts,
             gradients=gradients,
             update=update,

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from jdist.errors import JDistError, NonFiniteError, ReplicaDivergenceError
+from jdist.cluster import exit_codes, tf_config
+from jdist.errors import JDistError, NonFiniteError, PeerLostError, ReplicaDivergenceError
 
 
 def run(
@@ -34,7 +35,11 @@ def run(
 
     Ctrl-C finishes the running step, saves, and leaves with exit code 130; SIGTERM the same with 143; a
     second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ);
-    2 what was asked for is not right. JDIST_TRACEBACK=1 shows where in the code an error arose.
+    2 what was asked for is not right; 75 another process of the job was lost. JDIST_TRACEBACK=1 shows where in the
+    code an error arose.
+
+    In several processes (strategy.name=multi_worker) process 0 alone reports and writes metrics. In the evaluator of
+    a TF_CONFIG it evaluates the checkpoints of the job that trains, into eval.jsonl.
 
     Args:
         config: the YAML file. Keys: name, task, strategy, train, eval, checkpoint, log, platform.
@@ -48,6 +53,12 @@ def run(
     document = load(config, overrides)
     checked = validate(document)
     apply_platform(checked.platform)  # before JAX looks for devices
+
+    spec = tf_config(os.environ)
+    if spec is not None and spec.task_type == "evaluator":
+        from jdist.experiment.follow import follow
+
+        return follow(checked, document)
 
     from jdist.experiment.run import run as run_experiment
 
@@ -170,7 +181,37 @@ def launch(
     ).exit_code
 
 
-COMMANDS = {"run": run, "plan": plan, "launch": launch}
+def doctor(
+    *,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
+    alone: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
+    timeout_s: Annotated[float, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")] = 60.0,
+) -> int:
+    """Check this machine and its cluster.
+
+    Each line passes, warns or fails, with the remedy: versions, disk, the cluster found in the environment with the
+    variable that each value is from, names and ports, clocks, devices, and a small all-reduce with its speed. In a
+    cluster it runs as every process at the same time, like the job itself.
+
+    For example:
+      jdist doctor
+      srun jdist doctor
+      jdist launch --processes 2 -- jdist doctor
+      jdist doctor --alone --json
+
+    Exit codes: 0 a job can run; 1 a check failed.
+
+    Args:
+        json: print a JSON list of findings.
+        alone: leave out what needs the other processes of the cluster.
+        timeout_s: how long to wait for them.
+    """
+    from jdist.doctor.report import examine, report
+
+    return report(examine(alone=alone, timeout_s=timeout_s), as_json=json)
+
+
+COMMANDS = {"run": run, "plan": plan, "launch": launch, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,10 +230,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
         print(f"jdist: {exc}", file=sys.stderr)
-        return 1 if isinstance(exc, NonFiniteError | ReplicaDivergenceError) else 2
+        code = exit_codes.USAGE
+        if isinstance(exc, NonFiniteError | ReplicaDivergenceError):
+            code = exit_codes.FAILED
+        elif isinstance(exc, PeerLostError):
+            code = exit_codes.PEER_LOST
     except KeyboardInterrupt:
         print("jdist: interrupted before training began; nothing was changed", file=sys.stderr)
-        return 130
+        code = exit_codes.INTERRUPTED
+    runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
+    if runtime is not None and (cluster := runtime.started()) is not None:
+        cluster.failed(code)
+    return code
 
 
 def _dispatch(arguments: Sequence[str]) -> int:

@@ -16,7 +16,8 @@ import numpy as np
 
 from jdist.errors import StepError
 from jdist.global_arrays import is_key, local_rows, to_host
-from jdist.values import PerReplica, Replicas, is_per_replica
+from jdist.reducible import as_axis, named
+from jdist.values import PerReplica, Replicas, is_per_replica, is_rows_of_replicas
 
 PyTree = Any
 HostReduceOp = Literal["mean", "sum"]
@@ -34,8 +35,7 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
 
 def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
     """`Strategy.gather`."""
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise StepError(f"strategy.gather: `axis` is {axis!r}; it must be an int, the axis to concatenate along.")
+    axis = as_axis("strategy.gather", axis)
 
     def concatenate(name: str, arrays: tuple[Any, ...]) -> Any:
         shapes = [array.shape for array in arrays]
@@ -59,7 +59,7 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
             if replicas.count > 1:
                 raise StepError(_same_everywhere("gather", "there is nothing to concatenate"))
             parts = (to_host(node),)
-        return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(_named(outer + path), xs), *parts)
+        return jax.tree_util.tree_map_with_path(lambda path, *xs: concatenate(named(outer + path), xs), *parts)
 
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
 
@@ -71,9 +71,7 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
             f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'. For others take `strategy.local_results(value)`, "
             'or `jdist.all_reduce(x, "max")` on the replicas.'
         )
-    axes = None if axis is None else (axis,) if not isinstance(axis, tuple) else axis
-    if axes is not None and (not axes or any(isinstance(a, bool) or not isinstance(a, int) for a in axes)):
-        raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
+    axes = _as_axes(axis)
 
     def one(outer: Any, node: PyTree) -> PyTree:
         parts = _parts(node, replicas, "strategy.reduce")
@@ -82,10 +80,24 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
                 raise StepError(_same_everywhere("reduce", 'a sum would count it once a replica, `"mean"` gives it'))
             parts = (to_host(node),)
         return jax.tree_util.tree_map_with_path(
-            lambda path, *xs: _reduce_arrays(op, xs, axes, _named(outer + path)), *parts
+            lambda path, *xs: _reduce_arrays(op, xs, axes, named(outer + path)), *parts
         )
 
     return jax.tree_util.tree_map_with_path(one, value, is_leaf=is_per_replica)
+
+
+def _as_axes(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in axes):
+        raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
+    if not axes:
+        raise StepError(
+            "strategy.reduce: `axis` is (), which names no axis; name one or more, or leave it out (None) to reduce over the "
+            "replicas alone."
+        )
+    return tuple(int(a) for a in axes)
 
 
 def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | None, name: str) -> np.ndarray:
@@ -94,8 +106,9 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
         raise StepError(f"strategy.reduce: {name} is a PRNG key, of which there is no {op}.")
     dtype = jnp.result_type(*arrays)
     is_exact = not jnp.issubdtype(dtype, jnp.inexact)
-    # What `jdist.all_reduce` gives: a sum of bools counts, a mean of integers is floating point.
-    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, jnp.int32)) if is_exact else dtype
+    # As NumPy and JAX have it: a sum of bools counts, small integers add up in 32 bits; a mean of integers is floating point.
+    at_least = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    out = (jnp.float32 if op == "mean" else jnp.promote_types(dtype, at_least)) if is_exact else dtype
     wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
     parts = [array.astype(out if is_exact and op == "sum" else wide) for array in arrays]
     count = len(arrays)
@@ -131,21 +144,20 @@ def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | Non
                 "needs one for each."
             )
         return parts
-    return _split(to_host(node), replicas.count) if _is_by_rows(node, replicas) else None
+    is_by_rows = is_rows_of_replicas(node, replicas.by_replica, call)
+    return _split(to_host(node), replicas.count) if is_by_rows else None
 
 
 def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
     """As `_parts`, of this process's replicas."""
-    if isinstance(node, PerReplica) and any(_is_by_rows(x, replicas) for x in jax.tree.leaves(node.value)):
+    call = "strategy.local_results"
+    leaves = jax.tree.leaves(node.value) if isinstance(node, PerReplica) else []
+    if any(is_rows_of_replicas(x, replicas.by_replica, call) for x in leaves):
         return node.local_results()
-    if _is_by_rows(node, replicas):
+    if is_rows_of_replicas(node, replicas.by_replica, call):
         return _split(local_rows(node), len(replicas.local))
-    parts = _parts(node, replicas, "strategy.local_results")  # on the host, or the same on all: nothing to exchange
+    parts = _parts(node, replicas, call)  # on the host, or the same on all: nothing to exchange
     return None if parts is None else tuple(parts[i] for i in replicas.local)
-
-
-def _is_by_rows(node: Any, replicas: Replicas) -> bool:
-    return replicas.by_replica is not None and isinstance(node, jax.Array) and node.sharding == replicas.by_replica
 
 
 def _split(rows: Any, count: int) -> tuple[Any, ...]:
@@ -158,7 +170,3 @@ def _same_everywhere(method: str, why: str) -> str:
         f"strategy.{method}: the value is not a PerReplica, so it is the same on all replicas and {why}. Pass what "
         "`strategy.run` returned, or `jdist.PerReplica.of([...])`."
     )
-
-
-def _named(path: Any) -> str:
-    return f"leaf {jax.tree_util.keystr(path)}" if path else "the value"

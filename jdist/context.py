@@ -147,7 +147,7 @@ def check_not_mixed(strategy: Strategy) -> None:
     )
 
 
-def set_strategy(strategy: Strategy | None) -> None:
+def set_process_wide(strategy: Strategy | None) -> None:
     """Makes `strategy` the current one for the whole process, outside every `scope()`; None undoes it."""
     _process_wide[:] = [] if strategy is None else [strategy]
 

@@ -35,6 +35,27 @@ def dependents(closed: Any, sources: Iterable[Var], starts: Callable[[Any], bool
     return found
 
 
+# What gives every replica the same of values that differ, and what gives each replica its own of equal ones.
+_MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather"})
+_MAKE_OWN = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+
+
+def makes_alike(eqn: Any) -> bool:
+    """Whether an equation is a collective of all replicas that gives them the same."""
+    return eqn.primitive.name in _MAKE_ALIKE and eqn.params.get("axis_index_groups") is None
+
+
+def own_of_replicas(closed: Any, alike: Collection[Var] = ()) -> set[Var]:
+    """Every variable of a jaxpr that may differ between replicas although its arguments, and `alike`, do not."""
+    found: set[Var] = set()
+    for eqn in body_of(closed).eqns:
+        reads_own = any(v in found for v in eqn.invars if not isinstance(v, jex.Literal))
+        grouped = eqn.params.get("axis_index_groups") is not None
+        if not makes_alike(eqn) and (reads_own or grouped or any(uses_primitive(eqn, name) for name in _MAKE_OWN)):
+            found.update(v for v in eqn.outvars if v not in alike)
+    return found
+
+
 def uses_primitive(eqn: Any, name: str) -> bool:
     """Whether an equation, or one nested in it, applies the primitive of that name."""
     return eqn.primitive.name == name or any(contains_primitive(j, name) for j in _nested(eqn.params.values()))
@@ -171,9 +192,9 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_
 def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of one equation; None for those that nothing reads."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
-    wanted = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
+    wanted = [v for v in eqn.outvars if not is_dropped(v)]
     results = iter(_piece(closed, list(given), [eqn], wanted)(list(given.values())))
-    return [None if isinstance(v, jex.DropVar) else next(results) for v in eqn.outvars]
+    return [None if is_dropped(v) else next(results) for v in eqn.outvars]
 
 
 def nested_jaxprs(eqn: Any) -> list[Any]:
@@ -195,3 +216,8 @@ def value_of(v: Var, known: dict[Var, Any]) -> Any:
 def is_literal(v: Var) -> bool:
     """Whether an operand is a constant written into the jaxpr."""
     return isinstance(v, jex.Literal)
+
+
+def is_dropped(v: Var) -> bool:
+    """Whether a result of an equation is read by nobody."""
+    return isinstance(v, jex.DropVar)

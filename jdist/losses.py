@@ -14,6 +14,7 @@ import numpy as np
 
 from jdist import context, replica
 from jdist.errors import StepError
+from jdist.reducible import as_array, check_numbers
 
 
 def compute_average_loss(
@@ -31,11 +32,12 @@ def compute_average_loss(
             microbatches), padding included.
 
     Returns:
-        A scalar, float32 or wider.
+        A scalar, float32 or wider. No rows, and a traced `global_batch` of 0, give 0, as in TensorFlow: a replica without
+        rows adds nothing to the sum.
 
     Raises:
-        StepError: the losses are one scalar, the weights do not fit, `global_batch` is no positive integer, or it is
-            missing outside a step within a strategy's scope, where the number of replicas at work is not known.
+        StepError: the losses are no numbers or one scalar, the weights do not fit, `global_batch` is no positive integer, or
+            it is missing outside a step within a strategy's scope, where the number of replicas at work is not known.
 
     Example:
         >>> import jdist, jax.numpy as jnp
@@ -44,7 +46,7 @@ def compute_average_loss(
 
     Source: `tf.nn.compute_average_loss`.
     """
-    losses = jnp.asarray(per_example_loss)
+    losses = _numbers("compute_average_loss", "per_example_loss", per_example_loss)
     losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
     if losses.ndim == 0:
         raise StepError(
@@ -52,7 +54,7 @@ def compute_average_loss(
             "[rows, ...]. For a regularisation loss there is `jdist.scale_regularization_loss`."
         )
     if sample_weight is not None:
-        weights = jnp.asarray(sample_weight)
+        weights = _numbers("compute_average_loss", "sample_weight", sample_weight)
         if weights.shape != losses.shape[: weights.ndim]:
             raise StepError(
                 f"jdist.compute_average_loss: `sample_weight` has shape {weights.shape}, `per_example_loss` has shape "
@@ -61,7 +63,10 @@ def compute_average_loss(
         losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
     parts, weight = _parts("compute_average_loss", global_batch is not None)
     rows = losses.shape[0] * parts if global_batch is None else _checked_rows(global_batch)
-    return losses.sum() * weight / rows
+    total = losses.sum() * weight
+    if not isinstance(rows, jax.Array):
+        return total / max(rows, 1)
+    return jnp.where(rows == 0, 0, total / jnp.where(rows == 0, 1, rows))  # two, for the gradient's sake
 
 
 def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Array:
@@ -76,7 +81,7 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
         A scalar, float32 or wider.
 
     Raises:
-        StepError: called outside a step within a strategy's scope.
+        StepError: the loss is no number, or it was called outside a step within a strategy's scope.
 
     Example:
         >>> import jdist
@@ -85,7 +90,7 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
 
     Source: `tf.nn.scale_regularization_loss`.
     """
-    loss = jnp.asarray(regularization_loss)
+    loss = _numbers("scale_regularization_loss", "regularization_loss", regularization_loss)
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
     parts, weight = _parts("scale_regularization_loss", knows_the_whole=False)
     return loss.sum() * weight / parts
@@ -109,6 +114,12 @@ def _parts(call: str, knows_the_whole: bool) -> tuple[int, int]:
     if trace is not None and trace.strategy.transform == "jit":
         return microbatches, microbatches
     return replica.num_replicas() * microbatches, 1
+
+
+def _numbers(call: str, name: str, x: Any) -> jax.Array:
+    array = as_array(f"jdist.{call}", f"`{name}`", x)
+    check_numbers(f"jdist.{call}", "sum", array)
+    return array
 
 
 def _checked_rows(global_batch: Any) -> Any:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from jdist import context
 from jdist.errors import GlobalViewError, StepError, StrategyError
+from jdist.reducible import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.reduction import psum
-from jdist.reduction.algorithm import axes_size
+from jdist.reduction.algorithm import apply_reduction, axes_size
 
 PyTree = Any
 GradientOp = Literal["mean", "sum"]
@@ -101,11 +102,12 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         op: "mean", "sum", "max" or "min".
 
     Returns:
-        The reduced tree; the identity outside a mesh. A mean of integers is floating point.
+        The reduced tree; outside a mesh the values as they are. A mean of integers is floating point, a sum of bools
+        counts them in int32, everywhere.
 
     Raises:
-        StepError: `op` is none of these.
-        StrategyError: the strategy's algorithm claims to be exact and keeps something.
+        StepError: `op` is none of these, or a leaf has no such reduction.
+        StrategyError: the strategy's algorithm claims to be exact and keeps something, or returned no sum of the tree.
         GlobalViewError: `op="sum"` in a step that sees the whole batch.
     """
     _check_op(op, get_args(ReduceOp))
@@ -114,14 +116,16 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
             'all_reduce(..., "sum")',
             "a sum over the whole batch is `jnp.sum`, there is nothing left to add up",
         )
+    tree = as_arrays("jdist.all_reduce", tree)
+    check_numbers("jdist.all_reduce", op, tree)
+    if op in ("mean", "sum"):
+        tree = jax.tree.map(floating if op == "mean" else countable, tree)
     axes, trace = replica_axes(), context.current_trace()
     if axes is None:
         if trace is not None and op != "mean":
             tree = jax.tree.map(jnp.copy, tree)  # arrays of their own: what is noted is not the caller's argument
             _note(trace, tree, op)
         return tree
-    if op in ("mean", "sum"):  # Python numbers as arrays: what is noted below goes by identity
-        tree = jax.tree.map(lambda leaf: floating(leaf) if op == "mean" else jnp.asarray(leaf), tree)
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
     if op in ("max", "min"):
@@ -136,18 +140,12 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
                 f"all-reduce {reduction.name} keeps something from call to call (`init` returned arrays), which only one for "
                 "gradients can: make it `Reduction(name, init, apply, exact=False)`, or let `init` return ()."
             )
-        reduced, _ = reduction.apply(tree, carry, axes)
+        reduced, _ = apply_reduction(reduction, tree, carry, axes)
         if op == "mean":
             reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
     if trace is not None:
         _note(trace, reduced, op)
     return reduced
-
-
-def floating(x: Any) -> jax.Array:
-    """As floating point, in which a mean of integers is: their sum might not fit their own dtype."""
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(x, float))
 
 
 def _note(trace: context.ReplicaTrace, reduced: PyTree, op: str) -> None:
@@ -161,16 +159,18 @@ def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
 
     Args:
         tree: pytree of arrays of the same shapes on every replica, each of rank 1 or more.
-        axis: the axis to concatenate along.
+        axis: the axis to concatenate along; negative counts from the end.
 
     Returns:
         The tree with `axis` grown by the factor `num_replicas()`; the identity outside a mesh.
 
     Raises:
-        StepError: a leaf has no such axis.
+        StepError: `axis` is no int, or a leaf has no such axis or is no array.
         GlobalViewError: the step sees the whole batch.
     """
     _refuse_in_global_view("all_gather()", "the rows of the whole batch are here already")
+    axis = as_axis("jdist.all_gather", axis)
+    tree = as_arrays("jdist.all_gather", tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         rank = jnp.ndim(leaf)
         if not -rank <= axis < rank:
@@ -198,18 +198,19 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         A scalar, float32 or wider. A batch in which nothing counts gives 0.
 
     Raises:
-        StepError: the shape of `mask` is no prefix of the shape of `per_example`.
+        StepError: the shape of `mask` is no prefix of the shape of `per_example`, or one of them holds no numbers.
 
     Example:
         >>> import jdist, jax.numpy as jnp
         >>> float(jdist.mean(jnp.array([1.0, 3.0, 100.0]), jnp.array([True, True, False])))
         2.0
     """
-    values = jnp.asarray(per_example)
+    values = as_array("jdist.mean", "`per_example`", per_example)
+    check_numbers("jdist.mean", "mean", values)
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if mask is None:
         return values.mean()
-    mask = jnp.asarray(mask)
+    mask = as_array("jdist.mean", "`mask`", mask)
     if mask.shape != values.shape[: mask.ndim]:
         raise StepError(
             f"jdist.mean: `mask` has shape {mask.shape}, `per_example` has shape {values.shape}; the mask's shape must "

@@ -17,7 +17,7 @@ from jdist.values import PerReplica, Replicas, ValueContext, values_from_functio
 
 if TYPE_CHECKING:
     from jdist.cluster.runtime import Runtime
-    from jdist.data.distribute import DistributedDataset
+    from jdist.data.dataset import DistributedDataset
     from jdist.data.input_context import InputContext
     from jdist.data.input_options import InputOptions
     from jdist.data.source import RandomAccessSource
@@ -162,7 +162,7 @@ class Strategy:
         Args:
             fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
             *args: `PerReplica` values (of one size on all replicas) and distributed batches arrive as the replica's own
-                part, all else whole.
+                part, all else whole; True and False stay Python's.
             **kwargs: as `args`.
 
         Returns:
@@ -205,6 +205,7 @@ class Strategy:
             >>> [int(x) for x in strategy.run(lambda x: x * 2, value).local_results()]
             [10]
         """
+        self.need_devices("distribute_values_from_function")
         return values_from_function(fn, self.replicas)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -232,7 +233,8 @@ class Strategy:
                 well, and its size may differ between replicas: a mean divides by the true count.
 
         Returns:
-            A tree of numpy arrays; dtypes as `jdist.all_reduce` has them.
+            A tree of numpy arrays of their own dtype; a mean of integers is floating point, and a sum of bools or of
+            integers of less than 32 bits has 32.
 
         Raises:
             StepError: `op` or `axis` is not allowed, what is left differs in shape, or a mean of nothing.
@@ -258,8 +260,10 @@ class Strategy:
         """Feeds global batches to the replicas.
 
         Args:
-            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each.
-            options: how batches are made ahead; None: `jdist.InputOptions()`.
+            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each. With
+                several processes all make the same one, unless `autoshard` of the options says otherwise.
+            options: how batches are made ahead, and how several processes share the dataset; None:
+                `jdist.InputOptions()`.
             partial: what to do with a batch that has fewer rows than the first: fill it up and mask the filling,
                 leave it out, or refuse it.
             with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.

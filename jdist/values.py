@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.errors import StepError
 from jdist.global_arrays import is_key, local_rows, put_rows, to_host
@@ -168,6 +168,28 @@ def _stacked(*arrays: Any) -> Any:
     return np.stack(arrays).astype(jnp.result_type(*arrays))
 
 
+def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
+    """Whether `x` is an array of a distributed batch, of which each replica has some rows.
+
+    Args:
+        x: anything.
+        by_replica: the sharding of such an array; None where there is no mesh.
+        call: who asks, for the error.
+
+    Raises:
+        StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.
+    """
+    if by_replica is None or not isinstance(x, jax.Array):
+        return False
+    of_stack = NamedSharding(by_replica.mesh, PartitionSpec(None, *by_replica.spec))
+    if x.sharding == of_stack and of_stack.num_devices > 1:
+        raise StepError(
+            f"{call}: an array of shape {x.shape} is a stack of {x.shape[0]} batches, as `distribute_dataset(..., "
+            "steps_per_call=...)` makes them. Take one batch of it: `jax.tree.map(lambda x: x[0], batches)`."
+        )
+    return x.sharding == by_replica
+
+
 def is_per_replica(node: object) -> bool:
     """Whether `node` is a `PerReplica`, for use as `is_leaf`."""
     return isinstance(node, PerReplica)
@@ -231,6 +253,11 @@ class ValueContext:
 
 def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replicas) -> PerReplica:
     """`Strategy.distribute_values_from_function`: each process makes the values of its own replicas."""
+    if not callable(fn):
+        raise StepError(
+            "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
+            f"it got a {type(fn).__name__}."
+        )
     made, sharding = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local]), replicas.by_replica
     if isinstance(made.value, Uneven) or sharding is None:
         return made

@@ -14,6 +14,7 @@ from jdist.errors import GlobalViewError, StepError
 TRANSFORMS = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")}
 TWO = TRANSFORMS["shard_map"]
 SINGLE = {"default": jdist.default(), "one_device": jdist.one_device()}
+KEY = jax.random.key(0)
 
 
 @pytest.fixture(params=["shard_map", "pmap"])
@@ -82,6 +83,33 @@ class TestAggregate:
             jdist.aggregate(1.0, "mean", old=1.0)
         with pytest.raises(StepError, match=r"\['n'\] is int32, whose mean"):
             jdist.aggregate({"n": jnp.int32(1)}, "mean")
+
+    @pytest.mark.parametrize("inside", [False, True])
+    @pytest.mark.parametrize(
+        ("new", "old", "message"),
+        [
+            (
+                True,
+                False,
+                r"the value is bool\[\], and bool\[\] in `old`; only numbers can be added up. Count in an int",
+            ),
+            ({"k": KEY}, {"k": KEY}, r"leaf \['k'\] is key<fry>\[\], and key<fry>\[\] in `old`; only numbers"),
+            (
+                {"a": 1.0},
+                {"b": 1.0},
+                r"`new` has the tree PyTreeDef.*'a'.*, `old` has PyTreeDef.*'b'.*; they must be alike",
+            ),
+            (
+                {"a": np.ones(3)},
+                {"a": 1.0},
+                r"leaf \['a'\] is float\d\d\[3\], and float32\[\] in `old`; the shapes must",
+            ),
+            ("text", 1.0, r"jdist\.aggregate: the value is 'text', a str; it must be an array of numbers"),
+        ],
+    )
+    def test_what_cannot_be_summed_is_refused_by_name(self, two, new, old, message, inside):
+        with pytest.raises(StepError, match=message):
+            two.run(lambda: jdist.aggregate(new, "sum", old=old)) if inside else jdist.aggregate(new, "sum", old=old)
 
 
 def counting_step(state, x):

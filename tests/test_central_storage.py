@@ -175,15 +175,45 @@ class TestStates:
         kept(state, BATCHES[0])
         kept(state, BATCHES[0])
 
-    def test_other_strategies_refuse_a_spread_state(self, strategy):
+    @pytest.mark.parametrize(
+        "other", [jdist.default(), jdist.mirrored(DEVICES), jdist.central_storage(DEVICES[:1])], ids=lambda s: s.name
+    )
+    def test_other_strategies_refuse_a_state_in_parts_with_the_remedy(self, strategy, other):
         state = strategy.init(lambda: create(optax.sgd(0.1)))
-        with pytest.raises(StepError, match="is spread over 4 devices in parts"):
-            jdist.distribute(train_step, jdist.mirrored(DEVICES))(state, BATCHES[0])
+        step = jdist.distribute(train_step, other)
+        for use in (
+            other.fetch,
+            other.check,
+            lambda state: other.run(lambda state: state.params["rows"].sum(), state),
+            lambda state: step(state, BATCHES[0]),
+        ):
+            message = (
+                r"\.params\['flat'\] is float32\[256, 3\] in parts .*; \w+ takes whole .*`central\.fetch\(state\)`"
+            )
+            with pytest.raises(StepError, match=message):
+                use(state)
+        step(strategy.fetch(state), BATCHES[0])
+
+    def test_a_state_that_came_with_residuals_is_fetched_without(self, strategy):
+        compressed = jdist.mirrored(DEVICES, all_reduce=jdist.reduction.compressed("bf16"))
+        state, _ = jdist.distribute(train_step, compressed)(compressed.init(lambda: create(optax.sgd(0.1))), BATCHES[0])
+        assert_close(strategy.fetch(state), compressed.fetch(state), atol=0)
 
     def test_fetch_takes_any_part_of_a_state(self, strategy):
         state = strategy.init(lambda: create(optax.sgd(0.1)))
         assert strategy.fetch(state.params)["rows"].shape == (63, 256)
         assert strategy.fetch(state.params["flat"]).shape == (256, 3)
+
+    def test_an_evaluation_takes_parameters_in_parts_as_an_argument_too(self, strategy):
+        state = strategy.init(lambda: create(optax.sgd(0.1)))
+
+        @jdist.distribute(strategy, args=("replicated", "batch"), returns=("examples",))
+        def evaluate(params, batch):
+            return predict(params, batch["x"])
+
+        want = predict(strategy.fetch(state).params, BATCHES[0]["x"])
+        np.testing.assert_allclose(evaluate(state.params, BATCHES[0]), want, atol=1e-6)
+        assert "tensor<63x256xf32>" in evaluate.lower(state.params, BATCHES[0]).as_text()
 
     def test_run_gives_functions_the_whole_state(self, strategy):
         state = strategy.init(lambda: create(optax.sgd(0.1)))

@@ -115,6 +115,11 @@ class TestReduce:
         same(TWO.reduce("mean", value, axis=-1), 2.5)
         same(TWO.reduce("mean", value, axis=(0,)), 2.5)
 
+    def test_a_sum_of_small_or_unsigned_integers_does_not_wrap(self):
+        same(TWO.reduce("sum", of(np.uint32([3_000_000_000]), np.uint32([1]))), [3_000_000_001], np.uint32)
+        same(TWO.reduce("sum", of(np.uint8([200]), np.uint8([200]))), [400], np.uint32)
+        same(TWO.reduce("sum", of(np.int8([-100]), np.int8([-100])), axis=0), -200, np.int32)
+
     def test_one_replica_without_rows(self):
         same(TWO.reduce("mean", of(np.float32([1, 2]), np.zeros(0, np.float32)), axis=0), 1.5)
         same(TWO.reduce("sum", of(np.zeros(0), np.zeros(0)), axis=0), 0)
@@ -144,10 +149,22 @@ class TestReduce:
         with pytest.raises(StepError, match=rf"`op` is {op!r}; allowed are 'mean' and 'sum'"):
             TWO.reduce(op, of(1, 2))
 
-    @pytest.mark.parametrize("axis", ["0", 0.5, True, [0], (), (0, "1"), (False,)])
+    @pytest.mark.parametrize("axis", ["0", 0.5, True, [0], (0, "1"), (False,)])
     def test_another_axis_is_refused_by_name(self, axis):
         with pytest.raises(StepError, match=r"`axis` is .*None, an int or a tuple of ints"):
             TWO.reduce("sum", of([1], [2]), axis=axis)
+
+    def test_no_axis_at_all_is_refused_with_what_to_write(self):
+        with pytest.raises(StepError, match=r"`axis` is \(\), which names no axis; .*leave it out \(None\)"):
+            TWO.reduce("sum", of([1], [2]), axis=())
+
+    def test_an_axis_may_be_one_of_numpys_integers(self):
+        assert (
+            TWO.reduce("sum", of([1], [2]), axis=np.int64(0))
+            == TWO.reduce("sum", of([1], [2]), axis=(np.int32(-1),))
+            == 3
+        )
+        assert TWO.gather(of([1], [2]), axis=np.int64(0)).tolist() == [1, 2]
 
     @pytest.mark.parametrize("axis", [1, -2, (0, 0), (0, -1), 5])
     def test_an_axis_that_is_not_there_or_named_twice(self, axis):
@@ -178,3 +195,18 @@ class TestReduce:
         reduced = TWO.reduce("mean", {"batch": batch["x"], "own": [of([1], [2, 6])]}, axis=0)
         assert (float(reduced["batch"]), float(reduced["own"][0])) == (1.5, 3.0)
         assert TWO.reduce("sum", jdist.PerReplica({"none": None})) == {"none": None}
+
+
+def test_a_stack_of_batches_is_refused_and_one_of_it_is_taken():
+    (stack,) = TWO.distribute_dataset([np.arange(4)] * 2, partial="error", steps_per_call=2)
+    calls = {
+        "local_results": lambda x: [part.tolist() for part in TWO.local_results(x)],
+        "gather": lambda x: TWO.gather(x, 0).tolist(),
+        "reduce": lambda x: TWO.reduce("sum", x).tolist(),
+        "run": lambda x: TWO.run(lambda x: x.sum(), x).value.tolist(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(StepError, match=rf"strategy\.{name}: an array of shape \(2, 4\) is a stack of 2 batches"):
+            call(stack)
+    results = [call(stack[0]) for call in calls.values()]
+    assert results == [[[0, 1], [2, 3]], [0, 1, 2, 3], [2, 4], [1, 5]]

@@ -117,6 +117,13 @@ class TestInReplicaContext:
             assert TWO.run(lambda: jdist.in_replica_context()).value.tolist() == [True, True]
 
 
+@pytest.mark.parametrize("wrong", ["mirrored", jdist.mirrored])
+def test_set_strategy_refuses_what_is_no_strategy(wrong):
+    with pytest.raises(StrategyError, match=r"set_strategy needs a strategy.*jdist\.mirrored\(\)"):
+        jdist.set_strategy(wrong)
+    assert jdist.get_strategy() is jdist.default()
+
+
 def test_set_strategy_holds_outside_every_scope_until_undone():
     jdist.set_strategy(ONE)
     assert jdist.get_strategy() is ONE

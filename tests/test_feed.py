@@ -78,6 +78,18 @@ class TestOptions:
         with pytest.raises(DatasetError, match="distribute_datasets_from_function"):
             TWO.distribute_dataset([np.arange(4)], jdist.InputOptions(replication="per_replica"))
 
+    @pytest.mark.parametrize("autoshard", ["file", "data"])
+    def test_a_dataset_function_shares_out_itself(self, autoshard):
+        options = jdist.InputOptions(autoshard=autoshard)
+        with pytest.raises(DatasetError, match=rf"autoshard='{autoshard}' shares out one source .* `jdist.data.shard"):
+            TWO.distribute_datasets_from_function(lambda context: [np.arange(2)], options)
+
+    @pytest.mark.parametrize("autoshard", ["auto", "file", "data", "off"])
+    def test_with_one_process_autoshard_changes_nothing(self, autoshard):
+        options = jdist.InputOptions(autoshard=autoshard)
+        dataset = TWO.distribute_dataset(from_arrays({"x": np.arange(4)}, global_batch=4), options)
+        assert on_each_replica(dataset) == [[[0, 1], [2, 3]]]
+
     def test_a_depth_out_of_range_is_refused(self):
         with pytest.raises(DatasetError, match="`prefetch` must be a whole number, 0 or more, but it is -1"):
             TWO.distribute_dataset([np.arange(4)], prefetch=-1)

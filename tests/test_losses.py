@@ -53,6 +53,35 @@ class TestComputeAverageLoss:
             with pytest.raises(StepError, match=r"`global_batch` is .*positive integer"):
                 jdist.compute_average_loss(jnp.ones(2), global_batch=wrong)
 
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_no_rows_give_zero_as_in_tensorflow(self, two, inside):
+        def average():
+            return jdist.compute_average_loss(jnp.ones(0)), jdist.compute_average_loss(jnp.ones(0), global_batch=4)
+
+        assert jax.tree.leaves(two.run(average).local_results()[0] if inside else average()) == [0, 0]
+
+    def test_a_global_batch_of_zero_gives_zero_and_no_nan_in_the_gradient(self):
+        @jax.jit
+        @jax.value_and_grad
+        def average(losses, global_batch):
+            return jdist.compute_average_loss(losses, global_batch=global_batch)
+
+        value, grad = average(jnp.ones(2), jnp.int32(0))
+        assert (float(value), grad.tolist()) == (0, [0, 0])
+        assert float(average(jnp.ones(2), jnp.int32(4))[0]) == 0.5
+
+    def test_what_are_no_losses_is_refused_by_name(self):
+        for call, name in (
+            (lambda x: jdist.compute_average_loss(x), "compute_average_loss: `per_example_loss`"),
+            (lambda x: jdist.scale_regularization_loss(x), "scale_regularization_loss: `regularization_loss`"),
+        ):
+            with pytest.raises(StepError, match=f"jdist.{name} is None, a NoneType; it must be an array of numbers"):
+                call(None)
+            with pytest.raises(StepError, match=f"jdist.{name} is '1', a str"):
+                call("1")
+        with pytest.raises(StepError, match="`sample_weight` is 'text', a str"):
+            jdist.compute_average_loss(jnp.ones(2), "text")
+
 
 class TestScaleRegularizationLoss:
     def test_divides_by_the_replicas(self, two):

@@ -46,6 +46,7 @@ NAMES = [
     "scale_regularization_loss",
     "set_strategy",
     "tpu",
+    "train_and_evaluate",
     "value_and_grad",
 ]
 

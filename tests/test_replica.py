@@ -150,6 +150,60 @@ def test_an_unknown_op_is_refused_with_those_allowed(call):
         call(1.0, "average")
 
 
+@pytest.mark.parametrize("strategy", [jdist.default(), ONE_EACH, *PER_REPLICA.values(), GLOBAL])
+def test_all_reduce_gives_the_same_dtypes_everywhere(strategy):
+    values = {"int": 3, "bool": True, "byte": np.uint8(3), "half": jnp.bfloat16(3), "float": 3.0}
+    floats = {"half": jnp.bfloat16, "float": jnp.float32}
+    expected = {
+        "mean": {"int": jnp.float32, "bool": jnp.float32, "byte": jnp.float32, **floats},
+        "sum": {"int": jnp.int32, "bool": jnp.int32, "byte": jnp.uint8, **floats},
+        "max": {"int": jnp.int32, "bool": jnp.bool_, "byte": jnp.uint8, **floats},
+        "min": {"int": jnp.int32, "bool": jnp.bool_, "byte": jnp.uint8, **floats},
+    }
+    found = {}
+
+    def step(x):
+        for op in expected if strategy is not GLOBAL else expected.keys() - {"sum"}:  # which that view refuses
+            found[op] = jax.tree.map(lambda x: x.dtype, jdist.all_reduce(values, op))
+        return {}
+
+    jdist.distribute(step, strategy, args=("batch",))(np.zeros(2))
+    assert found == {op: expected[op] for op in found}
+    for op in expected:
+        assert (
+            jax.tree.map(lambda x: x.dtype, jdist.all_reduce(values, op)) == expected[op]
+        )  # and outside of a strategy
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: jdist.all_reduce({"a": "text"}),
+            r"jdist\.all_reduce: leaf \['a'\] is 'text', a str; it must be an array",
+        ),
+        (
+            lambda: jdist.all_reduce(jax.random.key(0), "sum"),
+            r"all_reduce: the value is key<fry>\[\], PRNG keys, which have no",
+        ),
+        (lambda: jdist.all_reduce(1j, "max"), r"all_reduce: the value is complex64\[\]; complex numbers have no order"),
+        (lambda: jdist.all_gather(jnp.ones(2), axis=None), r"jdist\.all_gather: `axis` is None; it must be an int"),
+        (lambda: jdist.all_gather(["text"]), r"jdist\.all_gather: leaf \[0\] is 'text', a str"),
+        (lambda: jdist.mean(None), r"jdist\.mean: `per_example` is None, a NoneType; it must be an array of numbers"),
+        (lambda: jdist.mean(jnp.ones(1), "text"), r"jdist\.mean: `mask` is 'text', a str"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused_by_name(call, message, inside):
+    with pytest.raises(StepError, match=message):
+        PER_REPLICA["shard_map"].run(call) if inside else call()
+
+
+def test_all_gather_takes_numpys_integers():
+    gathered = PER_REPLICA["shard_map"].run(lambda: jdist.all_gather(jnp.ones((1, 3)), axis=np.int64(-1)))
+    assert gathered.value.shape == (2, 1, 6)
+
+
 def test_all_gather_of_a_scalar_names_leaf_and_remedy():
     with pytest.raises(StepError, match=r"leaf \['a'\] has shape \(\) and no axis 0.*x\[None\]"):
         jdist.all_gather({"a": 1.0})

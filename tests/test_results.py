@@ -7,7 +7,7 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
-from jdist.transforms.results import Traced, countable
+from jdist.transforms.results import Traced
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 X = {"x": np.arange(4, dtype=np.float32), "z": np.ones(4)}
@@ -235,12 +235,6 @@ class TestOneValueAnExample:
     def test_one_row_a_replica(self):
         run = jdist.distribute(lambda w, b: (w, b["x"]), TWO)
         assert run(1.0, {"x": np.array([1, 3], np.float32)})[1].tolist() == [2]
-
-
-def test_metrics_that_can_be_added_up():
-    assert countable(True).dtype == jnp.int32
-    assert countable(jnp.bfloat16(1)).dtype == jnp.bfloat16
-    assert countable(np.array([True, False])).tolist() == [1, 0]
 
 
 def test_roles_without_the_states():

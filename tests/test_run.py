@@ -54,6 +54,24 @@ def test_arguments_that_are_no_arrays():
     assert TWO.run(lambda name: len(name), "abc").value.tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("strategy", [jdist.default(), TWO], ids=lambda s: s.name)
+def test_a_flag_can_be_branched_on(strategy):
+    def fn(x, *, training):
+        return x if training else -x
+
+    for training in (True, False):
+        assert (
+            strategy.run(fn, 1.0, training=training).value.tolist() == [1 if training else -1] * strategy.num_replicas
+        )
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(StepError, match=r"strategy\.run needs a function .* it got a float"):
+        TWO.run(1.0)
+    with pytest.raises(StepError, match=r"distribute_values_from_function needs a function .* it got a float"):
+        TWO.distribute_values_from_function(1.0)
+
+
 def test_per_replica_values_of_another_number_of_replicas_are_refused():
     with pytest.raises(jdist.errors.JDistError, match="3"):
         TWO.run(lambda x: x, jdist.PerReplica(jnp.ones(3)))

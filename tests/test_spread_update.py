@@ -7,7 +7,8 @@ import pytest
 
 import jdist
 from jdist.transforms.spread import Layout
-from jdist.transforms.spread_update import Part, evaluate, prepared
+from jdist.transforms.spread_equations import prepared
+from jdist.transforms.spread_update import Part, evaluate
 
 STRATEGY = jdist.central_storage(jax.devices()[:4])
 LAYOUT = Layout.of(STRATEGY)
@@ -36,7 +37,7 @@ def run(function, state, grads, scalar=SCALAR):
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
         ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)
         kept = [LAYOUT.is_spread(s.shape, s.dtype) for s in jax.tree.leaves(shapes)]
-        return evaluate(STRATEGY, LAYOUT, ready, [*values, scalar], kept)
+        return evaluate(STRATEGY, LAYOUT, ready, [*values, scalar], kept)[0]
 
     state, grads, scalar = jax.device_put((state, grads, scalar), LAYOUT.whole)
     jaxpr = str(jax.make_jaxpr(program)(state, grads, scalar))

@@ -88,6 +88,11 @@ def test_mirrored_refuses_options_with_what_is_allowed(options, message):
         jdist.mirrored(**options)
 
 
+def test_multi_worker_refuses_an_all_reduce_for_another_number_of_replicas():
+    with pytest.raises(StrategyError, match=r"hierarchical\(3, 2\) is for 6 replicas, but there are 8"):
+        jdist.multi_worker(all_reduce={"name": "hierarchical", "inner": 3, "outer": 2})
+
+
 class TestByName:
     def test_every_strategy_can_be_named(self):
         assert sorted(STRATEGIES) == ["central_storage", "default", "mirrored", "multi_worker", "one_device", "tpu"]
@@ -110,6 +115,7 @@ class TestByName:
             ("onedevice", r"Did you mean 'one_device'\?"),
             ("zzz", r"no strategy 'zzz'\. Known: default, one_device, mirrored, tpu, multi_worker, central_storage\."),
             (None, r"no strategy None\."),
+            (["mirrored"], r"no strategy \['mirrored'\]\. Did you mean 'mirrored'\?"),
         ],
     )
     def test_an_unknown_name_lists_the_known_and_the_nearest(self, name, message):

@@ -16,8 +16,9 @@ from tpu_steps import (
     transformer_step,
 )
 
-from jdist.plan.collectives import collectives, host_transfers
+from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
+from jdist.plan.host import host_copies
 from jdist.plan.target import find_target_devices, parse_target, strategy_on
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def compiled(topology, strategy, model):
 def test_one_device_exchanges_nothing(topology, model):
     strategy, state, _, module = compiled(topology, "one_device", model)
     assert collectives(module, dict(strategy.mesh.shape)) == ()
-    assert host_transfers(module) == 0
+    assert host_copies(module).count == 0
     check_donated(module, state)
 
 
@@ -56,7 +57,7 @@ def test_central_storage_keeps_the_state_on_the_hosts_and_exchanges_it_on_the_de
     on_hosts = host_computations(program.as_text())
     assert on_hosts
     assert not any(COLLECTIVE.search(text) for text in on_hosts)
-    assert host_transfers(module) > 0
+    assert host_copies(module).count > 0
     check_donated(module, state)
 
     reduced = sum(c.bytes for c in found if c.kind in REDUCES)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import os
 
 import flax.linen as nn
@@ -21,11 +22,12 @@ from tpu_steps import (
 )
 
 import jdist
+from jdist.cluster import runtime
 from jdist.errors import DeviceError, StrategyError
 from jdist.plan.collectives import collectives
 from jdist.plan.hlo import parse
-from jdist.strategies import libtpu
-from jdist.strategies.topology import parse_topology, topology_devices
+from jdist.strategies import libtpu, topology
+from jdist.strategies.topology import by_host, parse_topology, topology_devices
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: pip install 'jdist[plan-tpu]'"
@@ -45,11 +47,24 @@ class TestWhereThereIsNoTpu:
             with pytest.raises(DeviceError, match="no TPU here"):  # the name is right, and that is all
                 jdist.tpu(name=name)
 
+    def test_several_hosts_come_together_first(self, monkeypatch):
+        """As multi_worker, and before JAX is asked for devices."""
+        config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        started = []
+        monkeypatch.setattr(runtime, "start", lambda spec, **waits: started.append((spec.process_index, *waits)))
+        with pytest.raises(DeviceError, match="no TPU here"):
+            jdist.tpu()
+        assert started == [(1, "timeout_s", "start_timeout_s")]
+
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p'\? Chips: v2, v3, v4, v5e"),
-            ("v5e", r"'v5e' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5e'\?"),
+            ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p:2x4'\? Chips: v2, v3, v4, v5e"),
+            ("v5p", r"'v5p' names no topology; write CHIP:SHAPE, such as .*Did you mean 'v5p:8x8x8'\?"),
+            ("V5E:2x4", r"there is no TPU 'V5E'\. Did you mean 'v5e:2x4'\? Chips"),
+            ("v3", r"'v3' names no topology; .*Did you mean 'v3:2x2'\?"),
+            ("nothing:2x2", r"there is no TPU 'nothing'\. Chips"),
             ("v5e:8", r"'v5e:8' names no topology"),
             ("v5e:0x4", r"names no topology"),
             ("v5e:2x4,slices=0", r"names no topology"),
@@ -69,6 +84,10 @@ class TestWhereThereIsNoTpu:
         monkeypatch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(DeviceError, match=r"^compiling for 'v5e:2x4'.* pip install 'jdist\[plan-tpu\]'\.$"):
             jdist.tpu(topology="v5e:2x4")
+
+    def test_an_all_reduce_that_jit_would_leave_out_is_refused(self):
+        with pytest.raises(StrategyError, match='`all_reduce` is ring and `transform` is "jit"'):
+            jdist.tpu(topology="v5e:2x4", transform="jit", all_reduce="ring")
 
     @pytest.mark.parametrize("option", [{"transform": "pmap"}, {"transform": "shardmap"}, {"axis": "my axis"}])
     def test_options_that_are_not_allowed(self, option):
@@ -105,10 +124,38 @@ class TestOrder:
         with pytest.raises(DeviceError, match=r"libtpu cannot describe 'v5p:3x3x3': Topology layout .* Forms: "):
             jdist.tpu(topology="v5p:3x3x3")
 
+    def test_the_devices_of_a_host_lie_together(self):
+        devices = topology_devices("v5e:4x4")
+        hosts = {d.process_index for d in devices}
+        assert len(hosts) > 1
+        order = [d.process_index for d in by_host(devices, len(hosts))]
+        assert order == sorted(order, key=order.index)  # each host in one piece
+        with pytest.raises(
+            DeviceError, match=rf"spans {len(hosts)} hosts, 16 devices, but the cluster .* has 1 process"
+        ):
+            by_host(devices, 1)
+
+    def test_a_libtpu_that_cannot_be_loaded_is_another_error(self, monkeypatch):
+        def fail(*args, **options):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Failed to open libtpu.so: file too short")
+
+        monkeypatch.setattr(topology.topologies, "get_topology_desc", fail)
+        with pytest.raises(
+            DeviceError, match=r"^libtpu, which holds the TPU compiler, cannot be loaded: .*file too short"
+        ) as e:
+            jdist.tpu(topology="v5e:2x4")
+        assert "Forms" not in str(e.value)
+
     def test_the_environment_is_as_it_was(self):
         before = dict(os.environ)
         topology_devices("v5e:2x4")
         assert dict(os.environ) == before
+
+
+@needs_libtpu
+def test_an_all_reduce_of_other_sizes_is_refused_when_the_strategy_is_built():
+    with pytest.raises(StrategyError, match=r"hierarchical\(3, 2\) is for 6 replicas, but there are 8"):
+        jdist.tpu(topology="v5e:2x4", all_reduce={"name": "hierarchical", "inner": 3, "outer": 2})
 
 
 @needs_libtpu
@@ -119,6 +166,7 @@ class TestDevicesThatAreNotHere:
         for use in (
             lambda: strategy.init(lambda: jnp.zeros(3)),
             lambda: strategy.run(lambda: 1),
+            lambda: strategy.distribute_values_from_function(lambda context: 1),
             lambda: strategy.check(jnp.zeros(3)),
             lambda: strategy.fetch(jnp.zeros(3)),
             lambda: strategy.distribute_dataset([{"x": jnp.zeros(8)}]),
@@ -126,6 +174,17 @@ class TestDevicesThatAreNotHere:
         ):
             with pytest.raises(DeviceError, match=r"these devices are not here: .*'v5e:2x4'.*`step\.lower"):
                 use()
+
+    def test_a_step_that_keeps_residuals_is_lowered_too(self):
+        strategy = jdist.tpu(topology="v5e:2x4", all_reduce={"name": "compressed", "dtype": "int8"})
+
+        def step(w, batch):
+            return w - jdist.grad(lambda w: jdist.mean((batch["x"] @ w) ** 2, batch["mask"]))(w), {}
+
+        lowered = jdist.distribute(step, strategy).lower(
+            jax.ShapeDtypeStruct((4,), jnp.float32), batch_of(16, x=((4,), jnp.float32))
+        )
+        assert "all_to_all" in lowered.as_text()
 
     def test_it_says_what_it_is(self):
         strategy = jdist.make_strategy("tpu", topology="v5e:2x4", axis="batch")

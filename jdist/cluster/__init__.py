@@ -19,6 +19,7 @@ from jdist.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from jdist.cluster.launcher.launch import launch as launch
+    from jdist.cluster.stop import preemption as preemption
 
 __all__ = [
     "DEFAULT",
@@ -28,6 +29,7 @@ __all__ = [
     "kubernetes",
     "launch",
     "open_mpi",
+    "preemption",
     "resolve",
     "sagemaker",
     "simple",
@@ -43,4 +45,8 @@ def __getattr__(name: str) -> Any:
         from jdist.cluster.launcher.launch import launch
 
         return launch
+    if name == "preemption":  # and imports no JAX
+        from jdist.cluster.stop import preemption
+
+        return preemption
     raise AttributeError(f"module 'jdist.cluster' has no attribute {name!r}")

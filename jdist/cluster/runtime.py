@@ -24,11 +24,13 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.leave import Leaving
 from jdist.cluster.listen import check_free, listen, resolved, watch_port
 from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
 from jdist.errors import ClusterError, PeerLostError
 
+_SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
 # A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
@@ -54,7 +56,8 @@ class Runtime:
         self._records: Path | None = None
         self._pid = os.getpid()
         self._step = 0
-        self._exchanges: Counter[str] = Counter()
+        self._exchanges: Counter[str] = Counter()  # how many there were of each name
+        self._stopping: str | None = None  # with one process
         self._blocked: list[None] = []
         self._newest: jax.Array | None = None
         self._failed: int | None = None
@@ -78,7 +81,7 @@ class Runtime:
     @property
     def stopping(self) -> str | None:
         """Why all processes are to stop soon; None if nobody wished it."""
-        return None if self._watch is None else self._watch.stopping
+        return self._stopping if self._watch is None else self._watch.stopping
 
     def at_step(self, step: int) -> None:
         """Notes which step the run is at, for the record of a loss."""
@@ -101,7 +104,7 @@ class Runtime:
         """What every process says about something, by index.
 
         Args:
-            what: names it in errors; the same on all. May be used again, by one thread of a process.
+            what: names it in errors; the same on all. Exchanges of one name are to be asked for in one order by all.
             value: what this process says; what JSON can hold.
             timeout_s: how long to wait for the others.
 
@@ -111,21 +114,30 @@ class Runtime:
         """
         if self._watch is None:
             return [value]
-        self._exchanges[what] += 1
-        return self._watch.exchange(f"{what} ({self._exchanges[what]})", value, timeout_s)
+        with _lock:
+            self._exchanges[what] += 1
+            number = self._exchanges[what]
+        return self._watch.exchanges.exchange(f"{what} ({number})", value, timeout_s)
+
+    @property
+    def exchanges(self) -> Exchanges | None:
+        """What `exchange` goes through, for those that wait in their own way; None with one process."""
+        return None if self._watch is None else self._watch.exchanges
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step; may be called from a signal handler."""
-        if self._watch is not None:
+        if self._watch is None:
+            self._stopping = self._stopping or reason
+        else:
             self._watch.wish_to_stop(reason)
 
     def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; all have to ask after every step.
+        """Whether all processes stop now, after `step` steps; all have to ask after the same steps.
 
         Raises:
             PeerLostError: a process was lost meanwhile.
         """
-        return self._watch is not None and self._watch.stops_after(step)
+        return self._stopping is not None if self._watch is None else self._watch.stops_after(step)
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -151,7 +163,7 @@ class Runtime:
         self._failed = code
 
     def end(self) -> None:
-        """Leaves the cluster: at the end of the program, together with the others; after an error, at once."""
+        """Leaves the cluster: at the end of the program, together with the others; after an error of its own, without."""
         watch, switchboard = self._watch, self._switchboard
         if watch is None or self._leaving is None or os.getpid() != self._pid:  # a fork's end is not this program's
             return
@@ -163,7 +175,7 @@ class Runtime:
             except jax.errors.JaxRuntimeError as exc:
                 traceback.print_exc()
                 code, error = exit_codes.FAILED, exc
-        if code is not None:
+        if code is not None and not self._all_failed(code):
             if error is not None and error is not self._not_a_loss and _is_of_jax(error):
                 watch.wait_for_loss(2 * self.timeout_s)
             self._wait_for_the_end(watch)
@@ -184,6 +196,14 @@ class Runtime:
         watch.part()
         if switchboard is not None:
             switchboard.close()
+
+    def _all_failed(self, code: int) -> bool:
+        """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
+        try:
+            self.exchange("an end with an error", code, min(_SAME_ERROR_S, self.timeout_s / 5))
+        except ClusterError:
+            return False
+        return True
 
     def _waits(self) -> bool:
         newest: Any = self._newest  # `is_ready` is public, but not in JAX's type stubs
@@ -236,6 +256,16 @@ def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Run
             _start(runtime, start_timeout_s, os.environ)
             _started = runtime
         return runtime
+
+
+def alone() -> Runtime:
+    """A job of this process alone, which belongs to no cluster."""
+    return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
+
+
+def started() -> Runtime | None:
+    """The cluster that this process is in; None before `start`, and with one process."""
+    return _started
 
 
 def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str]) -> None:

@@ -125,7 +125,7 @@ class ArraySource:
         within = step % self.steps_per_epoch
         return min(self.global_batch, self.num_rows - within * self.global_batch)
 
-    def batch_at(self, step: int, part: slice = slice(None)) -> PyTree:
+    def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
         """Batch number `step`.
 
         Args:

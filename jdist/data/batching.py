@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jdist.data.leaves import MASK, LeafSpec, count_rows, leaf_specs, to_numpy
+from jdist.data.leaves import MASK, TreeSpec, check_same, to_numpy, tree_spec
 from jdist.data.share import WHOLE, Part, Share
 from jdist.errors import BatchError
 
@@ -30,26 +30,29 @@ class BatchLayout:
     """What every batch of a dataset looks like, as its first batch and the options settle it.
 
     Attributes:
-        global_batch: rows of a full batch as the source gives it.
+        full: how many rows of a full batch each process has.
         rows: rows of every batch as the step receives it; a multiple of `num_replicas`.
         num_replicas: how many replicas share the rows.
         partial: what happens to a batch of fewer than `global_batch` rows.
         with_mask: whether trees that are not dicts become `(batch, mask)`.
         share: this process's part of a batch.
-        leaves: path, shape without the batch axis and dtype of each leaf, as the source gives it.
-        structure: the tree of those leaves, a `PyTreeDef`.
+        tree: what the source's batches look like, but for their rows.
         is_dict: whether the tree is a dict at its top and so carries its mask in itself.
     """
 
-    global_batch: int
+    full: tuple[int, ...]
     rows: int
     num_replicas: int
     partial: Partial
     with_mask: bool
-    leaves: tuple[LeafSpec, ...]
-    structure: Any
+    tree: TreeSpec
     is_dict: bool
     share: Share = WHOLE
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full batch as the sources give it."""
+        return sum(self.full)
 
     @property
     def own_rows(self) -> int:
@@ -60,7 +63,7 @@ class BatchLayout:
 def plan_layout(
     batch: PyTree,
     *,
-    global_batch: int | None,
+    full: tuple[int, ...],
     num_replicas: int,
     partial: Partial,
     with_mask: bool,
@@ -70,9 +73,9 @@ def plan_layout(
 
     Args:
         batch: a batch as the source gives it.
-        global_batch: rows of a full batch; None takes this batch's rows.
+        full: how many rows of a full batch each process has.
         num_replicas: how many replicas share the rows.
-        partial: what happens to a batch of fewer than `global_batch` rows.
+        partial: what happens to a batch of fewer rows.
         with_mask: whether trees that are not dicts become `(batch, mask)`.
         share: this process's part of a batch.
 
@@ -80,8 +83,8 @@ def plan_layout(
         The layout, for `fit`.
 
     Raises:
-        BatchError: the batch is not a tree of arrays, or `global_batch` does not divide by `num_replicas`
-            where `partial` leaves no room for padding.
+        BatchError: the batch is not a tree of arrays, or a full one does not divide by `num_replicas` where
+            `partial` leaves no room for padding.
     """
     batch = to_numpy(batch)
     is_dict = isinstance(batch, dict)
@@ -94,35 +97,60 @@ def plan_layout(
             f"the batch's own `mask` must be one array of shape [rows, ...], but it is a "
             f"{type(batch[MASK]).__name__}; rename it if it means something else"
         )
-    size = count_rows(batch) if global_batch is None else global_batch
-    if partial == "pad":
-        rows = -(-size // num_replicas) * num_replicas
-    else:
-        rows = check_divisible(size, num_replicas=num_replicas, partial=partial)
+    if partial != "pad":
+        check_divisible(full, num_replicas=num_replicas, partial=partial)
     return BatchLayout(
-        global_batch=size,
-        rows=rows,
+        full=full,
+        rows=padded_rows(full, num_replicas=num_replicas),
         num_replicas=num_replicas,
         partial=partial,
         with_mask=with_mask,
-        leaves=leaf_specs(batch),
-        structure=jax.tree.structure(batch),
+        tree=tree_spec(batch),
         is_dict=is_dict,
         share=share,
     )
 
 
-def check_divisible(global_batch: int, *, num_replicas: int, partial: Partial) -> int:
-    """`global_batch` if it divides by `num_replicas`, else a `BatchError` with the nearest sizes that do."""
+def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
+    """Rows of every batch as the replicas of all processes receive it.
+
+    Args:
+        full: how many rows of a full batch each process has.
+        num_replicas: how many replicas all processes have, each as many.
+
+    Example:
+        >>> from jdist.data.batching import padded_rows
+        >>> padded_rows((3, 5), num_replicas=4)  # a process has 2 of them; for 5 rows each of these needs 3
+        12
+    """
+    each = num_replicas // len(full)
+    return -(-max(full) // each) * num_replicas
+
+
+def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partial) -> None:
+    """Refuses full batches that need padding.
+
+    Args:
+        full: how many rows of a full batch each process has.
+        num_replicas: how many replicas share them.
+        partial: why there may be no padding.
+
+    Raises:
+        BatchError: with the nearest sizes that do.
+    """
+    global_batch = sum(full)
     below = global_batch // num_replicas * num_replicas
-    if below == global_batch:
-        return global_batch
-    above = below + num_replicas
-    nearest = f"{below} or {above}" if below else f"{above}"
-    raise BatchError(
-        f"a global batch of {global_batch} rows does not divide by {num_replicas} replicas, and "
-        f'partial={partial!r} allows no padding; use a global batch of {nearest}, or partial="pad"'
-    )
+    if below != global_batch:
+        nearest = f"{below} or {below + num_replicas}" if below else f"{num_replicas}"
+        raise BatchError(
+            f"a global batch of {global_batch} rows does not divide by {num_replicas} replicas, and "
+            f'partial={partial!r} allows no padding; use a global batch of {nearest}, or partial="pad"'
+        )
+    if padded_rows(full, num_replicas=num_replicas) != global_batch:
+        raise BatchError(
+            f"the processes have {', '.join(map(str, full))} rows of a full batch, and partial={partial!r} allows no "
+            'padding; let all have as many, or use partial="pad"'
+        )
 
 
 def fit(layout: BatchLayout, part: Part, *, copy: bool) -> PyTree | None:
@@ -145,7 +173,7 @@ def fit(layout: BatchLayout, part: Part, *, copy: bool) -> PyTree | None:
     batch, found, real = part.batch, sum(part.sizes), part.sizes[layout.share.index]
     if found == 0:
         return None
-    _check_same(layout, batch)
+    check_same(layout.tree, tree_spec(batch))
     if found > layout.global_batch:
         raise BatchError(
             f"a batch has {found} rows, but a full batch has {layout.global_batch}; a larger one would "
@@ -198,7 +226,7 @@ def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
     def spec(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(head + shape, jax.dtypes.canonicalize_dtype(dtype))
 
-    tree = layout.structure.unflatten([spec(leaf.shape, leaf.dtype) for leaf in layout.leaves])
+    tree = layout.tree.structure.unflatten([spec(leaf.shape, leaf.dtype) for leaf in layout.tree.leaves])
     mask = spec((), np.dtype(np.bool_))
     if layout.is_dict:
         return {MASK: mask, **tree}
@@ -213,21 +241,3 @@ def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np
     filled[:found] = leaf
     filled[found:] = leaf[np.arange(rows - found) % found] if repeat else np.zeros((), leaf.dtype)
     return filled
-
-
-def _check_same(layout: BatchLayout, batch: PyTree) -> None:
-    leaves = leaf_specs(batch)
-    if jax.tree.structure(batch) == layout.structure and leaves == layout.leaves:
-        return
-    before, now = {leaf.path: leaf for leaf in layout.leaves}, {leaf.path: leaf for leaf in leaves}
-    changes = [f"{path} is missing" for path in before if path not in now]
-    changes += [f"{path} is new" for path in now if path not in before]
-    for path in before.keys() & now.keys():
-        if before[path] != now[path]:
-            changes.append(f"{path} was {before[path]!s} and is {now[path]!s}")
-    if not changes:
-        changes.append(f"its tree was {layout.structure} and is {jax.tree.structure(batch)}")
-    raise BatchError(
-        f"a batch differs from the first one: {'; '.join(sorted(changes))}. All batches of a dataset need "
-        "one structure, one dtype a leaf and one shape a row: pad or crop rows in the source"
-    )

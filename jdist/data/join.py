@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.data.leaves import count_rows, leaf_specs
+from jdist.data.leaves import count_rows, tree_spec
 from jdist.errors import BatchError
 
 PyTree = Any
@@ -32,10 +32,10 @@ def join(batches: Sequence[PyTree]) -> PyTree:
         >>> join([np.array([1, 2]), np.array([3])])
         array([1, 2, 3])
     """
-    structure, leaves = jax.tree.structure(batches[0]), leaf_specs(batches[0])
+    spec = tree_spec(batches[0])
     for number, batch in enumerate(batches):
         count_rows(batch)
-        if jax.tree.structure(batch) != structure or leaf_specs(batch) != leaves:
+        if tree_spec(batch) != spec:
             raise BatchError(
                 f"batches whose rows are to be joined differ: the first has {_shown(batches[0])}, number {number} "
                 f"(from 0) has {_shown(batch)}. All need one structure, one dtype a leaf and one shape a row"
@@ -44,4 +44,4 @@ def join(batches: Sequence[PyTree]) -> PyTree:
 
 
 def _shown(batch: PyTree) -> str:
-    return ", ".join(f"{leaf.path} {leaf!s}" for leaf in leaf_specs(batch))
+    return ", ".join(f"{leaf.path} {leaf!s}" for leaf in tree_spec(batch).leaves)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,10 +118,45 @@ def count_rows(tree: PyTree) -> int:
     raise BatchError(f"the leaves of a batch must agree on their leading (batch) axis, but have rows {listed}")
 
 
-def leaf_specs(batch: PyTree) -> tuple[LeafSpec, ...]:
-    """Path, shape without the batch axis and dtype of each leaf of a tree of numpy arrays."""
+class TreeSpec(NamedTuple):
+    """What a batch looks like, but for its rows.
+
+    Attributes:
+        leaves: path, shape without the batch axis and dtype of each leaf.
+        structure: the tree of those leaves, a `PyTreeDef`.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    structure: Any
+
+
+def tree_spec(batch: PyTree) -> TreeSpec:
+    """What a tree of numpy arrays looks like, but for its rows."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    return tuple(LeafSpec(_name(path), leaf.shape[1:], leaf.dtype) for path, leaf in leaves)
+    specs = tuple(LeafSpec(_name(path), leaf.shape[1:], leaf.dtype) for path, leaf in leaves)
+    return TreeSpec(specs, jax.tree.structure(batch))
+
+
+def check_same(first: TreeSpec, now: TreeSpec) -> None:
+    """Refuses a batch that does not look like the first one.
+
+    Raises:
+        BatchError: names the leaves that differ.
+    """
+    if now == first:
+        return
+    before, after = {leaf.path: leaf for leaf in first.leaves}, {leaf.path: leaf for leaf in now.leaves}
+    changes = [f"{path} is missing" for path in before if path not in after]
+    changes += [f"{path} is new" for path in after if path not in before]
+    for path in before.keys() & after.keys():
+        if before[path] != after[path]:
+            changes.append(f"{path} was {before[path]!s} and is {after[path]!s}")
+    if not changes:
+        changes.append(f"its tree was {first.structure} and is {now.structure}")
+    raise BatchError(
+        f"a batch differs from the first one: {'; '.join(sorted(changes))}. All batches of a dataset need "
+        "one structure, one dtype a leaf and one shape a row: pad or crop rows in the source"
+    )
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jdist.data.batching import BatchLayout, Partial, fit, plan_layout, stack
 from jdist.data.padding import remember_real_rows
-from jdist.data.share import Part, Share, part_of, read_part
-from jdist.data.source import RandomAccessSource
+from jdist.data.share import Part, Share
 
 PyTree = Any
 Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
@@ -32,30 +31,17 @@ class Options:
     share: Share
 
 
-def steps_from(source: RandomAccessSource, step: int) -> Iterator[int]:
-    """The numbers of a random-access source's batches from `step` on."""
-    return iter(itertools.count(step) if source.num_steps is None else range(step, source.num_steps))
-
-
-def parts_from(source: RandomAccessSource, step: int, share: Share) -> Iterator[NumberedPart]:
-    """A process's parts of the batches of a random-access source, from `step` on."""
-    return ((number + 1, read_part(source, number, share)) for number in steps_from(source, step))
-
-
-def parts_of(source: Iterable[PyTree], share: Share) -> Iterator[NumberedPart]:
-    """A process's parts of the batches of a plain iterable, which it reads whole."""
-    return ((number, part_of(batch, share)) for number, batch in enumerate(iter(source), start=1))
-
-
 def learn_layout(
-    numbered: Iterator[NumberedPart], *, global_batch: Callable[[], int | None], options: Options
-) -> tuple[BatchLayout, Iterator[NumberedPart]] | None:
+    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: Options
+) -> tuple[BatchLayout, Iterator[NumberedPart | None]] | None:
     """The layout that the first batch with rows settles, and the batches from that one on; None: no such."""
-    for position, part in numbered:
+    for position, part in filter(None, numbered):
         if (found := sum(part.sizes)) > 0:
             layout = plan_layout(
                 part.batch,
-                global_batch=global_batch() or found,  # some sources know it from their first batch on
+                full=part.full
+                or full()
+                or options.share.sizes(found),  # some sources know it from their first batch on
                 num_replicas=options.num_replicas,
                 partial=options.partial,
                 with_mask=options.with_mask,
@@ -65,15 +51,23 @@ def learn_layout(
     return None
 
 
-def prepare(numbered: Iterator[NumberedPart], *, layout: BatchLayout, options: Options) -> Iterator[Numbered]:
+def prepare(
+    numbered: Iterator[NumberedPart | None], *, layout: BatchLayout, options: Options
+) -> Iterator[Numbered | None]:
     """Batches fitted, stacked `steps_per_call` at a time and placed, with the position after each.
+
+    None comes where it stopped waiting for other processes; the next one goes on.
 
     Holds the source and nothing of its consumer, so that a thread that runs it keeps no consumer alive.
     """
     group: list[PyTree] = []
     position, sizes = 0, (0,)
     # `fit` copies before the source is asked again, which may refill the same memory.
-    for position, part in numbered:
+    for one in numbered:
+        if one is None:
+            yield None
+            continue
+        position, part = one
         fitted = fit(layout, part, copy=options.copy)
         if fitted is None:
             continue

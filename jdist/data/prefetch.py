@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from jdist.errors import DatasetError
@@ -17,6 +17,12 @@ CLOSE_TIMEOUT_S = 2.0
 # Every change wakes the waiting side at once. Waits end by themselves too, because the garbage collector may
 # not wait for the lock and then cannot wake anyone.
 _RECHECK_S = 0.2
+
+
+class Stop:
+    """Whether whoever makes items is to stop; a plain attribute, so that the garbage collector may set it."""
+
+    asked = False
 
 
 class PushBack(Iterator[T]):
@@ -48,7 +54,7 @@ class PushBack(Iterator[T]):
         """Whether nothing is left to give out."""
         return self._over and not self._back and self._error is None
 
-    def push_back(self, items: list[T], error: BaseException | None) -> None:
+    def push_back(self, items: Sequence[T], error: BaseException | None) -> None:
         """Takes back items in the order they came, and the error that came after them."""
         self._back.extendleft(reversed(items))
         if error is not None:
@@ -65,13 +71,15 @@ class Prefetcher(Iterator[T]):
         items: what to run; only the thread calls it, until the thread has ended.
         depth: how many items may wait, at least 1.
         keep_unused: keep what was made and not taken for `unused`, instead of freeing it at the stop.
+        stop: by which the iterator knows that it is to stop waiting; it gives None then.
     """
 
-    def __init__(self, items: Iterator[T], *, depth: int, keep_unused: bool = False):
+    def __init__(self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: Stop | None = None):
         self._depth = depth
         self._keep_unused = keep_unused
         self._changed = threading.Condition()
         self._ready: deque[T] = deque()
+        self._stop = stop or Stop()
         self._stopped = False
         self._ended = False
         self._error: BaseException | None = None
@@ -116,7 +124,7 @@ class Prefetcher(Iterator[T]):
 
     def abandon(self) -> None:
         """Stops the thread without waiting for anything, so that the garbage collector may call it."""
-        self._stopped = True
+        self._stopped = self._stop.asked = True
         if not self._keep_unused:
             self._ready.clear()
         if self._changed.acquire(blocking=False):
@@ -129,7 +137,7 @@ class Prefetcher(Iterator[T]):
         An iterator that blocks cannot be interrupted: its thread then ends once the iterator returns.
         """
         with self._changed:
-            self._stopped = True
+            self._stopped = self._stop.asked = True
             if not self._keep_unused:
                 self._ready.clear()
             self._changed.notify_all()
@@ -143,16 +151,22 @@ class Prefetcher(Iterator[T]):
             self._error = None
         return items, error
 
-    def _run(self, items: Iterator[T]) -> None:
+    def _run(self, items: Iterator[T | None]) -> None:
         try:
             while self._has_room():
-                self._offer(next(items))
+                item = next(items)
+                if item is not None:
+                    self._offer(item)
         except StopIteration:
             self._end(None)
         except BaseException as error:  # noqa: BLE001 - raised again where the consumer is
             self._end(error)
         else:
             self._end(None)
+        finally:
+            self._stop = (
+                Stop()
+            )  # the next one that runs the same iterator may have the other by the time this is abandoned
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:

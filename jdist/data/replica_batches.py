@@ -12,8 +12,7 @@ import numpy as np
 from jdist.data.input_context import InputContext
 from jdist.data.join import join
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.pipeline import steps_from
-from jdist.data.source import RandomAccessSource, check_source
+from jdist.data.source import RandomAccessSource, check_source, steps_from
 from jdist.errors import BatchError, DatasetError
 
 PyTree = Any

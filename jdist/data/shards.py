@@ -61,30 +61,42 @@ def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> 
     check_source(source)
     if policy == "off":
         return source
-    if policy == "file" or (policy == "auto" and _has_files_for(source, num_shards)):
-        return _by_file(source, num_shards, index)
+    if policy == "file" or (policy == "auto" and has_files_for(source, num_shards)):
+        return by_file(source, num_shards, index)
     return _by_data(source, num_shards, index)
 
 
-def _has_files_for(source: Any, num_shards: int) -> bool:
+def has_files_for(source: Any, num_shards: int) -> bool:
+    """Whether a source can be shared by file."""
     return isinstance(source, FileSource) and source.every == 1 and len(source.paths) >= num_shards
 
 
-def _by_file(source: Any, num_shards: int, index: int) -> FileSource:
+def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy") -> FileSource:
+    """One of `num_shards` parts of a source's files.
+
+    Args:
+        source: from `jdist.data.from_files`.
+        num_shards: how many parts.
+        index: which.
+        option: what the user has asked for this by, for the messages.
+
+    Raises:
+        DatasetError: the source cannot be shared by file.
+    """
     if not isinstance(source, FileSource):
         raise DatasetError(
             f"a {type(source).__name__} cannot be shared file by file, as it does not tell its files; make it with "
-            '`jdist.data.from_files(paths, read, global_batch=...)`, or use policy="data"'
+            f'`jdist.data.from_files(paths, read, global_batch=...)`, or use {option}="data"'
         )
     if source.every > 1:
         raise DatasetError(
             f"the files are shared by rows already (1 row in {source.every}), and rows cannot be counted when files "
-            'are left out; share by file first, or use policy="data" both times'
+            f'are left out; share by file first, or use {option}="data"'
         )
     if len(source.paths) < num_shards:
         raise DatasetError(
             f"too few files: {len(source.paths)} cannot be shared by {num_shards} pipelines file by file, some would "
-            f'have none. Use policy="data" (each reads all files and keeps 1 row in {num_shards}), or split the data '
+            f'have none. Use {option}="data" (each reads all files and keeps 1 row in {num_shards}), or split the data '
             f"into at least {num_shards} files"
         )
     return dataclasses.replace(source, paths=source.paths[index::num_shards])

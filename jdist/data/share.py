@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jdist.data.arrays import ArraySource
 from jdist.data.leaves import count_rows, to_numpy
@@ -49,30 +50,50 @@ class Part(NamedTuple):
     """This process's rows of a global batch.
 
     Attributes:
-        batch: leaves [rows, ...]. A process that has no row left holds one that is not its own, to fill up with.
+        batch: leaves [rows, ...]: its own rows, then perhaps others to fill up with.
         sizes: how many rows each process has.
+        full: how many it has of a full batch; none: as the source's global batch is shared.
     """
 
     batch: PyTree
     sizes: tuple[int, ...]
+    full: tuple[int, ...] = ()
 
 
-def part_of(batch: PyTree, share: Share) -> Part:
-    """This process's part of a global batch that it has read whole."""
+def part_of(batch: PyTree, share: Share, rows: int) -> Part:
+    """This process's part of a global batch that it has read whole.
+
+    Args:
+        batch: leaves [found, ...].
+        share: which part.
+        rows: rows of every batch as the replicas of all processes receive it.
+    """
     batch = to_numpy(batch)
     found = count_rows(batch)
-    start, stop = share.rows(found)
-    if share.count > 1:
-        start = min(start, max(0, found - 1))
-        batch = jax.tree.map(lambda leaf: leaf[start : max(stop, start + 1)], batch)
-    return Part(batch, share.sizes(found))
+    if share.count == 1 or found == 0:
+        return Part(batch, share.sizes(found))
+    taken = _taken(found, share, rows)
+    return Part(jax.tree.map(lambda leaf: leaf[taken], batch), share.sizes(found))
 
 
-def read_part(source: RandomAccessSource, step: int, share: Share) -> Part:
-    """This process's part of batch number `step`; of arrays only its rows are read."""
+def read_part(source: RandomAccessSource, step: int, share: Share, rows: int) -> Part:
+    """As `part_of`, of batch number `step` of a source; of arrays nothing else is read."""
     if share.count == 1 or not isinstance(source, ArraySource):
-        return part_of(source.batch_at(step), share)
+        return part_of(source.batch_at(step), share, rows)
     found = source.rows_of(step)
+    return Part(source.batch_at(step, _taken(found, share, rows)), share.sizes(found))
+
+
+def _taken(found: int, share: Share, rows: int) -> slice | np.ndarray:
+    """Which of `found` rows this process takes: its own, and those which fill its part up.
+
+    All processes together fill up with the rows that one process would, the first ones in turn: so statistics of a
+    batch, which see them, do not depend on the number of processes.
+    """
+    own, sizes = rows // share.count, share.sizes(found)
     start, stop = share.rows(found)
-    start = min(start, found - 1)
-    return Part(source.batch_at(step, slice(start, max(stop, start + 1))), share.sizes(found))
+    before = sum(own - size for size in sizes[: share.index])
+    filling = own - sizes[share.index]
+    if filling <= 0:
+        return slice(start, stop)
+    return np.concatenate([np.arange(start, stop), np.arange(before, before + filling) % found])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,6 +14,19 @@ from jdist.errors import DatasetError
 
 PyTree = Any
 STATE_VERSION = 1
+
+
+class Resumable(Protocol):
+    """What a saved position is about; see `RandomAccessSource`."""
+
+    @property
+    def num_steps(self) -> int | None: ...
+
+    @property
+    def global_batch(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @runtime_checkable
@@ -38,6 +52,11 @@ class RandomAccessSource(Protocol):
     def batch_at(self, step: int) -> PyTree:
         """Batch number `step`, from 0: a pure function, which may be called from a background thread."""
         ...
+
+
+def steps_from(source: Resumable, step: int) -> Iterator[int]:
+    """The numbers of a random-access source's batches from `step` on."""
+    return iter(itertools.count(step) if source.num_steps is None else range(step, source.num_steps))
 
 
 def whole_number(value: Any, *, name: str, least: int) -> int:
@@ -94,7 +113,7 @@ def resumable(source: Any) -> RandomAccessSource:
     )
 
 
-def write_state(source: RandomAccessSource, step: int) -> dict[str, Any]:
+def write_state(source: Resumable, step: int) -> dict[str, Any]:
     """A position as a dict that JSON can hold: its version, the step, and the source's fingerprint."""
     return {
         "version": STATE_VERSION,
@@ -104,7 +123,7 @@ def write_state(source: RandomAccessSource, step: int) -> dict[str, Any]:
     }
 
 
-def read_state(source: RandomAccessSource, state: Mapping[str, Any]) -> int:
+def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
     """The step that a saved position means in `source`.
 
     Args:
@@ -142,7 +161,7 @@ def read_state(source: RandomAccessSource, state: Mapping[str, Any]) -> int:
 
 
 def _difference(saved: Any, now: str) -> str:
-    before, after = _fields(str(saved)), _fields(now)
+    before, after = fields(str(saved)), fields(now)
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     if not changed or len(before) < 2 or len(after) < 2:
         return f"its fingerprint was {saved!r} and is {now!r}"
@@ -151,5 +170,6 @@ def _difference(saved: Any, now: str) -> str:
     )
 
 
-def _fields(fingerprint: str) -> dict[str, str]:
+def fields(fingerprint: str) -> dict[str, str]:
+    """The names and values of a fingerprint; what is not written as one is left out."""
     return dict(part.split("=", 1) for part in fingerprint.split() if "=" in part)

@@ -83,19 +83,20 @@ def prepare(
         DeviceError: JAX finds no devices at all.
         DatasetError: the task's training data is empty or cannot be resumed.
     """
-    check_devices()
     values = config.model_dump()
     problems: list[Problem] = []
     strategy = None
-    task = load_task(config.task, problems)
     name, options = config.strategy.name, {k: v for k, v in values["strategy"].items() if k != "name"}
     wrong = list(_check_strategy(name, options))
-    problems += wrong
+    if name != "multi_worker":  # which must find JAX as it was: devices are counted when all processes are there
+        check_devices()
     if not wrong:
         try:
             strategy = make(name, **options)
         except (StrategyError, DeviceError) as exc:
-            problems.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
+            wrong.append(Problem(key=("strategy", *options)[:2], text=str(exc)))
+    task = load_task(config.task, problems)
+    problems += wrong
     train, one_epoch, rows, steps = config.train, None, None, config.train.steps
     length = ("train", "steps" if steps is not None else "epochs")
     if task is not None:

@@ -4,6 +4,7 @@ runs/NAME/config.yaml     every value with its origin; itself a config that can 
 runs/NAME/metrics.jsonl   one JSON object a line
 runs/NAME/checkpoints/    written by jdist.train.checkpoint
 runs/NAME/curves.png      loss and evaluation metrics over steps
+runs/NAME/eval.jsonl      what an evaluator has measured, if there is one
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jdist.errors import ConfigError
+from jdist.train.run_lock import hold
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def evaluations(self) -> Path:
+        """What an evaluator beside the run has measured, one JSON object a line."""
+        return self.path / "eval.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that writes the run, as long as it lives."""
+        return self.path / ".lock"
+
+    @property
     def curves(self) -> Path:
         """The plot of the metrics."""
         return self.path / "curves.png"
@@ -70,25 +82,23 @@ def open_folder(path: Path) -> Iterator[RunFolder]:
     Raises:
         ConfigError: it cannot be made, holds something that is no run, or another process writes it.
     """
-    import fcntl  # POSIX only: imported here so that the rest of jdist can be imported anywhere
-
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-        handle = (path / ".lock").open("a")
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
-        except BlockingIOError:
-            raise ConfigError(
-                f"{path}: another process is writing this run. Wait for it or stop it, or give this run another name."
-            ) from None
+    folder = RunFolder(path)
+    with contextlib.ExitStack() as stack:
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(hold(folder.lock))
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{path}: another process is writing this run. Wait for it or stop it, or give this run another name."
+                ) from None
         strangers = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
         if strangers and not (path / "config.yaml").exists():
             raise ConfigError(
                 f"{path}: not a run folder: it holds {', '.join(strangers[:3])} but no config.yaml. "
                 "Give the run another name, or move the folder away."
             )
-        yield RunFolder(path)
+        yield folder
 
 
 def set_aside(path: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ import numpy as np
 from rich.console import Console
 
 import jdist
+from jdist.cluster.launcher.environment import ATTEMPT
+from jdist.cluster.runtime import alone
+from jdist.cluster.stop import preemption
+from jdist.cluster.together import together
 from jdist.data.source import write_state
 from jdist.errors import ConfigError, NonFiniteError, StepError
 from jdist.experiment.config import Config
@@ -25,21 +30,24 @@ from jdist.experiment.metrics_file import MetricsFile, Row
 from jdist.experiment.names import nearest
 from jdist.experiment.prepare import prepare
 from jdist.experiment.progress import Meter, figures, open_report
-from jdist.experiment.record import open_folder, set_aside, write_atomically
+from jdist.experiment.record import RunFolder, open_folder, set_aside, write_atomically
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.step import make_train_step, state_maker
-from jdist.experiment.stop import stop_requests
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.experiment.validate import Problem, refusal, show
 from jdist.train import Checkpointer, CheckpointWarning
 
 PyTree = Any
+_PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 
 
 def run(
     config: Config, document: Document, *, command: str, fresh: bool = False, console: Console | None = None
 ) -> int:
     """Train, evaluate, log, save and plot what a config describes; goes on where the run folder left off.
+
+    Every process of a cluster calls it. Process 0, the chief, reports, writes metrics and plots; a step, an evaluation, a
+    save and the wish to stop are everyone's.
 
     Args:
         config: the checked config; its `platform` has been applied.
@@ -54,29 +62,37 @@ def run(
     Raises:
         JDistError: the config, the data, the run folder or a checkpoint is not right, or training failed.
     """
-    console = console or Console(soft_wrap=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, emoji=False)
-
     # Everything that the config names, and the config as it was understood.
-    parts = prepare(config, document)
+    with together("preparing the run", _PREPARE_S):
+        parts = prepare(config, document)
     task, strategy, train, total = parts.task, parts.strategy, config.train, parts.total_steps
+    cluster = strategy.cluster or alone()
     resolved = describe(parts.values, document, derived=parts.derived)
-    say(resolved)
     with contextlib.ExitStack() as stack:
+        if not cluster.is_chief:
+            console = Console(file=stack.enter_context(open(os.devnull, "w", encoding="utf-8")))
+        console = console or Console(soft_wrap=True)
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, emoji=False)
+
+        say(resolved)
         # A signal is a wish from here on: an exception in the midst of a compilation by XLA ends the process in a crash.
-        stop = stack.enter_context(stop_requests())
+        stop = stack.enter_context(preemption(cluster))
         say(arithmetic(config, parts))
 
-        # The run folder, held until this process ends.
+        # The run folder, held by the chief until it ends.
         path = Path(config.log.folder) / config.name
-        if fresh and (aside := set_aside(path)) is not None:
-            say(f"the run that was in {path} is now in {aside}")
-        folder = stack.enter_context(open_folder(path))
-        check_same_run(folder, parts.values, document)
-        if not folder.config.exists():
-            write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
+        folder = RunFolder(path)
+        with together("opening the run folder", _PREPARE_S, cluster):
+            if cluster.is_chief:
+                anew = fresh and os.environ.get(ATTEMPT, "0") == "0"  # the launcher's next attempts go on
+                if anew and (aside := set_aside(path)) is not None:
+                    say(f"the run that was in {path} is now in {aside}")
+                stack.enter_context(open_folder(path))
+                check_same_run(folder, parts.values, document)
+                if not folder.config.exists():
+                    write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
 
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
@@ -94,6 +110,7 @@ def run(
                 best_metric=config.checkpoint.best,
                 best_mode=config.checkpoint.mode,
                 check=strategy.check,
+                cluster=cluster,
             )
         )
         with warnings.catch_warnings(record=True) as damaged:
@@ -124,14 +141,19 @@ def run(
                 )
             train_set.restore(restored.data)
             say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
-        write_atomically(folder.config, resolved)
-        metrics_file = MetricsFile.open(folder.metrics, step=step)
+        cluster.at_step(step)
+        metrics_file = MetricsFile(folder.metrics)
+        with together("opening the metrics", _PREPARE_S, cluster):
+            if cluster.is_chief:
+                write_atomically(folder.config, resolved)
+                metrics_file = MetricsFile.open(folder.metrics, step=step)
         stack.callback(metrics_file.close)
 
         # The best checkpoint needs a metric that one batch shows to be there, before time is spent on training.
         if config.checkpoint.best is not None:
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
-            check_best(config, eval_step(state, next(one_batch)), document)
+            with cluster.blocked():
+                check_best(config, jax.device_get(eval_step(state, next(one_batch))), document)
 
         # The loop. Steps run asynchronously: it waits for them only where it reports, evaluates or saves.
         earlier_s = metrics_file.rows[-1].get("time_s", 0.0) if metrics_file.rows else 0.0
@@ -140,7 +162,7 @@ def run(
         first = step
         report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))
         try:
-            while step < total and not stop:
+            while step < total and not stop.stops_after(step):
                 now = Due(before=step, step=step + train.steps_per_call, total=total)
                 state, metrics = train_step(state, next(batches))
                 step = now.step
@@ -154,15 +176,16 @@ def run(
                 train_step.wait()  # a step that was not finite is known now, before anything is written
                 row: Row = {}
                 if log:
-                    row |= newest(metrics, steps_per_call=train.steps_per_call)
+                    with cluster.blocked():
+                        row |= newest(metrics, steps_per_call=train.steps_per_call)
                     report.train(step, row, meter.lap(step))
                 train_s = meter.train_s
                 with meter.stopped():
-                    measured = evaluate(eval_step, state, eval_set) if hold_out else {}
+                    measured = evaluate(eval_step, state, eval_set, cluster) if hold_out else {}
                     if hold_out:
                         report.note(f"step {step}/{total}  evaluation: {figures(measured)}")
                         row |= {f"eval/{name}": value for name, value in measured.items()}
-                    if row:
+                    if row and cluster.is_chief:
                         seen = {"examples": parts.examples(step, train.global_batch)}
                         metrics_file.write(step, seen | row | {"time_s": round(train_s, 3)})
                     if save:
@@ -184,7 +207,8 @@ def run(
         if step == 0:
             say(f"stopped before the first of {total:,} steps, nothing to save; start with: {command}")
             return stop.exit_code
-        say(plot_curves(metrics_file.rows, folder.curves, title=config.name))
+        if cluster.is_chief:
+            say(plot_curves(metrics_file.rows, folder.curves, title=config.name))
         if train.non_finite == "skip" and (skipped := train_step.num_skipped):
             say(f"{skipped:,} of {step - first:,} steps were left out, as a gradient was NaN or infinite")
         if step < total:

@@ -5,6 +5,7 @@ step         the step that `jdist run` would compile, and the shapes it is calle
 compile      that step compiled: memory, bytes accessed, text
 hlo          the text of a compiled program -> instructions, and how often each runs
 collectives  what the devices exchange: kind, count, bytes, mesh axis
+host         what a device and its host copy to each other
 flops        matmuls and convolutions of a step
 hardware     public figures of each chip, from chips.yaml
 roofline     a model of the step's time from all of these

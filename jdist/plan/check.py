@@ -58,6 +58,7 @@ def check_memory(config: Config, parts: Parts, planned: PlannedStep, memory: Mem
     state = strategy.init(*state_maker(config, parts))
     dataset = strategy.distribute_dataset(parts.train_data, steps_per_call=config.train.steps_per_call, prefetch=0)
     batch = next(iter(dataset))
+    state = planned.step.prepare(state, batch)  # with what its all-reduce keeps
     token = np.zeros(2, np.int32).nbytes
     arguments = bytes_on_a_device((state, batch)) + token
     returned = jax.block_until_ready(planned.step(state, batch))

@@ -6,13 +6,21 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from jdist.plan.hlo import Executed, Module, executed, shape_bytes
+from jdist.plan.hlo import Executed, Instruction, Module, executed, shape_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-BETWEEN_SLICES = "all-reduce between slices"
+BETWEEN_SLICES = " between slices"  # ends the kind of what TPU slices exchange among each other
+_MESSAGES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +28,7 @@ class Collective:
     """One collective of a program, or several that are alike.
 
     Attributes:
-        kind: "all-reduce", "all-gather", ...
+        kind: "all-reduce", "all-gather", ...; "all-reduce between slices" for messages over the data-centre network.
         axes: the mesh axes that the exchange is over; "?" if the groups are not those of any axes.
         groups: number of groups of devices that exchange among themselves.
         group_size: devices in a group.
@@ -49,18 +57,24 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         The collectives, the largest first.
     """
     found: dict[tuple[str, str, int, int, bool], list[int]] = {}
+    starts = _starts(module)
+    chains = {_chain(module.computations[computation][name]) for computation, name in starts}
     for item in executed(module):
         kind = _kind(item)
         if kind is None:
             continue
+        if _chain(item.instruction) in chains and (item.computation, item.instruction.name) not in starts:
+            continue  # the rest of one that was counted where it starts
         groups = replica_groups(item.instruction.attributes, module.num_devices)
         size = module.num_devices if groups is None else max(map(len, groups))
         payload = module.operand_bytes(item.computation, item.instruction)
         if kind == "all-gather":
             payload *= size
-        if kind == BETWEEN_SLICES:
+        if kind.endswith(BETWEEN_SLICES):
             sent = module.computations[item.computation].get(item.instruction.operands[0])
             payload = 0 if sent is None else shape_bytes(sent.shape)
+            slices = prod(mesh_shape.values()) // module.num_devices
+            payload *= slices if kind == "all-gather" + BETWEEN_SLICES else 1
             axes, count, size = "between slices", 1, 0
         elif size == 1:
             continue  # a device by itself exchanges nothing
@@ -80,9 +94,31 @@ def _kind(item: Executed) -> str | None:
     opcode = item.instruction.opcode.removesuffix("-start")
     if opcode in KINDS:
         return opcode
-    if item.instruction.opcode == "send" and "_xla_megascale_transfer_type" in item.instruction.attributes:
-        return BETWEEN_SLICES  # TPU slices reduce among each other by messages over the data-centre network
+    message = re.search(r'_xla_megascale_transfer_type="(\w+)"', item.instruction.attributes)
+    if item.instruction.opcode == "send" and message:  # TPU slices run a program each
+        return _MESSAGES.get(message[1], message[1].lower()) + BETWEEN_SLICES
     return None
+
+
+def _starts(module: Module) -> set[tuple[str, str]]:
+    """Where collectives start that a TPU runs beside other work: computation and name.
+
+    It makes a chain of several fusions of such a one, and each holds it.
+    """
+    return {
+        (computation, name)
+        for computation, known in module.computations.items()
+        for instruction in known.values()
+        if instruction.opcode == "custom-call" and '"AsyncCollectiveStart"' in instruction.attributes
+        for name in instruction.operands
+        if name in known and _chain(known[name]) is not None
+    }
+
+
+def _chain(instruction: Instruction) -> tuple[str, str] | None:
+    """Which chain of fusions a collective belongs to; None for one that is whole."""
+    number = re.search(r'chain_id="(\d+)"', instruction.attributes)
+    return None if number is None else (instruction.opcode, number[1])
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | None:
@@ -154,16 +190,3 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
     if len(wanted) == 1 and len(mesh_shape) == 1 and int(np.prod(list(mesh_shape.values()))) % len(groups[0]) == 0:
         return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
     return "?"
-
-
-def host_transfers(module: Module) -> int:
-    """How often one call of a program moves data between a device and its host, besides arguments and results."""
-    total = 0
-    for item in executed(module):
-        opcode, attributes = item.instruction.opcode, item.instruction.attributes
-        by_message = opcode in ("send", "recv") and "is_host_transfer=true" in attributes
-        if opcode in ("infeed", "outfeed") or (by_message and "_xla_megascale" not in attributes):
-            total += item.times
-        elif opcode in ("copy-start", "dynamic-update-slice", "dynamic-slice") and "S(5)" in item.instruction.shape:
-            total += item.times  # memory space 5 is the host's
-    return total

@@ -22,6 +22,7 @@ class Chip:
         link_bytes_per_s: what a chip can send to others of its domain, over all its links together.
         domain_chips: most chips that these links join; beyond it there is the network.
         network_bytes_per_s: what a chip can send over the network; None: nothing is published.
+        host_bytes_per_s: what a chip and its host can copy, each way; None: nothing is published.
         source: where the figures stand.
     """
 
@@ -33,6 +34,7 @@ class Chip:
     link_bytes_per_s: float
     domain_chips: int
     network_bytes_per_s: float | None
+    host_bytes_per_s: float | None
     source: str
 
 
@@ -48,7 +50,7 @@ def load_chips() -> dict[str, Chip]:
 
 
 def _chip(name: str, figures: dict[str, Any]) -> Chip:
-    network = figures["network_gb_per_s"]
+    network, host = figures["network_gb_per_s"], figures["host_gb_per_s"]
     return Chip(
         name=name,
         kinds=tuple(figures["kinds"]),
@@ -58,6 +60,7 @@ def _chip(name: str, figures: dict[str, Any]) -> Chip:
         link_bytes_per_s=figures["interconnect_gb_per_s"] * 1e9 / 2,  # published for both directions together
         domain_chips=figures["domain_chips"],
         network_bytes_per_s=None if network is None else network * 1e9,
+        host_bytes_per_s=None if host is None else host * 1e9,
         source=figures["source"],
     )
 

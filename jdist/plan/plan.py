@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import prepare
 from jdist.experiment.summary import arithmetic
 from jdist.plan import roofline
 from jdist.plan.check import MemoryCheck, check_memory
-from jdist.plan.collectives import Collective, collectives, host_transfers
+from jdist.plan.collectives import Collective, collectives
 from jdist.plan.compile import CompiledStep, Memory, TooLarge, compile_step
 from jdist.plan.hardware import Chip, chip_of
+from jdist.plan.host import host_copies
 from jdist.plan.step import plan_step
 from jdist.plan.target import Target, find_target_devices, strategy_on
+from jdist.strategies.topology import parse_topology
+
+MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +44,12 @@ class Plan:
         flops: operations of matrix products and convolutions on one device.
         bytes_moved: between a device and its memory.
         collectives: what the devices exchange in one step.
-        host_transfers: moves between a device and its host inside one call.
+        host_transfers: copies between a device and its host.
+        host_bytes: of these copies, on one device.
         steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
         estimates: a model of the step's time; empty if the chip has no public figures here.
+        not_in_model: what that model leaves out, in words.
+        domain_chips: how many chips the model takes the fast links to join; 0 without a model.
         chip: those figures.
         checks: predicted and measured memory, where a step could be run.
         compile_s: seconds to lower and compile.
@@ -58,8 +67,11 @@ class Plan:
     bytes_moved: float = 0.0
     collectives: tuple[Collective, ...] = ()
     host_transfers: int = 0
+    host_bytes: int = 0
     steps_per_call: int = 1
     estimates: tuple[roofline.Estimate, ...] = ()
+    not_in_model: tuple[str, ...] = ()
+    domain_chips: int = 0
     chip: Chip | None = None
     checks: tuple[MemoryCheck, ...] = ()
     compile_s: float = 0.0
@@ -96,9 +108,10 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         The plan.
 
     Raises:
-        ConfigError: the config names something that is not there.
+        ConfigError: the config names something that is not there, or a global batch beyond all limits.
         DeviceError: the target's devices cannot be found or described.
     """
+    check_global_batch("train.global_batch", config.train.global_batch)
     devices = find_target_devices(target)
     parts = prepare(config, document, make=functools.partial(strategy_on, target, devices), to_run=False)
     kind, steps = devices[0].device_kind, config.train.steps_per_call
@@ -121,25 +134,56 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         return dataclasses.replace(plan, refusal=compiled, capacity=available)
     mesh = parts.strategy.mesh
     exchanged = _per_step(compiled, {} if mesh is None else mesh.shape, steps)
-    moved = compiled.bytes_moved / steps
-    estimates = (
-        tuple(
-            roofline.estimate(chip, flops=planned.flops, memory_bytes=moved, exchanged=exchanged, chips=n)
-            for n in sorted({*roofline.CHIPS, plan.num_devices} - {1})
-        )
-        if chip is not None
-        else ()
-    )
-    return dataclasses.replace(
+    copies = host_copies(compiled.module)
+    plan = dataclasses.replace(
         plan,
         memory=compiled.memory,
-        bytes_moved=moved,
+        bytes_moved=compiled.bytes_moved / steps,
         collectives=exchanged,
-        host_transfers=host_transfers(compiled.module),
-        estimates=estimates,
+        host_transfers=-(-copies.count // steps),
+        host_bytes=copies.bytes // steps,
+    )
+    return dataclasses.replace(
+        plan if chip is None else _with_model(plan, chip, target),
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
         compile_s=compiled.compile_s,
     )
+
+
+def check_global_batch(name: str, rows: int) -> None:
+    """Refuses a global batch that no compiler takes.
+
+    Raises:
+        ConfigError: it has more than `MOST_ROWS` rows.
+    """
+    if rows > MOST_ROWS:
+        raise ConfigError(f"{name} is {rows:,}; a plan takes global batches of at most {MOST_ROWS:,} rows.")
+
+
+def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
+    """The plan with a model of its step's time."""
+    topology = parse_topology(target.name) if target.platform == "tpu" else None
+    domain = math.prod(topology.shape) if topology is not None and topology.slices > 1 else chip.domain_chips
+    missing = []
+    if plan.num_devices == 1:
+        missing.append("more than one chip: it was compiled for one device, which does not show what several exchange")
+    if plan.host_bytes:
+        missing.append("the update that the hosts compute: of hosts there are no public figures")
+    estimates = tuple(
+        roofline.estimate(
+            chip,
+            flops=plan.flops,
+            memory_bytes=plan.bytes_moved,
+            exchanged=plan.collectives,
+            chips=n,
+            domain_chips=domain,
+            host_bytes=plan.host_bytes * plan.num_devices,
+        )
+        for n in sorted({*roofline.CHIPS, plan.num_devices} if plan.num_devices > 1 else {1})
+    )
+    if any(e.host_s is None for e in estimates):
+        missing.append(f"{plan.host_bytes:,} bytes between each chip and its host: no public figure of their link")
+    return dataclasses.replace(plan, estimates=estimates, not_in_model=tuple(missing), domain_chips=domain)
 
 
 def _per_step(compiled: CompiledStep, mesh_shape: Mapping[str, int], steps: int) -> tuple[Collective, ...]:

@@ -10,11 +10,14 @@ from jdist.plan.hardware import Chip
 
 CHIPS = (8, 64, 512, 4096)
 FORMULA = (
-    "compute = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f x bytes / link "
-    "bandwidth, f = 2(n-1)/n for an all-reduce, (n-1)/n for a gather, scatter or all-to-all, 1 for a permute; beyond "
-    "the d chips that the links join + 2(m-1)/m x bytes / d / network bandwidth over the m = n/d domains; "
-    "step = compute + exchange, without overlap; share = exchange / step; the batch of a replica stays the same"
+    "compute = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
+    "bandwidth, each over all n chips, k = min(n, d) of which links join, f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
+    "gather, scatter or all-to-all, 1 for a permute; beyond d + sum of f(m) x what crosses / network bandwidth over the "
+    "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / d (of a "
+    "permute or all-to-all all bytes); host = bytes that all chips copy to and from their hosts / n / host link; step = "
+    "compute + exchange + host, without overlap; share = exchange / step; the batch of a replica stays the same"
 )
+_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # nothing is put together before it crosses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +28,22 @@ class Estimate:
         chips: how many, one replica each.
         compute_s: time of computation, seconds.
         exchange_s: time of communication; None where the network's figure is not published.
+        host_s: time of copies between the chip and its host; None where the link's figure is not published.
         bound: "compute" or "memory": what limits the computation.
     """
 
     chips: int
     compute_s: float
     exchange_s: float | None
+    host_s: float | None
     bound: str
 
     @property
     def step_s(self) -> float | None:
-        """Computation, then communication."""
-        return None if self.exchange_s is None else self.compute_s + self.exchange_s
+        """Computation, then communication, then copies."""
+        if self.exchange_s is None or self.host_s is None:
+            return None
+        return self.compute_s + self.exchange_s + self.host_s
 
     @property
     def exchange_share(self) -> float | None:
@@ -46,7 +53,16 @@ class Estimate:
         return self.exchange_s / self.step_s if self.step_s else 0.0
 
 
-def estimate(chip: Chip, *, flops: float, memory_bytes: float, exchanged: Sequence[Collective], chips: int) -> Estimate:
+def estimate(
+    chip: Chip,
+    *,
+    flops: float,
+    memory_bytes: float,
+    exchanged: Sequence[Collective],
+    chips: int,
+    domain_chips: int | None = None,
+    host_bytes: float = 0,
+) -> Estimate:
     """The model's step time on some number of chips, the work of each chip staying the same.
 
     Args:
@@ -55,34 +71,45 @@ def estimate(chip: Chip, *, flops: float, memory_bytes: float, exchanged: Sequen
         memory_bytes: bytes that one step moves to and from the chip's memory.
         exchanged: collectives of one step; their bytes are those of one device.
         chips: how many chips exchange.
+        domain_chips: how many of them the links join, where a topology of several slices says so; None: as many as
+            the links of this kind of chip join at most.
+        host_bytes: bytes that one step copies between all chips together and their hosts.
 
     Returns:
         The estimate; `FORMULA` says how it is made.
     """
     by_flops, by_memory = flops / chip.flops_per_s, memory_bytes / chip.hbm_bytes_per_s
-    near = min(chips, chip.domain_chips)
-    domains = -(-chips // near)
+    near = min(chips, chip.domain_chips if domain_chips is None else domain_chips)
     exchange: float | None = 0.0
     for collective in exchanged:
-        if collective.kind == BETWEEN_SLICES:
-            continue  # the same bytes as those inside a slice, on their way on
-        exchange += _factor(collective.kind, near) * collective.bytes / chip.link_bytes_per_s
-    if domains > 1:
-        if chip.network_bytes_per_s is None:
-            exchange = None
-        else:
-            total = sum(c.bytes for c in exchanged if c.kind != BETWEEN_SLICES)
-            exchange += 2 * (domains - 1) / domains * total / near / chip.network_bytes_per_s
+        if not collective.kind.endswith(BETWEEN_SLICES):
+            exchange += _factor(collective.kind, near) * collective.bytes / chip.link_bytes_per_s
+    crossing = _crossing(exchanged, near, -(-chips // near))
+    if crossing:
+        network = chip.network_bytes_per_s
+        exchange = None if network is None else exchange + crossing / network
+    link = chip.host_bytes_per_s
     return Estimate(
         chips=chips,
         compute_s=max(by_flops, by_memory),
         exchange_s=exchange,
+        host_s=0.0 if not host_bytes else None if link is None else host_bytes / chips / link,
         bound="compute" if by_flops >= by_memory else "memory",
     )
 
 
+def _crossing(exchanged: Sequence[Collective], near: int, domains: int) -> float:
+    """Bytes that a chip sends over the network to other domains, of `near` chips each."""
+    messages = [c for c in exchanged if c.kind.endswith(BETWEEN_SLICES)]
+    if messages:  # the program was compiled for several slices, and the compiler has said what crosses
+        return sum(_factor(c.kind.removesuffix(BETWEEN_SLICES), domains) * c.bytes for c in messages)
+    return sum(_factor(c.kind, domains) * c.bytes / (1 if c.kind in _DIRECT else near) for c in exchanged)
+
+
 def _factor(kind: str, n: int) -> float:
-    """Bytes that a chip sends for each byte of payload, in a ring or a torus of `n` chips."""
+    """Bytes that one of `n` chips, or domains, sends for each byte of payload, in a ring or a torus."""
+    if n == 1:
+        return 0.0
     if kind == "all-reduce":
         return 2 * (n - 1) / n
     return 1.0 if kind == "collective-permute" else (n - 1) / n

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from jdist.errors import ConfigError
-from jdist.plan.plan import Plan
+from jdist.plan.plan import Plan, check_global_batch
 
 
 def parse_sweep(text: str) -> list[int]:
@@ -19,12 +19,18 @@ def parse_sweep(text: str) -> list[int]:
         The batches.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or one of them is larger than any plan takes.
 
     Example:
         >>> parse_sweep("global_batch=128..1000")
         [128, 256, 512]
     """
+    batches = _batches(text)
+    check_global_batch("--sweep: global_batch", batches[-1])
+    return batches
+
+
+def _batches(text: str) -> list[int]:
     listed = re.fullmatch(r"(?:train\.)?global_batch=(\d+(?:,\d+)*)", text)
     if listed and all(int(n) for n in listed[1].split(",")):
         return sorted({int(n) for n in listed[1].split(",")})

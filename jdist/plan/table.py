@@ -62,7 +62,7 @@ def _memory(plan: Plan) -> list[str]:
         ("  outputs", size(m.outputs), f"{size(m.aliased)} of it in place of donated arguments"),
         ("  temporaries", size(m.temporaries), "activations, gradients, buffers"),
         ("  program", size(m.code), ""),
-        ("  host", size(m.host), f"{plan.host_transfers} moves between device and host in a step"),
+        ("  host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
         ("  total", size(m.total), _verdict(plan)),
     ]
     return [title, *_aligned(rows)]
@@ -107,28 +107,34 @@ def _collectives(plan: Plan) -> list[str]:
 def _model(plan: Plan) -> list[str]:
     if plan.chip is None:
         return [f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}"]
-    rows = [("  chips", "compute", "exchange", "step", "exchange / step", "bound by")]
+    rows = [("  chips", "compute", "exchange", "host", "step", "exchange / step", "bound by")]
     for e in plan.estimates:
-        if e.exchange_s is None or e.step_s is None or e.exchange_share is None:
-            rows.append((f"  {e.chips:,}", duration(e.compute_s), "?", "?", "?", "no public figure of the network"))
-            continue
+        times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.compute_s)]
+        bound = max(times, key=lambda named: named[1] or 0.0)[0]
+        exchange, host, step = ("?" if s is None else duration(s) for s in (e.exchange_s, e.host_s, e.step_s))
         rows.append(
             (
                 f"  {e.chips:,}",
                 duration(e.compute_s),
-                duration(e.exchange_s),
-                duration(e.step_s),
-                f"{e.exchange_share:.1%}",
-                e.bound if e.exchange_s < e.compute_s else "exchange",
+                exchange,
+                host,
+                step,
+                "?" if e.exchange_share is None else f"{e.exchange_share:.1%}",
+                bound if e.step_s is not None else "no public figure of the " + _unknown(e),
             )
         )
     formula = textwrap.wrap(roofline.FORMULA, 110, initial_indent="  ", subsequent_indent="  ")
+    missing = [f"  not in the model: {what}" for what in plan.not_in_model]
     peaks = (
         f"  {plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
         f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
-        f"up to {plan.chip.domain_chips:,} chips ({plan.chip.source})"
+        f"d = {plan.domain_chips:,} chips ({plan.chip.source})"
     )
-    return ["time of a step: a model from public peaks, not a measurement", *_aligned(rows), *formula, peaks]
+    return ["time of a step: a model from public peaks, not a measurement", *_aligned(rows), *missing, *formula, peaks]
+
+
+def _unknown(estimate: roofline.Estimate) -> str:
+    return "network" if estimate.exchange_s is None else "host's link"
 
 
 def _checks(plan: Plan) -> list[str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jdist.strategy import Device, Strategy
 
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
+MOST_CPU_DEVICES = 2048
 KNOWN = 'a TPU such as "v5e:2x4", "v6e:16x16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
 
 
@@ -42,7 +43,7 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Reads what `--topology` says.
+    """Reads what `--topology` says; starts no JAX devices.
 
     Args:
         name: "cpu:8", "gpu", "gpu:4", or a TPU topology.
@@ -51,21 +52,26 @@ def parse_target(name: str) -> Target:
         The target.
 
     Raises:
-        DeviceError: none of these; lists the forms.
+        DeviceError: none of these, which lists the forms; or more CPU devices than a process can have.
 
     Example:
         >>> parse_target("cpu:8").count
         8
     """
     match = re.fullmatch(r"(cpu|gpu)(?::([1-9]\d*))?", name)
+    if match and match[1] == "cpu" and int(match[2] or 0) > MOST_CPU_DEVICES:
+        raise DeviceError(
+            f"--topology is {name!r}; a process has at most {MOST_CPU_DEVICES:,} virtual CPU devices, beyond which JAX takes "
+            f"them for another process's. Write cpu:{MOST_CPU_DEVICES} or less, or a TPU such as v5p:16x16x16 for more."
+        )
     if match:
         return Target(name=name, platform=match[1], count=int(match[2]) if match[2] else None)
-    if ":" not in name or name.startswith(("cpu", "gpu")):
-        near = difflib.get_close_matches(name, ["cpu:8", "gpu", "v4:2x2x1", "v5e:2x4", "v5p:8x8x8", "v6e:16x16"], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
-    from jdist.strategies.topology import parse_topology
+    from jdist.strategies.topology import nearest, parse_topology
 
+    if ":" not in name or name.lower().startswith(("cpu", "gpu")):
+        near = difflib.get_close_matches(name.lower(), ["cpu:8", "gpu"], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else nearest(name)
+        raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
     parse_topology(name)
     return Target(name=name, platform="tpu")
 

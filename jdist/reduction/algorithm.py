@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from jdist.errors import StrategyError
 
 PyTree = Any
 
@@ -20,12 +23,14 @@ class Reduction(NamedTuple):
         apply: `(tree, carry, axes) -> (tree summed over the mesh axes, carry)`; called where `axes` are bound.
         exact: whether `apply` gives the sum itself and keeps nothing. One that does not serves gradients alone; metrics
             and `jdist.all_reduce` then use `psum`, and the carry becomes part of the state.
+        num_replicas: for how many replicas it is; None: for any number.
     """
 
     name: str
     init: Callable[[PyTree], PyTree]
     apply: Callable[[PyTree, PyTree, tuple[str, ...]], tuple[PyTree, PyTree]]
     exact: bool = True
+    num_replicas: int | None = None
 
 
 def axes_size(axes: tuple[str, ...]) -> int:
@@ -33,6 +38,57 @@ def axes_size(axes: tuple[str, ...]) -> int:
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
-def keeping_nothing(name: str, total: Callable[[PyTree, tuple[str, ...]], PyTree]) -> Reduction:
+def apply_reduction(reduction: Reduction, tree: PyTree, carry: PyTree, axes: tuple[str, ...]) -> tuple[PyTree, PyTree]:
+    """Calls an algorithm, which may be a user's own, and looks at what it returns.
+
+    Args:
+        reduction: the algorithm.
+        tree: pytree of arrays.
+        carry: what it kept.
+        axes: mesh axes that are bound.
+
+    Returns:
+        `(tree summed over the axes, carry)`.
+
+    Raises:
+        StrategyError: that is no such pair, or one of the two has another tree, shape or dtype than what went in.
+    """
+    result = reduction.apply(tree, carry, axes)
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise StrategyError(
+            f"all-reduce {reduction.name}: `apply(tree, carry, axes)` returned {got}; it must return the pair "
+            "`(sums, carry)`. Return the carry it was given, `()`, where nothing is kept."
+        )
+    for name, given, made in (("sums", jax.tree.map(_summed, tree), result[0]), ("carry", carry, result[1])):
+        difference = _difference(given, made)
+        if difference:
+            raise StrategyError(
+                f"all-reduce {reduction.name}: `apply(tree, carry, axes)` returned {name} of another form than the "
+                f"{'tree' if name == 'sums' else name} it was given: {difference}. Return the same tree, shapes and dtypes."
+            )
+    return result
+
+
+def _summed(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
+
+
+def _difference(given: PyTree, made: PyTree) -> str:
+    """The first difference between two trees, in words; empty where there is none."""
+    if jax.tree.structure(given) != jax.tree.structure(made):
+        return f"{jax.tree.structure(made)!s:.200} instead of {jax.tree.structure(given)!s:.200}"
+    for (path, want), got in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(made), strict=True):
+        kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in (want, got)]
+        if kinds[0] != kinds[1]:
+            return f"leaf {jax.tree_util.keystr(path) or 'itself'} is {kinds[1]} instead of {kinds[0]}"
+    return ""
+
+
+def keeping_nothing(
+    name: str, total: Callable[[PyTree, tuple[str, ...]], PyTree], *, num_replicas: int | None = None
+) -> Reduction:
     """The Reduction of a function `(tree, axes) -> sum` without a carry."""
-    return Reduction(name, lambda tree: (), lambda tree, carry, axes: (total(tree, axes), carry))
+    return Reduction(
+        name, lambda tree: (), lambda tree, carry, axes: (total(tree, axes), carry), num_replicas=num_replicas
+    )

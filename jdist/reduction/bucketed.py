@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, keeping_nothing
@@ -33,8 +34,9 @@ def bucketed(bytes_per_pack: int) -> Reduction:
         >>> jdist.reduction.bucketed(bytes_per_pack=4_000_000).name
         'bucketed(4000000)'
     """
-    if not isinstance(bytes_per_pack, int) or isinstance(bytes_per_pack, bool) or bytes_per_pack < 0:
+    if not isinstance(bytes_per_pack, int | np.integer) or isinstance(bytes_per_pack, bool) or bytes_per_pack < 0:
         raise StrategyError(f"bucketed: `bytes_per_pack` is {bytes_per_pack!r}; it must be an integer of at least 0.")
+    bytes_per_pack = int(bytes_per_pack)
 
     def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)

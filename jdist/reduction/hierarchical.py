@@ -24,8 +24,8 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
         outer: how many groups there are; or the name of the other mesh axis.
 
     Returns:
-        The Reduction. Where it is traced, a StrategyError tells if the sizes do not multiply to the number of replicas,
-        or if the step's mesh has no such axes.
+        The Reduction. A strategy of another number of replicas than the sizes make refuses it with a StrategyError, and
+        where it is traced one tells if the step's mesh has no such axes.
 
     Raises:
         StrategyError: `inner` and `outer` are neither two positive integers nor two names.
@@ -54,6 +54,8 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
 
         return by_vectors(total, tree)
 
+    if isinstance(inner, int) and isinstance(outer, int):
+        return keeping_nothing(name, sum_of, num_replicas=inner * outer)
     return keeping_nothing(name, sum_of)
 
 

@@ -44,7 +44,7 @@ def make_strategy(name: str, /, **options: Any) -> Strategy:
         >>> jdist.make_strategy("one_device", device="cpu:0").num_replicas
         1
     """
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise StrategyError(
             f"there is no strategy {name!r}.{_nearest(str(name), STRATEGIES)} Known: {', '.join(STRATEGIES)}."
         )

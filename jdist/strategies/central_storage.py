@@ -10,10 +10,15 @@ from jdist.reduction import psum
 from jdist.strategies.devices import find_devices
 from jdist.strategies.local import LOCAL, strategy_over
 from jdist.strategy import Strategy
-from jdist.transforms import central
+from jdist.transforms import central, placement
 
 CENTRAL = dataclasses.replace(
-    LOCAL, init=central.init, fetch=central.fetch, run=central.run, distribute=central.distribute
+    LOCAL,
+    init=central.init,
+    fetch=central.fetch,
+    check=placement.check_in_parts,
+    run=central.run,
+    distribute=central.distribute,
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jdist.context import current_strategy
+from jdist.context import current_strategy, set_process_wide
+from jdist.errors import StrategyError
 from jdist.reduction import psum
 from jdist.strategies.local import LOCAL
 from jdist.strategy import Strategy
@@ -27,3 +28,17 @@ def default() -> Strategy:
 def get_strategy() -> Strategy:
     """The current strategy: that of the innermost `strategy.scope()` or step, else `set_strategy`'s, else default's."""
     return current_strategy() or _DEFAULT
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Makes `strategy` the current one for the whole process, outside every `scope()`; None undoes it.
+
+    Raises:
+        StrategyError: it is no strategy.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise StrategyError(
+            f"jdist.set_strategy needs a strategy, or None to undo it; it got {strategy!r}. Write "
+            "`jdist.set_strategy(jdist.mirrored())`."
+        )
+    set_process_wide(strategy)

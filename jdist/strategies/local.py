@@ -35,10 +35,16 @@ def strategy_over(
     """A strategy with one replica a device, on a mesh of one axis in the order of `devices`.
 
     Raises:
-        StrategyError: `axis` is no name.
+        StrategyError: `axis` is no name, or the all-reduce is for another number of replicas.
     """
     if not isinstance(axis, str) or not axis.isidentifier():
         raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
+    fits = reduction.num_replicas in (None, len(devices))
+    if not fits and len(devices) > 1:  # a single replica reduces nothing
+        raise StrategyError(
+            f"the all-reduce {reduction.name} is for {reduction.num_replicas} replicas, but there are {len(devices)}, one a "
+            "device. Give it sizes whose product is that number, or name as many `devices`."
+        )
     # Auto, not the default Explicit: sharding must not become part of every array's type inside users' models.
     mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
     return Strategy(
@@ -50,3 +56,16 @@ def strategy_over(
         reduction=reduction,
         operations=operations,
     )
+
+
+def check_reduction(reduction: Reduction, transform: Transform) -> None:
+    """Refuses an all-reduce algorithm that a transform would leave out.
+
+    Raises:
+        StrategyError: it is not `psum`, and the compiler places the all-reduces.
+    """
+    if transform == "jit" and reduction.name != "psum":
+        raise StrategyError(
+            f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
+            'chooses their algorithm. Leave `all_reduce` at "psum", or use transform="shard_map" or "pmap".'
+        )

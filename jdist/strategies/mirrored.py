@@ -9,7 +9,7 @@ from jdist.errors import StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.devices import find_devices
-from jdist.strategies.local import strategy_over
+from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategy import Strategy, Transform
 
 
@@ -42,11 +42,7 @@ def mirrored(
     if transform not in get_args(Transform):
         raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, get_args(Transform)))}.")
     reduction = make_reduction(all_reduce)
-    if transform == "jit" and reduction.name != "psum":
-        raise StrategyError(
-            f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
-            'chooses their algorithm. Leave `all_reduce` at "psum", or use transform="shard_map" or "pmap".'
-        )
+    check_reduction(reduction, transform)
     return strategy_over(
         find_devices(devices),
         name="mirrored",

@@ -32,7 +32,11 @@ CHIPS: dict[str, dict[str, Any]] = {
     "v6e": {},
     "tpu7x": {},
 }
+EXAMPLES = ("v4:2x2x1", "v5e:2x4", "v5p:8x8x8", "v6e:16x16")
 FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", or "v5p:8x8x8,slices=2" for several slices'
+
+
+_FORM = r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +74,35 @@ def parse_topology(name: str) -> Topology:
         >>> parse_topology("v5p:8x8x8").shape
         (8, 8, 8)
     """
-    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?", str(name))
+    match = re.fullmatch(_FORM, str(name))
     if match is None:
-        raise DeviceError(f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}. {_chips(str(name))}")
+        raise DeviceError(
+            f"{name!r} names no topology; write CHIP:SHAPE, such as {FORMS}.{nearest(str(name))} {_CHIPS}"
+        )
     chip, shape, slices = match.groups()
     if chip not in CHIPS:
-        raise DeviceError(f"{name!r}: there is no TPU {chip!r}. {_chips(chip)}")
+        raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}")
     return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
 
 
-def _chips(name: str) -> str:
-    near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Chips: {', '.join(CHIPS)}."
+_CHIPS = f"Chips: {', '.join(CHIPS)}."
+
+
+def nearest(name: str) -> str:
+    """What somebody may have meant who wrote `name`, as a sentence for an error; empty where nothing is near.
+
+    Example:
+        >>> nearest("V5E:4x4"), nearest("v5p")
+        (" Did you mean 'v5e:4x4'?", " Did you mean 'v5p:8x8x8'?")
+    """
+    chip, _, rest = name.lower().partition(":")
+    near = difflib.get_close_matches(chip, CHIPS, n=1)
+    if not near:
+        return ""
+    meant = f"{near[0]}:{rest}"
+    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or is near: a shape that it has
+        meant = next((example for example in EXAMPLES if example.startswith(near[0])), f"{near[0]}:2x2")
+    return f" Did you mean {meant!r}?"
 
 
 def topology_devices(name: str) -> tuple[Device, ...]:
@@ -112,7 +133,13 @@ def topology_devices(name: str) -> tuple[Device, ...]:
                 f"{topology.chip}:{'x'.join(map(str, topology.shape))}", "tpu", **options
             )
     except (RuntimeError, NotImplementedError) as exc:
-        reason = str(exc).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ")
+        reason = str(exc).partition("\n")[0]
+        if not reason.startswith("INVALID_ARGUMENT: "):  # the topology was not looked at
+            raise DeviceError(
+                f"libtpu, which holds the TPU compiler, cannot be loaded: {reason}. Install it again, pip install "
+                "--force-reinstall 'jdist[plan-tpu]', and unset TPU_LIBRARY_PATH if it is set."
+            ) from exc
+        reason = reason.removeprefix("INVALID_ARGUMENT: ")
         raise DeviceError(f"libtpu cannot describe {name!r}: {reason}. Forms: {FORMS}.") from exc
     return in_interconnect_order(found.devices)
 
@@ -133,11 +160,16 @@ def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(mesh_utils.create_hybrid_device_mesh((per_slice,), (len(slices),), devices=devices).flat)
 
 
-def local_tpu_devices() -> tuple[Device, ...]:
-    """The TPU devices of this machine, in the order of their interconnect; starts the TPU if nothing has yet.
+def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
+    """The devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
+
+    Starts the TPU if nothing has yet.
+
+    Args:
+        num_processes: how many processes drive it, one a host.
 
     Raises:
-        DeviceError: JAX sees no TPU here, or one that several hosts share.
+        DeviceError: JAX sees no TPU here, or one of another number of hosts.
     """
     try:
         devices = jax.devices("tpu")
@@ -149,13 +181,24 @@ def local_tpu_devices() -> tuple[Device, ...]:
             "Cloud TPU VM: pip install 'jdist[tpu]', and leave JAX_PLATFORMS unset. To compile for a TPU that is not "
             'here: jdist.tpu(topology="v5e:2x4").'
         ) from exc
-    hosts = {d.process_index for d in devices}
-    if len(hosts) > 1:
+    return by_host(in_interconnect_order(devices), num_processes)
+
+
+def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]:
+    """The devices with those of each host together, so that a process feeds successive rows; else in their order.
+
+    Raises:
+        DeviceError: they are of another number of hosts than there are processes.
+    """
+    hosts = list(dict.fromkeys(d.process_index for d in devices))
+    if len(hosts) != num_processes:
+        processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
         raise DeviceError(
-            f"this TPU slice spans {len(hosts)} hosts, {len(devices)} devices; `jdist.tpu` drives those of one host. Take "
-            "a slice of one host, such as v5e-8."
+            f"this TPU spans {len(hosts)} hosts, {len(devices)} devices, but the cluster in the environment has {processes}. "
+            "Start the program on every host with the variables that docs/clusters.md names, or take a slice of one host, "
+            "such as v5e-8."
         )
-    return in_interconnect_order(devices)
+    return tuple(sorted(devices, key=lambda d: hosts.index(d.process_index)))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,14 @@ import dataclasses
 import os
 from typing import get_args
 
+from jdist.cluster import runtime
+from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.resolvers.resolve import resolve
 from jdist.errors import StrategyError
-from jdist.reduction import Reduction, make_reduction
-from jdist.strategies.local import strategy_over
-from jdist.strategies.topology import local_tpu_devices, topology_devices
+from jdist.reduction import make_reduction
+from jdist.reduction.by_name import AllReduce
+from jdist.strategies.local import check_reduction, strategy_over
+from jdist.strategies.topology import attached_tpu_devices, topology_devices
 from jdist.strategy import Strategy, Transform
 
 
@@ -18,14 +22,15 @@ def tpu(
     name: str | None = None,
     *,
     transform: Transform = "shard_map",
-    all_reduce: str | Reduction = "psum",
+    all_reduce: AllReduce = "psum",
     axis: str = "replica",
 ) -> Strategy:
     """Runs a step on every TPU device: as `mirrored`, on a mesh in the order of the interconnect.
 
     Neighbours on the mesh are neighbours in the torus; where there are several slices, each lies on the mesh in
-    one piece, so that only a reduction between slices crosses the data-centre network. Calling it again gives
-    the same devices: JAX starts a TPU once in a process.
+    one piece, so that only a reduction between slices crosses the data-centre network. Where the environment describes
+    several hosts (`jdist.cluster.resolve`), their processes come together first, as under `multi_worker`. Calling it
+    again gives the same devices: JAX starts a TPU once in a process.
 
     Args:
         topology: None for the TPU of this machine (a Cloud TPU VM, Colab). A name such as "v5p:8x8x8" or
@@ -33,7 +38,7 @@ def tpu(
         name: the TPU's name, as `TPUClusterResolver(tpu=name)` takes it. JAX drives the TPU of the machine it runs
             on, so the name is only compared with TPU_NAME; None, "" and "local" fit any.
         transform: "shard_map" or "jit"; as in `mirrored`. "pmap" too, without `topology`.
-        all_reduce: how replicas sum their gradients: a name, or a `jdist.reduction.Reduction`.
+        all_reduce: how replicas sum their gradients, as in `mirrored`.
         axis: name of the mesh axis, for steps that call `lax.pmean(x, axis_name=...)` themselves.
 
     Returns:
@@ -41,6 +46,8 @@ def tpu(
 
     Raises:
         DeviceError: there is no TPU here, no such topology, or libtpu is missing.
+        ClusterError: there are several hosts, and not all of their processes came.
+        ClusterConfigError: the environment does not describe a cluster that this process has a place in.
         StrategyError: `name`, `transform`, `all_reduce` or `axis` is not allowed.
 
     Example:
@@ -54,9 +61,18 @@ def tpu(
         raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
     _check_name(name)
     reduction = make_reduction(all_reduce)
-    devices = local_tpu_devices() if topology is None else topology_devices(topology)
+    check_reduction(reduction, transform)
+    if topology is not None:
+        made = strategy_over(
+            topology_devices(topology), name="tpu", axis=axis, transform=transform, reduction=reduction
+        )
+        return dataclasses.replace(made, topology=topology)
+    spec, waits, cluster = resolve(os.environ), CommunicationOptions(), None
+    if spec.num_processes > 1:
+        cluster = runtime.start(spec, timeout_s=waits.timeout_s, start_timeout_s=waits.start_timeout_s)
+    devices = attached_tpu_devices(spec.num_processes)
     made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
-    return dataclasses.replace(made, topology=topology)
+    return dataclasses.replace(made, cluster=cluster)
 
 
 def _check_name(name: str | None) -> None:

@@ -1,45 +1,48 @@
-"""Checkpoints: written behind the run's back, there whole or not at all, checked when read. The only importer of orbax.
+"""Checkpoints: written behind the run's back, there whole or not at all, checked when read.
 
     DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf and file, with crc32
-    DIRECTORY/step_00000500_save_00003/arrays/          the leaves, an orbax checkpoint of {"0": array, "1": array, ...}
+    DIRECTORY/step_00000500_save_00003/arrays/          the leaves; see checkpoint_arrays.py
+    DIRECTORY/step_00000500_save_00003/pieces_1/        what process 1 holds of leaves that are spread over processes
     DIRECTORY/.saving_...  .deleting_...                what a killed process left half done; removed by the next one
 
-A save is written under a hidden name, flushed to the disk, and only then renamed: the name is the commit. Saves are
-numbered, so a step saved again replaces nothing before its successor is whole, and "newest" means saved last.
-
-Orbax's managers are not used: their asynchronous save leaves views of CPU buffers that hinder the next step's donation,
-patches a running event loop (`nest_asyncio`) and may name an uncommitted step the latest. Its array handler alone is
-used, on a thread of its own, over host copies.
+A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
+process 0: the name is the commit. Saves are numbered, so a step saved again replaces nothing before its successor is
+whole, and "newest" means saved last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
+import itertools
 import math
 import operator
 import os
-import shutil
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
+from jdist.cluster.runtime import Runtime, alone
+from jdist.cluster.together import together
 from jdist.errors import CheckpointError
+from jdist.train import checkpoint_arrays as arrays
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint_disk import Damaged
+from jdist.train.checkpoint_pieces import Held
+from jdist.train.checkpoint_save import save_together
 from jdist.train.job import Job
+from jdist.train.shared_folder import open_shared
 from jdist.transforms.spread import is_spread
 
 PyTree = Any
+_opened = itertools.count(1)
 
 
 class CheckpointWarning(UserWarning):
@@ -65,11 +68,23 @@ class Restored:
     metadata: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Read:
+    path: Path
+    body: dict[str, Any]
+    order: list[int | None]
+    arrays: list[np.ndarray]
+    problems: list[str]
+
+
 class Checkpointer:
     """Saves state and data position in a directory, and finds the newest that can be read.
 
     Use it as a context manager, or call `close`: a save still in flight when the interpreter exits is lost (the
     checkpoint before it is not). Any number of readers and one writing run can share a directory.
+
+    With `cluster` all processes of a job make it, save and restore, each in the same order: each writes what it alone
+    holds, process 0 the rest and the commit. A checkpoint can be restored on any number of processes.
 
     Args:
         directory: where to save, on a mounted file system; made if need be.
@@ -78,10 +93,11 @@ class Checkpointer:
         best_mode: whether the best is the greatest ("max") or the least ("min").
         check: called with the state before each save; raises to prevent it. Pass `strategy.check`: saving reads
             one replica's copy, which would hide that replicas have diverged.
-        timeout_s: the longest that any call waits for devices, disk or another writer, in seconds.
+        timeout_s: the longest that any call waits for devices, disk, another writer or another process, in seconds.
+        cluster: the processes that save together, `strategy.cluster`; None: this one alone.
 
     Raises:
-        CheckpointError: an argument is not valid, or the directory cannot be made.
+        CheckpointError: an argument is not valid, the directory cannot be made, or the processes do not share it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -102,6 +118,7 @@ class Checkpointer:
         best_mode: Literal["max", "min"] = "max",
         check: Callable[[PyTree], None] | None = None,
         timeout_s: float = 600.0,
+        cluster: Runtime | None = None,
     ):
         if "://" in str(directory):
             raise CheckpointError(f"`directory`: {directory} is not on a mounted file system; give a local path")
@@ -117,11 +134,10 @@ class Checkpointer:
         self._damaged: set[str] = set()
         self._saving: tuple[int, Job] | None = None
         self._closed = False
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{self._directory}: cannot be made: {disk.reason(error)}") from error
-        strangers = disk.sweep(self._directory)
+        self._cluster = cluster or alone()
+        # What the processes exchange is named by this, as their paths may differ, and several may save at the same time.
+        self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
+        strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
         if strangers:
             text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
             warnings.warn(text, CheckpointWarning, stacklevel=2)
@@ -169,14 +185,18 @@ class Checkpointer:
         }
         leaves = codec.flatten(state)
         self.wait()
+        failpoints.reached(Point.BEFORE_SAVE)
         for path, leaf in leaves.items():
-            codec.check_savable(path, leaf)
+            codec.check_savable(path, leaf, self._cluster.num_processes)
         body["leaves"] = [codec.described(path, leaf) for path, leaf in leaves.items()]
-        if self._check is not None:
-            self._check(state)
-        copying = Job(lambda: [codec.host_copy(leaf) for leaf in leaves.values()])
-        arrays = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
-        self._saving = step, Job(lambda: self._write(body, arrays))
+        with self._cluster.blocked():
+            if self._check is not None:
+                self._check(state)
+            # What all processes compute is computed here: a thread of its own could do it in another order on another.
+            numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
+            copying = Job(lambda: [codec.held(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
+            held = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
+        self._saving = step, Job(lambda: self._write(body, held))
         if wait:
             self.wait()
 
@@ -189,7 +209,8 @@ class Checkpointer:
         if self._saving is not None:
             step, job = self._saving
             try:
-                job.result(self._timeout_s, f"saving step {step} in {self._directory}")
+                with self._cluster.blocked():
+                    job.result(self._timeout_s, f"saving step {step} in {self._directory}")
             finally:
                 if job.done():
                     self._saving = None
@@ -232,7 +253,42 @@ class Checkpointer:
         wanted = codec.flatten(like)
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.described(path, leaf) for path, leaf in wanted.items()]
-        paths = disk.committed(self._directory)
+        failpoints.reached(Point.BEFORE_RESTORE)
+        with self._cluster.blocked():
+            there = [path.name for path in disk.committed(self._directory)] if self._cluster.is_chief else []
+            # Process 0 says which there are: what others see of a shared folder may be older.
+            there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
+            with together(f"{self._name}: reading", self._timeout_s, self._cluster):
+                read = self._read([self._directory / name for name in there], described, step)
+            failpoints.reached(Point.IN_RESTORE)
+            names = self._cluster.exchange(
+                f"{self._name}: which was read",
+                None if read is None else read.path.name,
+                self._timeout_s,
+            )
+        if len(set(names)) > 1:
+            said = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
+            raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({said})")
+        if read is None:
+            return None
+        values = [
+            leaf if i is None else codec.placed(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
+            for i, (name, leaf) in zip(read.order, wanted.items(), strict=True)
+        ]
+        failpoints.reached(Point.AFTER_RESTORE)
+        for problem in read.problems:
+            text = f"{problem}. Going on from step {read.body['step']} instead."
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+        return Restored(
+            step=read.body["step"],
+            state=jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values),
+            data=read.body["data"],
+            metrics=read.body["metrics"],
+            metadata=read.body["metadata"],
+        )
+
+    def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
+        """The checkpoint among `paths` that `restore` takes, on the host."""
         if step is not None:
             found = sorted({disk.step(path) for path in paths})
             paths = [path for path in paths if disk.step(path) == step]
@@ -243,57 +299,26 @@ class Checkpointer:
             try:
                 body = disk.manifest(path)
                 order = codec.fit(path, body["leaves"], described)
-                reading = Job(lambda path=path, body=body: _read_arrays(path, body))
-                arrays = reading.result(self._timeout_s, f"reading {path}")
+                reading = Job(lambda path=path, body=body: arrays.read(path, body))
+                return _Read(path, body, order, reading.result(self._timeout_s, f"reading {path}"), problems)
             except Damaged as error:
                 problems.append(str(error))
                 self._damaged.add(path.name)
-                continue
-            values = [
-                leaf if i is None else codec.placed(name, arrays[i], body["leaves"][i].get("key"), leaf)
-                for i, (name, leaf) in zip(order, wanted.items(), strict=True)
-            ]
-            for problem in problems:
-                text = f"{problem}. Going on from step {body['step']} instead."
-                warnings.warn(text, CheckpointWarning, stacklevel=2)
-            return Restored(
-                step=body["step"],
-                state=jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values),
-                data=body["data"],
-                metrics=body["metrics"],
-                metadata=body["metadata"],
-            )
         if problems:
             raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  " + "\n  ".join(problems))
         return None
 
-    def _write(self, body: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    def _write(self, body: dict[str, Any], held: list[Held]) -> None:
         """All of a save that happens behind the run's back."""
-        path = self._directory / f"step_{body['step']:08d}"
-        part: Path | None = None
-        try:
-            with disk.only_writer(self._directory, self._timeout_s):
-                path = self._directory / f"{path.name}_save_{disk.next_number(self._directory):05d}"
-                part = path.with_name(f".saving_{path.name}")
-                part.mkdir()
-                for leaf, array in zip(body["leaves"], arrays, strict=True):
-                    leaf["stored"] = {"shape": list(array.shape), "dtype": str(array.dtype)}
-                    leaf["crc32"] = codec.crc32(array)
-                _check_room(part, arrays)
-                _store_arrays(part / "arrays", arrays)
-                disk.write_manifest(part, body)
-                disk.commit(part, path)
-                part = None
-                self._prune()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            if part is not None:
-                shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
-                text = "cannot be written; the checkpoints saved before are untouched"
-            else:
-                text = "this or an older checkpoint cannot be tidied up, though the save itself may be whole"
-            raise CheckpointError(f"{path}: {text}: {disk.reason(error)}. Free or mend the disk.") from error
+        save_together(
+            self._directory,
+            body,
+            held,
+            cluster=self._cluster,
+            name=self._name,
+            timeout_s=self._timeout_s,
+            prune=self._prune,
+        )
 
     def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
         """What looks readable, the last save of each step, in the order of saving."""
@@ -324,71 +349,3 @@ class Checkpointer:
             old = disk.number(path) < max(disk.number(newest[0]), disk.number(last.get(disk.step(path), path)))
             if old and path not in kept:
                 disk.remove(path)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    # Orbax logs an error's traceback once a thread that it passes through, pages of it, and then raises it.
-    return "_SignalingThread.run() raised an exception" not in record.getMessage()
-
-
-@contextlib.contextmanager
-def _orbax(**options: Any) -> Iterator[Any]:  # Any: its methods are annotated with etils' Path; pathlib's does as well
-    before = set(threading.enumerate())
-    logger = logging.getLogger("absl")
-    logger.addFilter(_is_news)
-    try:
-        with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
-            yield handler
-    finally:
-        logger.removeFilter(_is_news)
-    # Orbax closes its event loops without waiting for their worker threads, which are about to end.
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("asyncio_"):
-            thread.join(timeout=1.0)  # bounded: it may be somebody else's, born at the same time
-
-
-def _check_room(folder: Path, arrays: list[np.ndarray]) -> None:
-    """Refuse early: a save that fills the disk on its way to failing would take others' writes down with it."""
-    needed_bytes, room = sum(array.nbytes for array in arrays), shutil.disk_usage(folder)
-    if room.total and room.free < needed_bytes:  # some file systems report nothing at all
-        text = f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes needed, {room.free:,} free"
-        raise OSError(errno.ENOSPC, text, str(folder))
-
-
-def _store_arrays(folder: Path, arrays: list[np.ndarray]) -> None:
-    folder.mkdir()
-    # Orbax refuses empty arrays; their shape says all there is to say. Not compressed: floats shrink by 8 % only.
-    tree = {str(i): codec.bits(array) for i, array in enumerate(arrays) if array.size}
-    if tree:
-        with _orbax(use_compression=False) as handler:
-            handler.save(folder, args=ocp.args.PyTreeSave(item=tree))
-            handler.finalize(folder)
-
-
-def _read_arrays(path: Path, body: dict[str, Any]) -> list[np.ndarray]:
-    """The saved arrays in the manifest's order, each as it was saved to the bit."""
-    leaves, files = body["leaves"], body["files"]
-    stored = {
-        str(i): ocp.RestoreArgs(restore_type=np.ndarray)
-        for i, leaf in enumerate(leaves)
-        if 0 not in leaf["stored"]["shape"]
-    }
-    tree: dict[str, np.ndarray] = {}
-    try:
-        # Before orbax sees them: it may read garbage as lengths, and fails in threads that nobody listens to.
-        for name, (_, crc32) in files.items():
-            if disk.file_crc32(path / name) != crc32:
-                raise Damaged(f"{path / name}: its checksum does not match")
-        if stored:
-            with _orbax() as handler:
-                tree = handler.restore(path / "arrays", args=ocp.args.PyTreeRestore(restore_args=stored))
-    except Damaged:
-        raise
-    except Exception as error:
-        raise Damaged(f"{path / 'arrays'}: cannot be read: {disk.reason(error)}") from error
-    arrays: list[np.ndarray] = []
-    for i, leaf in enumerate(leaves):
-        arrays.append(codec.as_saved(leaf, tree.get(str(i))))
-        if codec.crc32(arrays[-1]) != leaf["crc32"]:
-            raise Damaged(f"{path / 'arrays'}: the checksum of leaf {leaf['path']} does not match")
-    return arrays

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import CheckpointError, DonatedStateError
-from jdist.global_arrays import is_key
+from jdist.global_arrays import is_key, put
 from jdist.train.checkpoint_disk import Damaged
+from jdist.train.checkpoint_pieces import Held
 from jdist.transforms.spread import Spread, is_spread, restored, spread_like
 from jdist.values import WithResiduals
 
@@ -48,7 +49,7 @@ def described(path: str, leaf: Any) -> dict[str, Any]:
     )
 
 
-def check_savable(path: str, leaf: Any) -> None:
+def check_savable(path: str, leaf: Any, num_processes: int) -> None:
     """Refuses a leaf that cannot be saved, by name."""
     described(path, leaf)
     if is_spread(leaf):
@@ -60,19 +61,39 @@ def check_savable(path: str, leaf: Any) -> None:
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
             raise DonatedStateError(f"leaf {path} was donated to a step already: save the state that the step returned")
-        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            text = "is spread over processes, which cannot be saved yet: gather it, or keep it replicated"
+        if num_processes == 1 and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            text = "is spread over processes, each of which has to save its part: pass `cluster=strategy.cluster`"
             raise CheckpointError(f"leaf {path} {text}. Its sharding is {leaf.sharding}")
 
 
-def host_copy(leaf: Any) -> np.ndarray:
-    """A copy that is nobody else's: a view of a CPU buffer would make the next step's donation copy instead."""
+def without_keys(leaf: Any) -> Any:
+    """A leaf as numbers: of PRNG keys their data."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def held(leaf: Any, *, is_chief: bool) -> Held:
+    """What this process writes of a leaf without keys: of an array that is spread, the shards of which it has replica 0.
+
+    The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
+    """
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        array = _host_copy(leaf)
+        return Held(array.shape, array.dtype, whole=array if is_chief else None)
+    shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+    if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
+        return Held(shape, dtype, whole=_host_copy(leaf) if is_chief else None)
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    for shard in shards:
+        shard.data.copy_to_host_async()
+    boxes = [(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+    return Held(shape, dtype, boxes=boxes)
+
+
+def _host_copy(leaf: Any) -> np.ndarray:
     if is_spread(leaf):
-        return restored(host_copy(leaf.stored), leaf.shape)
+        return restored(_host_copy(leaf.stored), leaf.shape)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf, order="C")
-    if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
     copy = np.empty(leaf.shape, leaf.dtype)
     if leaf.is_fully_replicated:
         copy[...] = np.asarray(leaf.addressable_data(0))
@@ -93,6 +114,11 @@ def bits(array: np.ndarray) -> np.ndarray:
 def crc32(array: np.ndarray) -> int:
     """crc32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def empty(leaf: dict[str, Any]) -> np.ndarray:
+    """An array for the values of a leaf, as it was saved."""
+    return np.empty(tuple(leaf["stored"]["shape"]), jnp.dtype(leaf["stored"]["dtype"]))
 
 
 def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
@@ -145,7 +171,7 @@ def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     if type(like) in SCALARS:
         return type(like)(cast(path, array, np.array(like).dtype).item())
     if key is not None:
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), like.sharding)
+        return put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), like.sharding)
     array = cast(path, array, like.dtype)
     if is_spread(like):
         return spread_like(array, like)
@@ -153,10 +179,10 @@ def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
         return array if isinstance(like, np.ndarray) else array[()]
     if like.weak_type and array.shape == ():
         # A Python number is the public way to a weak type; without it the resumed step compiles a second time.
-        weak = jax.device_put(array.item(), like.sharding)
+        weak = put(array.item(), like.sharding)
         if weak.dtype == like.dtype:
             return weak
-    return jax.device_put(array, like.sharding)
+    return put(array, like.sharding)
 
 
 def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:

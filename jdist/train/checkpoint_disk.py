@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jdist.errors import CheckpointError
+from jdist.errors import CheckpointError, ClusterError
 
 FORMAT = 1
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+|part_\d+\.json")  # what a checkpoint's folder may hold
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 
@@ -48,8 +49,7 @@ def next_number(directory: Path) -> int:
 
 def is_ours_alone(path: Path) -> bool:
     """Whether nothing is lost to a person if this folder goes."""
-    inside = {"arrays", "manifest.json"}
-    return path.is_dir() and not path.is_symlink() and inside.issuperset(p.name for p in path.iterdir())
+    return path.is_dir() and not path.is_symlink() and all(OURS.fullmatch(p.name) for p in path.iterdir())
 
 
 def remove(path: Path) -> None:
@@ -92,12 +92,12 @@ def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
 
 
 def flush(tree: Path) -> dict[str, list[int]]:
-    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file."""
+    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file, by its path with the tree."""
     files: dict[str, list[int]] = {}
     for folder, _, names in os.walk(tree):
         for path in [Path(folder) / name for name in sorted(names)]:
             fsync(path)
-            files[path.relative_to(tree).as_posix()] = [path.stat().st_size, file_crc32(path)]
+            files[path.relative_to(tree.parent).as_posix()] = [path.stat().st_size, file_crc32(path)]
         fsync(Path(folder))
     return files
 
@@ -131,6 +131,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = str(error).strip()
+    if isinstance(error, ClusterError):
+        return text
     if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to say it, at the end of a long story
         return os.strerror(int(code[1]))
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
@@ -154,12 +156,15 @@ def digest_of(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file that the disk holds when this returns."""
+    path.write_text(json.dumps(value), encoding="ascii")
+    fsync(path)
+
+
 def write_manifest(part: Path, body: dict[str, Any]) -> None:
     """Writes what is in a checkpoint, last of all its files."""
-    body = {**body, "files": flush(part)}
-    text = json.dumps({"format": FORMAT, "sha256": digest_of(body), "body": body})
-    (part / "manifest.json").write_text(text, encoding="ascii")
-    fsync(part / "manifest.json")
+    write_json(part / "manifest.json", {"format": FORMAT, "sha256": digest_of(body), "body": body})
     fsync(part)
 
 

@@ -14,9 +14,10 @@ from jdist import replica
 from jdist.boundary import Split, split
 from jdist.context import ReplicaTrace, Residuals, tracing
 from jdist.errors import BoundaryError
+from jdist.reducible import countable
 from jdist.strategy import Strategy
 from jdist.transforms.loops import scan
-from jdist.transforms.results import EXTREME, LOCAL, METRIC, ROWS, countable
+from jdist.transforms.results import EXTREME, LOCAL, METRIC, ROWS
 
 PyTree = Any
 # (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
@@ -87,6 +88,12 @@ def accumulated(
     made = gradient_part(strategy, plan, state, batches, others, sum_cuts, residuals)
     with tracing(ReplicaTrace(strategy)):
         new_leaves, late = plan.whole.update(state, others, made.cuts, made.carried, [])
+        own = [
+            x if mine and kind == METRIC else None
+            for x, mine, kind in zip(late, plan.whole.own, plan.kinds, strict=True)
+        ]
+        if jax.tree.leaves(own):
+            late = [x if mean is None else mean for x, mean in zip(late, replica.all_reduce(own, "mean"), strict=True)]
     outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
     outputs = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
     return jax.tree.unflatten(plan.parts.state_treedef, new_leaves), outputs
@@ -222,7 +229,8 @@ def _in_loop(strategy: Strategy, plan: Plan, state: PyTree, batches: PyTree, oth
         now = jax.tree.unflatten(state_treedef, leaves)
         cuts, carried, _, outputs = parts.gradients(now, x[1], others, x[0], counts)
         early = [
-            leaf if leaf is None or kind == ROWS else countable(leaf) for leaf, kind in zip(outputs, kinds, strict=True)
+            leaf if leaf is None or kind == ROWS else countable(jnp.asarray(leaf))
+            for leaf, kind in zip(outputs, kinds, strict=True)
         ]
         for leaf, kind in zip(early, kinds, strict=True):
             _check_local(leaf, kind)

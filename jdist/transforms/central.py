@@ -20,6 +20,7 @@ from jdist.transforms.replica_check import compare
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.step import Backend, DistributedStep
 from jdist.transforms.trees import check_no_deleted
+from jdist.values import without_residuals
 
 PyTree = Any
 
@@ -80,8 +81,8 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares what replicas hold whole, joins the parts."""
-    placement.check(strategy, state)
-    return map_leaves(to_host, state)
+    placement.check_in_parts(strategy, state)
+    return map_leaves(to_host, without_residuals(state))
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
@@ -101,7 +102,7 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
-    """Compares what replicas hold whole, and what the gradient part wrote before each replica kept its part of it.
+    """Compares what replicas hold whole, and what they wrote without a reduction before each kept its part of it.
 
     Raises:
         ReplicaDivergenceError: names the leaves and the replicas that differ.

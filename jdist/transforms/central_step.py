@@ -19,9 +19,10 @@ from jdist.transforms.replica_check import hash_leaf
 from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.results import LOCAL, ROWS
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
-from jdist.transforms.spread_update import Part, evaluate, prepared
+from jdist.transforms.spread_equations import prepared
+from jdist.transforms.spread_update import Part, evaluate
 from jdist.transforms.trees import check_same_state
-from jdist.values import PerReplica
+from jdist.values import PerReplica, is_per_replica
 
 PyTree = Any
 
@@ -63,6 +64,12 @@ class _CentralStep:
             return (token, state), (outputs, hashes)
 
         (token, state), (outputs, hashes) = scan(self.strategy, body, (token, state), batches)
+        # The loop over steps is outside of the replicas here; their axis leads all the same.
+        outputs = jax.tree.map(
+            lambda x: jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), x) if is_per_replica(x) else x,
+            outputs,
+            is_leaf=is_per_replica,
+        )
         return token, state, outputs, {path: x[-1] for path, x in hashes.items()}
 
     def planned(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
@@ -123,8 +130,8 @@ class _CentralStep:
         """One optimiser step, seen from outside of the replicas.
 
         Returns:
-            `(token, state, outputs, hashes)`; the hashes are of what each replica's gradient part wrote to the state,
-            uint32 [replicas], by the leaf's path.
+            `(token, state, outputs, hashes)`; the hashes are of what each replica wrote to leaves in parts without a
+            reduction, uint32 [replicas], by the leaf's path.
         """
         cuts, carried, early, hashes = self.gradients(planned.gradients, state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
@@ -132,7 +139,10 @@ class _CentralStep:
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(planned.results)
         kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
-        results = evaluate(self.strategy, self.layout, planned.update, arguments, kept)
+        # `late` has no leaf for an output that did not wait for the update.
+        names, late = planned.gradients.kinds, planned.results[2]
+        kinds = [None] * (1 + len(leaves)) + [k for k, x in zip(names, late, strict=False) if x is not None]
+        results, late_hashes = evaluate(self.strategy, self.layout, planned.update, arguments, kept, kinds)
         # A loop over steps needs its carry back where it was, so the last thing is a copy to the host.
         results = [
             Spread(jax.device_put(x, self.layout.host), s.shape) if keep else x
@@ -142,8 +152,10 @@ class _CentralStep:
         late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(planned.gradients, early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        hashes = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
-        return results[0], new_state, outputs, hashes
+        found = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
+        if self.options.check_replicas:
+            found |= {paths[i - 1]: x for i, x in late_hashes.items()}
+        return results[0], new_state, outputs, found
 
     def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """The gradient part on all replicas.
@@ -231,20 +243,9 @@ class _CentralStep:
         return parts, whole
 
     def outputs(self, plan: Plan, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
-        """The step's outputs as they leave the mesh; what waited for the update is the same on all replicas."""
-        n = self.strategy.num_replicas
-
-        def leaf(kind: str, early: Any, late: Any) -> Any:
-            if late is None:
-                return early
-            if kind == LOCAL:
-                return jnp.broadcast_to(late, (n, *late.shape))
-            if kind == ROWS:
-                return jnp.concatenate([late] * n)
-            return late
-
+        """The step's outputs as they leave the mesh: `late` those that waited for the update, `early` the others."""
         num_flags = len(plan.kinds) - len(late)
-        leaves = [leaf(*x) for x in zip(plan.kinds[: len(late)], early, late, strict=False)]
+        leaves = [before if after is None else after for before, after in zip(early, late, strict=False)]
         outputs, _ = jax.tree.unflatten(plan.whole.outputs_treedef, [*leaves, *[None] * num_flags])
         return tuple(
             PerReplica(tree) if role == "per_replica" else tree

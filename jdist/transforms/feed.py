@@ -1,14 +1,18 @@
-"""How a strategy whose replicas one process drives is fed: options settled, input pipelines called."""
+"""How a strategy is fed: options settled, input pipelines called, several processes made to agree."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-from jdist.data.distribute import DistributedDataset
+from jdist.data.dataset import DistributedDataset
 from jdist.data.input_context import InputContext
 from jdist.data.input_options import InputOptions
+from jdist.data.peers import Peers
 from jdist.data.replica_batches import from_function
+from jdist.data.share import Share
 from jdist.errors import DatasetError
 from jdist.strategy import Strategy
 from jdist.transforms import placement
@@ -25,7 +29,7 @@ def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: di
             "source of global batches. Use `strategy.distribute_datasets_from_function(fn, options)`, or leave it "
             'at "per_worker"'
         )
-    return _feed(strategy, source, chosen, options)
+    return _feed(strategy, source, chosen, options, _peers(strategy, placement.share_of(strategy)))
 
 
 def distribute_datasets_from_function(
@@ -33,13 +37,27 @@ def distribute_datasets_from_function(
 ) -> DistributedDataset:
     """`Strategy.distribute_datasets_from_function`: one input pipeline, or one for each replica."""
     chosen = settle(options["options"], prefetch=None)
-    n = strategy.num_replicas
-    pipelines = n if chosen.replication == "per_replica" else 1
+    if chosen.autoshard in ("file", "data"):
+        raise DatasetError(
+            f"autoshard={chosen.autoshard!r} shares out one source of global batches, but a dataset function makes each "
+            "process its own. Leave `autoshard` out, and share in the function by `jdist.data.shard(source, "
+            "context.num_input_pipelines, context.input_pipeline_id)`"
+        )
+    n, share = strategy.num_replicas, placement.share_of(strategy)
+    each = n // share.count if chosen.replication == "per_replica" else 1  # pipelines of a process
     contexts = [
-        InputContext(num_input_pipelines=pipelines, input_pipeline_id=i, num_replicas_in_sync=n)
-        for i in range(pipelines)
+        InputContext(
+            num_input_pipelines=each * share.count, input_pipeline_id=share.index * each + i, num_replicas_in_sync=n
+        )
+        for i in range(each)
     ]
-    return _feed(strategy, from_function(fn, contexts, num_replicas=n), chosen, options)
+
+    def make() -> Any:
+        return from_function(fn, contexts, num_replicas=n // share.count)
+
+    peers = _peers(strategy, share)
+    source = make() if peers is None else peers.together("the dataset function", make, lambda _: None)[0]
+    return _feed(strategy, source, replace(chosen, autoshard="off"), options, peers)
 
 
 def settle(options: InputOptions | None, prefetch: int | None) -> InputOptions:
@@ -64,7 +82,25 @@ def settle(options: InputOptions | None, prefetch: int | None) -> InputOptions:
     return options
 
 
-def _feed(strategy: Strategy, source: Any, chosen: InputOptions, options: dict[str, Any]) -> DistributedDataset:
-    given = options | {"prefetch": chosen.prefetch, "prefetch_to_device": chosen.prefetch_to_device}
+_numbers = itertools.count(1)  # of the datasets of several processes, which make them in the same order
+
+
+def _peers(strategy: Strategy, share: Share) -> Peers | None:
+    """The processes that feed the strategy; None: this one alone, or they cannot reach each other."""
+    exchanges = None if strategy.cluster is None else strategy.cluster.exchanges
+    if share.count == 1 or exchanges is None:
+        return None
+    return Peers(exchanges=exchanges, share=share, name=f"dataset {next(_numbers)}")
+
+
+def _feed(
+    strategy: Strategy, source: Any, chosen: InputOptions, options: dict[str, Any], peers: Peers | None
+) -> DistributedDataset:
+    given = options | {
+        "prefetch": chosen.prefetch,
+        "prefetch_to_device": chosen.prefetch_to_device,
+        "autoshard": chosen.autoshard,
+        "peers": peers,
+    }
     del given["options"]
     return placement.distribute_dataset(strategy, source, given)

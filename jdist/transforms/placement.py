@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.context import scope
-from jdist.data.distribute import DistributedDataset, distributed_dataset
+from jdist.data.dataset import DistributedDataset
+from jdist.data.distribute import distributed_dataset
 from jdist.data.share import WHOLE, Share
 from jdist.errors import BatchError, StepError
 from jdist.global_arrays import put, put_rows, to_host
@@ -21,6 +22,7 @@ from jdist.transforms import in_flight
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
 from jdist.transforms.residuals import check_replicas
+from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
 from jdist.values import WithResiduals, without_residuals
 
@@ -95,6 +97,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     """
     strategy.need_devices("a step")
     check_no_deleted(state)
+    check_no_spread(strategy, state)
     if isinstance(state, WithResiduals):
         check_replicas(strategy, state.residuals)
         own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
@@ -127,6 +130,12 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 def check(strategy: Strategy, state: PyTree) -> None:
     """`Strategy.check`: waits for the steps in flight, then compares the replicas."""
+    check_no_spread(strategy, state)
+    check_in_parts(strategy, state)
+
+
+def check_in_parts(strategy: Strategy, state: PyTree) -> None:
+    """As `check`, of a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
     check_no_deleted(state)
     in_flight.wait_for(strategy, state)
     compare_replicas(strategy, state)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jdist.errors import StepError
+from jdist.reduction.algorithm import apply_reduction
 from jdist.strategy import Strategy
 from jdist.values import WithResiduals
 
@@ -46,7 +47,7 @@ class Opened:
             i = len(self.after)
             check_fit(self.name, self.all[self.name][i : i + 1], (fresh,))
             carry = self.all[self.name][i]
-        total, left = reduction.apply(tree, carry, axes)
+        total, left = apply_reduction(reduction, tree, carry, axes)
         self.after.append(left)
         return total
 

@@ -14,6 +14,7 @@ from jdist import replica
 from jdist.context import current_trace
 from jdist.errors import GlobalViewError, StepError
 from jdist.global_arrays import is_key
+from jdist.reducible import floating
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, check_same_state, kind_of
 from jdist.values import PerReplica, is_per_replica
@@ -79,7 +80,7 @@ def _floating(leaf: Any) -> Any:
         raise StepError(
             "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
         )
-    return replica.floating(leaf)
+    return floating(jnp.asarray(leaf))
 
 
 def _kind_of_metric(leaf: Any) -> str:
@@ -183,9 +184,3 @@ def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
     for i, leaf in zip(which, averaged, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(treedef, leaves)
-
-
-def countable(x: Any) -> jax.Array:
-    """A value of one microbatch as an array that can be added up: bools are counted."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

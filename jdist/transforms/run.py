@@ -14,8 +14,9 @@ from jdist.context import ReplicaTrace, check_not_mixed, current_trace, tracing
 from jdist.errors import GlobalViewError, StepError
 from jdist.global_arrays import put
 from jdist.strategy import Strategy
+from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays
-from jdist.values import PerReplica, Uneven, is_per_replica
+from jdist.values import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
 
 PyTree = Any
 
@@ -23,12 +24,15 @@ PyTree = Any
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """`Strategy.run`; compiles at every call, so a loop belongs in a distributed step."""
     check_not_mixed(strategy)
+    if not callable(fn):
+        raise StepError(f"strategy.run needs a function to call on every replica, it got a {type(fn).__name__}.")
     if current_trace() is not None:
         raise StepError(
             "strategy.run was called on a replica, inside a step or another run. Call the function itself there."
         )
     if strategy.transform == "jit":
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
+    check_no_spread(strategy, (args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
     own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
     whole: dict[int, Any] = {}
@@ -36,13 +40,15 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         if isinstance(leaf, PerReplica):
             _check_one_each(leaf, strategy.num_replicas)
             own[i] = leaf
-        elif isinstance(leaf, jax.Array) and strategy.mesh is not None and leaf.sharding == strategy.batch_sharding:
+        elif is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
             own[i] = leaf
-        elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
+            leaf, bool
+        ):
             whole[i] = leaf
 
     def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
-        parts = list(leaves)  # what is no array stays as it is
+        parts = list(leaves)  # what is no array stays as it is, and so does a flag such as `training=True`
         for i, part in {**own, **whole}.items():
             parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
         args, kwargs = jax.tree.unflatten(treedef, parts)

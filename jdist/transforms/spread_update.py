@@ -22,32 +22,13 @@ from jax.sharding import PartitionSpec
 
 from jdist import dataflow
 from jdist.strategy import Strategy
+from jdist.transforms.replica_check import hash_leaf
+from jdist.transforms.results import LOCAL, METRIC, ROWS
 from jdist.transforms.spread import Layout
+from jdist.transforms.spread_equations import COLLECTIVES, ELEMENTWISE, FILLINGS, RESHAPING, apply_stored, bind
 
 # Called compute_on2 before JAX 0.12.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
-
-# fmt: off
-ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag",
-    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem",
-    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-    "sqrt", "square", "sub", "tan", "tanh", "xor",
-})
-# fmt: on
-RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-_FILLINGS: dict[str, Callable[[Any], Any]] = {
-    "reduce_sum": lambda dtype: 0,
-    "reduce_prod": lambda dtype: 1,
-    "reduce_and": lambda dtype: True,
-    "reduce_or": lambda dtype: False,
-    "reduce_max": lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min,
-    "reduce_min": lambda dtype: jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max,
-}
-_COLLECTIVES = frozenset({"axis_index", "all_gather", "all_to_all", "ppermute", "psum", "pmax", "pmin", "psum_scatter"})
 
 
 @dataclass(frozen=True)
@@ -67,50 +48,14 @@ class Filled:
     shape: tuple[int, ...]
 
 
-def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
-    """A traced update part in the form that `evaluate` takes; called where the replica axes are bound.
-
-    Calls are entered, conditions become selections, and sums over the replicas products: what an update part computes
-    is the same on all of them.
-
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        arguments: of it; arrays or `ShapeDtypeStruct`s.
-        num_replicas: how many replicas there are.
-    """
-
-    def total(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        if eqn.params.get("axis_index_groups") is not None:
-            return None
-        return [x * jnp.asarray(num_replicas, jnp.result_type(x)) for x in operands]
-
-    def same(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        return None if eqn.params.get("axis_index_groups") is not None else operands
-
-    def selected(eqn: Any, operands: list[Any]) -> list[Any] | None:
-        branches = dataflow.nested_jaxprs(eqn)
-        if not all(map(_is_elementwise, branches)):
-            return None
-        index, *rest = operands
-        results = [dataflow.inlined(branch, rest, rules) for branch in branches]
-        which = index if len(results) > 2 else index > 0
-        return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
-
-    rules = {"psum": total, "psum_invariant": total, "pmax": same, "pmin": same, "cond": selected}
-    return jax.make_jaxpr(lambda *values: dataflow.inlined(closed, values, rules))(*arguments)
-
-
-def _is_elementwise(closed: Any) -> bool:
-    def fits(eqn: Any) -> bool:
-        nested = dataflow.nested_jaxprs(eqn)
-        return all(map(_is_elementwise, nested)) if nested else eqn.primitive.name in ELEMENTWISE | RESHAPING
-
-    return all(map(fits, dataflow.body_of(closed).eqns))
-
-
 def evaluate(
-    strategy: Strategy, layout: Layout, closed: Any, arguments: Sequence[Any], kept: Sequence[bool]
-) -> list[jax.Array]:
+    strategy: Strategy,
+    layout: Layout,
+    closed: Any,
+    arguments: Sequence[Any],
+    kept: Sequence[bool],
+    kinds: Sequence[str | None] = (),
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Evaluates an update part, seen from outside of the replicas.
 
     Args:
@@ -119,11 +64,14 @@ def evaluate(
         closed: what `prepared` returned.
         arguments: arrays that every device holds whole, and `Part`s.
         kept: which results are wanted in parts.
+        kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
 
     Returns:
-        Its results: those that are `kept` stored in host memory, the others whole on the devices.
+        `(results, hashes)`. Results that are `kept` are stored in host memory, the others whole on the devices, with a
+        leading axis of replicas where their kind is LOCAL. The hashes, uint32 [replicas] by a result's place, are of
+        what replicas may each have their own of although it is kept in parts.
     """
-    return _Evaluation(strategy, layout, closed).run(arguments, kept)
+    return _Evaluation(strategy, layout, closed).run(arguments, kept, kinds or [None] * len(kept))
 
 
 class _Evaluation:
@@ -132,29 +80,79 @@ class _Evaluation:
     def __init__(self, strategy: Strategy, layout: Layout, closed: Any):
         self.strategy, self.layout, self.closed = strategy, layout, closed
         self.results = dataflow.body_of(closed).outvars
-        self.equations, _ = dataflow.needed(closed, self.results, (), dataflow.effects_of(closed))
+        self.effects = dataflow.effects_of(closed)
+        self.equations, _ = dataflow.needed(closed, self.results, (), self.effects)
         self.known: dict[Any, Any] = {}
         self.waiting: list[Any] = []  # equations for the hosts
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
+        self.own = dataflow.own_of_replicas(closed)
+        # Whole: what equations read whose results each replica has its own of.
+        self.read_by_own: dict[Any, jax.Array] = {}
 
-    def run(self, arguments: Sequence[Any], kept: Sequence[bool]) -> list[jax.Array]:
+    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[str | None]) -> Any:
         self.known = dataflow.values_at_start(self.closed, arguments)
         self.known.update({v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | Part)})
         for number, eqn in enumerate(self.equations):
             self.done = number
+            if self.is_of_replicas(eqn):
+                continue
             operands = [self.value(v) for v in eqn.invars]
             self.known.update(zip(eqn.outvars, self.apply(eqn, operands), strict=True))
         self.done = len(self.equations)
         self.flush()
-        return [self.kept(v) if keep else self.wanted(v) for v, keep in zip(self.results, kept, strict=True)]
+        results = [
+            self.kept(v) if keep else self.wanted(v, kind)
+            for v, keep, kind in zip(self.results, kept, kinds, strict=True)
+        ]
+        # As each replica keeps a part of its own version, nobody could tell afterwards that they were not the same.
+        places = {i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and v in self.own}
+        rows = PartitionSpec(self.strategy.axes)
+        hashes = self.by_replicas(list(places.values()), rows, change=lambda x: hash_leaf(x)[None]) if places else {}
+        return results, {i: hashes[v] for i, v in places.items()}
+
+    def is_of_replicas(self, eqn: Any) -> bool:
+        """Whether replicas compute an equation by themselves, as it makes or reads what each has its own of.
+
+        They do so, from the beginning, where it gives them all the same or has an effect.
+        """
+        makes_own = any(v in self.own for v in eqn.outvars)
+        if not makes_own and not any(v in self.own for v in eqn.invars if not dataflow.is_literal(v)):
+            return False
+        for v in eqn.invars:
+            if not dataflow.is_literal(v) and v not in self.own and v not in self.read_by_own:
+                self.read_by_own[v] = self.whole(v, self.value(v))
+        effects = [effect for effect in self.effects if effect is eqn]
+        if effects or not makes_own:
+            results = self.by_replicas(eqn.outvars, PartitionSpec(), effects)
+            (self.read_by_own if makes_own else self.known).update(results)
+        return True
+
+    def by_replicas(
+        self,
+        wanted: Sequence[Any],
+        spec: PartitionSpec,
+        effects: Sequence[Any] = (),
+        change: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ) -> Any:
+        """Variables as each replica computes them, and `change`s them, by variable."""
+        wanted = [v for v in wanted if not dataflow.is_dropped(v)]
+        piece = dataflow.subfunction(self.closed, list(self.read_by_own), wanted, effects)
+        mapped = jax.shard_map(
+            lambda values: [change(x) for x in piece(values)],
+            mesh=self.strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return dict(zip(wanted, mapped(list(self.read_by_own.values())), strict=True))
 
     def value(self, v: Any) -> Any:
         # A constant remembers the mesh that it was traced under, whose axes are bound no more.
         return np.asarray(v.val) if dataflow.is_literal(v) else self.known[v]
 
     def kept(self, v: Any) -> jax.Array:
-        x = self.value(v)
+        x = self.by_replicas([v], PartitionSpec())[v] if v in self.own else self.value(v)
         if isinstance(x, Part) and x.on_host:
             assert x.stored is not None  # nothing waits any more
             return x.stored
@@ -162,8 +160,15 @@ class _Evaluation:
             x = jnp.full(x.shape, x.value, v.aval.dtype)
         return jax.device_put(self.device_operand(v, x), self.layout.host)
 
-    def wanted(self, v: Any) -> jax.Array:
-        return jnp.asarray(self.whole(v, self.value(v)))
+    def wanted(self, v: Any, kind: str | None) -> jax.Array:
+        n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
+        if v in self.own and kind is not None:
+            x = self.by_replicas([v], rows, change=lambda x: x if kind == ROWS else x[None])[v]
+            return x.mean(0) if kind == METRIC else x
+        x = self.by_replicas([v], PartitionSpec())[v] if v in self.own else jnp.asarray(self.whole(v, self.value(v)))
+        if kind == LOCAL:
+            return jnp.broadcast_to(x, (n, *x.shape))
+        return jnp.concatenate([x] * n) if kind == ROWS else x
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -192,11 +197,11 @@ class _Evaluation:
             return [Part(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
-            return [Filled(_bind(eqn, values), shape)]
-        if name in _FILLINGS and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
+            return [Filled(bind(eqn, values), shape)]
+        if name in FILLINGS and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
             stored = self.device_operand(eqn.invars[0], in_parts[0])
-            real = self.layout.real(stored, in_parts[0].shape, _FILLINGS[name](stored.dtype))
-            return [_bind(eqn, [real], axes=tuple(range(real.ndim)))]
+            real = self.layout.real(stored, in_parts[0].shape, FILLINGS[name](stored.dtype))
+            return [bind(eqn, [real], axes=tuple(range(real.ndim)))]
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
 
     def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -204,8 +209,8 @@ class _Evaluation:
 
     def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
-        if eqn.primitive.name not in _COLLECTIVES and eqn.outvars and not dataflow.nested_jaxprs(eqn):
-            results = _bind(eqn, operands)
+        if eqn.primitive.name not in COLLECTIVES and eqn.outvars and not dataflow.nested_jaxprs(eqn):
+            results = bind(eqn, operands)
             return results if eqn.primitive.multiple_results else [results]
         mapped = jax.shard_map(
             lambda *operands: dataflow.apply_equation(self.closed, eqn, operands),
@@ -288,26 +293,3 @@ class _Evaluation:
             to = self.layout.host if jnp.ndim(value) else self.layout.whole_on_host
             self.on_host[v] = jax.device_put(value, to)
         return self.on_host[v]
-
-
-def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Applies an elementwise equation to stored arrays of a stored shape, and to scalars."""
-    name = eqn.primitive.name
-    if name in RESHAPING:
-        return operands[0]
-    first, *others = operands
-    if name == "select_n":
-        operands = [first, *(_broadcast(x, shape) for x in others)]
-    elif name == "clamp" or not any(jnp.ndim(x) for x in operands):
-        operands = [_broadcast(x, shape) for x in operands]
-    return _bind(eqn, operands)
-
-
-def _bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> Any:
-    # A sharding in a parameter is of the mesh that the equation was traced under, whose axes are bound no more.
-    params = {k: None if isinstance(x, jax.sharding.Sharding) else x for k, x in eqn.params.items()}
-    return eqn.primitive.bind(*operands, **{**params, **changed})
-
-
-def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x if jnp.ndim(x) else jax.lax.broadcast(x, shape)

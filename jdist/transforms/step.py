@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from jdist.transforms.placement import adopt_state, check_rows, compare_replicas
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced
+from jdist.transforms.spread import Spread, is_spread, map_leaves
 from jdist.transforms.trees import check_no_deleted, check_not_traced
 from jdist.values import WithResiduals, without_residuals
 
@@ -119,7 +121,8 @@ class DistributedStep:
         Raises:
             NonFiniteError: one of them met a NaN or infinite gradient, and `non_finite` is "raise".
         """
-        self._window.drain()
+        with contextlib.nullcontext() if self.strategy.cluster is None else self.strategy.cluster.blocked():
+            self._window.drain()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it.
@@ -138,7 +141,7 @@ class DistributedStep:
             token = _shapes(self._token, whole)
             batches, others = _shapes(batches, self._by_rows), _shapes(others, whole)
             if self.strategy.keeps_residuals:
-                state = self._with_residuals(call, state, batches, others)
+                state = self._with_residuals(call, state, batches, others, lambda x: x)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
                 return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
             return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
@@ -162,8 +165,10 @@ class DistributedStep:
         state = self._backend.adopt_state(self.strategy, state)
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
 
-    def _with_residuals(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> WithResiduals:
-        """The state with residuals for this step's gradients: those it came with, else zeros."""
+    def _with_residuals(
+        self, call: Call, state: PyTree, batches: PyTree, others: PyTree, make: Callable[[Any], Any] | None = None
+    ) -> WithResiduals:
+        """The state with residuals for this step's gradients: those it came with, else what `make` makes of shapes, zeros."""
         kept = state.residuals if isinstance(state, WithResiduals) else {}
         own = _shapes(without_residuals(state), None)
         key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
@@ -175,8 +180,8 @@ class DistributedStep:
         if self.__name__ in kept:
             check_fit(self.__name__, kept[self.__name__], wanted)
             return state
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding), wanted)
-        return WithResiduals(without_residuals(state), {**kept, self.__name__: zeros})
+        make = make or (lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding))
+        return WithResiduals(without_residuals(state), {**kept, self.__name__: jax.tree.map(make, wanted)})
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
@@ -209,7 +214,7 @@ class DistributedStep:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)
             if self._whole is not None:
-                others = jax.tree.map(self._replicate, others)
+                others = map_leaves(self._replicate, others)
         given = batches
         try:
             if state is not self._last_state:
@@ -296,6 +301,8 @@ class DistributedStep:
         return found
 
     def _replicate(self, x: Any) -> Any:
+        if is_spread(x):  # parameters of a state in parts, for an evaluation
+            return jax.device_put(np.asarray(x), self._whole)
         if isinstance(x, jax.Array) and x.sharding != self._whole:
             return put(x, self._whole)
         return x
@@ -306,10 +313,10 @@ class DistributedStep:
 
 def _shapes(tree: PyTree, sharding: Any) -> PyTree:
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        aval = x if isinstance(x, jax.ShapeDtypeStruct | Spread) else jax.typeof(x)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
-    return jax.tree.map(shape, tree)
+    return map_leaves(shape, tree)
 
 
 def _result(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:

@@ -186,7 +186,7 @@ def test_the_second_process_of_an_index_is_refused_and_the_first_stays(job):
     made = job(2).start()
     with pytest.raises(ClusterError, match="another process, at n1:1, is process 1 already"):
         made.watch(1)
-    assert each(lambda i: made.watches[i].exchange("k", i, SOON_S), [0, 1]) == {0: [0, 1], 1: [0, 1]}
+    assert each(lambda i: made.watches[i].exchanges.exchange("k", i, SOON_S), [0, 1]) == {0: [0, 1], 1: [0, 1]}
 
 
 # ---- strangers
@@ -245,7 +245,7 @@ def test_exchanges_of_all_sizes_and_at_once(job):
 
     def talk(i):
         watch = made.watches[i]
-        return [watch.exchange("large", large, SOON_S)[i] == large, watch.exchange("i", i, SOON_S)]
+        return [watch.exchanges.exchange("large", large, SOON_S)[i] == large, watch.exchanges.exchange("i", i, SOON_S)]
 
     assert each(talk, [0, 1, 2]) == {i: [True, [0, 1, 2]] for i in range(3)}
 
@@ -255,13 +255,13 @@ def test_a_value_that_is_too_large_is_refused(job):
     with pytest.raises(
         ClusterError, match=r"what this process says about 'k' takes 2,0\d\d,\d\d\d bytes; at most 1,048,576"
     ):
-        made.watches[0].exchange("k", "x" * 2_000_000, SOON_S)
+        made.watches[0].exchanges.exchange("k", "x" * 2_000_000, SOON_S)
 
 
 def test_an_exchange_that_another_does_not_come_to(job):
     made = job(2).start()
     with pytest.raises(ClusterError, match=r"did not come to 'k' within 0.1 s"):
-        made.watches[0].exchange("k", 0, 0.1)
+        made.watches[0].exchanges.exchange("k", 0, 0.1)
 
 
 def test_all_stop_after_the_same_step(job):
@@ -289,7 +289,7 @@ def test_all_stop_after_the_same_step(job):
 def test_a_line_that_breaks_is_a_loss_to_all_others(job):
     made = job(3).start()
     made.watches[1].progress(7)
-    each(lambda i: made.watches[i].exchange("k", i, SOON_S), range(3))
+    each(lambda i: made.watches[i].exchanges.exchange("k", i, SOON_S), range(3))
     made.watches[1].close()
     for i in (0, 2):
         lost = made.lost(i)
@@ -307,7 +307,7 @@ def test_the_end_of_process_0_is_a_loss_to_all_others(job):
 def test_a_loss_ends_every_wait(job):
     made = job(2).start()
     watch = made.watches[0]
-    waits = [in_thread(watch.exchange, "k", 0, SOON_S), in_thread(watch.say_bye)]
+    waits = [in_thread(watch.exchanges.exchange, "k", 0, SOON_S), in_thread(watch.say_bye)]
     made.watches[1].close()
     lost = made.lost(0)
     assert [end() for end in waits] == [lost, lost]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,10 @@ import optax
 
 import jdist
 
-HALF = max(1, len(jax.local_devices()) // 2)
+
+def half() -> int:
+    return max(1, len(jax.local_devices()) // 2)
+
 
 STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "default": jdist.default,
@@ -19,12 +22,20 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "mirrored_shard_map": jdist.mirrored,
     "mirrored_pmap": lambda: jdist.mirrored(transform="pmap"),
     "mirrored_jit": lambda: jdist.mirrored(transform="jit"),
-    "mirrored_half": lambda: jdist.mirrored(jax.local_devices()[:HALF]),
+    "mirrored_half": lambda: jdist.mirrored(jax.local_devices()[: half()]),
     "mirrored_ring": lambda: jdist.mirrored(all_reduce="ring"),
     "mirrored_hierarchical": lambda: jdist.mirrored(
-        transform="pmap", all_reduce=jdist.reduction.hierarchical(HALF, len(jax.local_devices()) // HALF)
+        transform="pmap", all_reduce=jdist.reduction.hierarchical(half(), len(jax.local_devices()) // half())
     ),
     "central_storage": jdist.central_storage,
+}
+
+# On several processes, in a program of their own: several_processes.py.
+MULTI_WORKER: dict[str, Callable[[], jdist.Strategy]] = {
+    "shard_map": jdist.multi_worker,
+    "jit": lambda: jdist.multi_worker(transform="jit"),
+    "hierarchical": lambda: jdist.multi_worker(all_reduce="hierarchical"),
+    "ring": lambda: jdist.multi_worker(communication=jdist.CommunicationOptions(implementation="ring")),
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,9 +55,9 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 Case = tuple[str, str, str, str]
 
 
-def all_cases(families: list[str]) -> list[Case]:
+def all_cases(strategies: Iterable[str], families: Iterable[str]) -> list[Case]:
     """Every combination: strategy, family, option, optimiser."""
-    return list(itertools.product(STRATEGIES, families, OPTIONS, OPTIMIZERS))
+    return list(itertools.product(strategies, families, OPTIONS, OPTIMIZERS))
 
 
 def pairwise(cases: list[Case]) -> list[Case]:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, STEPS, Run
 from matrix import OPTIMIZERS, OPTIONS, STRATEGIES, all_cases, pairwise
 
-ALL = all_cases(list(FAMILIES))
+ALL = all_cases(STRATEGIES, FAMILIES)
 CHOSEN = set(pairwise(ALL))
 
 

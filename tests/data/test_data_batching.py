@@ -19,13 +19,12 @@ from jdist.errors import BatchError
 
 
 def layout_of(batch, *, global_batch=None, num_replicas=2, partial: Any = "pad", with_mask=False):
-    return plan_layout(
-        batch, global_batch=global_batch, num_replicas=num_replicas, partial=partial, with_mask=with_mask
-    )
+    full = (count_rows(to_numpy(batch)) if global_batch is None else global_batch,)
+    return plan_layout(batch, full=full, num_replicas=num_replicas, partial=partial, with_mask=with_mask)
 
 
 def fit(layout, batch, *, copy) -> Any:
-    return batching.fit(layout, part_of(batch, WHOLE), copy=copy)
+    return batching.fit(layout, part_of(batch, WHOLE, layout.rows), copy=copy)
 
 
 def fit_one(batch, *, copy=False, **options):

@@ -19,6 +19,7 @@ TWO = jdist.mirrored(["cpu:0", "cpu:1"])
         ({"prefetch": -1}, "`prefetch` .* 0 or more, but it is -1"),
         ({"prefetch_to_device": "yes"}, "`prefetch_to_device` must be True or False, but it is 'yes'"),
         ({"replication": "per_host"}, "`replication` must be 'per_worker' or 'per_replica', but it is 'per_host'"),
+        ({"autoshard": "rows"}, "`autoshard` must be 'auto', 'file', 'data' or 'off', but it is 'rows'"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):

@@ -1,6 +1,7 @@
 """The prefetch thread: order, errors, and that it goes away."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from jdist.data import distributed_dataset, from_arrays
-from jdist.data.prefetch import THREAD_NAME, Prefetcher, PushBack
+from jdist.data.prefetch import THREAD_NAME, Prefetcher, PushBack, Stop
 from jdist.errors import DatasetError
 
 DEADLINE_S = 20
@@ -47,6 +48,23 @@ def test_items_come_in_order_and_then_the_end():
     assert list(prefetcher) == list(range(50))
     with pytest.raises(StopIteration):
         next(prefetcher)
+
+
+def test_one_that_is_abandoned_late_does_not_stop_the_next_of_the_same_iterator():
+    stop, items = Stop(), itertools.count()
+    first = Prefetcher(items, depth=1, stop=stop)
+    next(first)
+    first.close()
+    stop.asked = False
+    second = Prefetcher(items, depth=1, stop=stop)
+    first.abandon()
+    assert not stop.asked
+    second.close()
+    assert stop.asked
+
+
+def test_nothing_is_handed_out_where_the_iterator_stopped_waiting():
+    assert list(Prefetcher(iter([None, 1, None, 2]), depth=1)) == [1, 2]
 
 
 def test_it_is_at_most_depth_items_ahead():

@@ -2,7 +2,6 @@ import contextlib
 import io
 import math
 import os
-import signal
 import subprocess
 import sys
 
@@ -13,7 +12,6 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 from jdist.experiment.platform import apply_platform, platform_environment
 from jdist.experiment.progress import Meter, Speed, duration, open_report
-from jdist.experiment.stop import stop_requests
 
 
 class Clock:
@@ -82,18 +80,6 @@ def test_a_bar_on_a_terminal():
     assert "loss 0.3124" in shown
     assert "12,345 examples/s" in shown
     assert "a note [not markup]" in shown
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_becomes_a_wish_and_the_next_one_is_not_caught(number, code):
-    before = signal.getsignal(number)
-    with stop_requests() as stop:
-        assert not stop
-        os.kill(os.getpid(), number)
-        assert stop
-        assert stop.exit_code == code
-        assert signal.getsignal(number) is signal.SIG_DFL
-    assert signal.getsignal(number) is before
 
 
 def test_flags_that_are_there_are_kept_and_the_configs_win():

@@ -165,6 +165,12 @@ def test_a_different_config_in_the_folder_is_refused_key_by_key(jdist_run):
     assert {p: Path("runs/toy.1", p.relative_to("runs/toy")).read_bytes() for p in before} == before
 
 
+def test_a_restart_by_the_launcher_goes_on_from_what_the_first_attempt_began_afresh(jdist_run, monkeypatch):
+    jdist_run("train.steps=8", "--fresh")
+    monkeypatch.setenv("JDIST_LAUNCH_ATTEMPT", "1")
+    assert "going on from step 8 of 24" in jdist_run("--fresh")[1]
+
+
 def test_a_schedule_that_follows_the_length_of_the_run_keeps_it_from_growing(jdist_run):
     schedule = "train.optimizer.learning_rate={schedule: cosine_decay_schedule, init_value: 0.1}"
     assert jdist_run("train.steps=8", schedule)[0] == 0

@@ -26,9 +26,16 @@ def test_the_error_is_signed():
     assert MemoryCheck(what="x", predicted=110, measured=100).error == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["mirrored", "one_device", "default"])
-def test_a_real_step_has_the_predicted_arguments_and_outputs(tmp_path, name):
-    document = load(config_file(tmp_path), [f"strategy.name={name}", "train.optimizer.name=adam"])
+COMPRESSED = ["strategy.name=mirrored", "strategy.all_reduce={name: compressed, dtype: bf16}"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["strategy.name=mirrored"], ["strategy.name=one_device"], ["strategy.name=default"], COMPRESSED],
+    ids=["mirrored", "one_device", "default", "compressed"],
+)
+def test_a_real_step_has_the_predicted_arguments_and_outputs(tmp_path, overrides):
+    document = load(config_file(tmp_path), [*overrides, "train.optimizer.name=adam"])
     config = validate(document)
     parts = prepare(config, document)
     planned = plan_step(config, parts)

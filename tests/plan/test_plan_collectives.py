@@ -10,8 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdist
-from jdist.plan.collectives import BETWEEN_SLICES, axes_of, collectives, host_transfers, replica_groups
+from jdist.plan.collectives import BETWEEN_SLICES, axes_of, collectives, replica_groups
 from jdist.plan.hlo import parse
+from jdist.plan.host import HostCopies, host_copies
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_kinds_bytes_and_axes(mesh):
     assert found["all-gather"] == ("host", 4, 2, 1, 256)
     assert found["reduce-scatter"] == ("core", 2, 4, 1, 128)
     assert found["collective-permute"] == ("core", 2, 4, 1, 128)
-    assert host_transfers(module) == 0
+    assert host_copies(module).count == 0
 
 
 def test_a_loop_is_counted_with_its_trips(mesh):
@@ -103,6 +104,48 @@ def test_a_mirrored_step_exchanges_its_parameters_once():
     assert sum(c.bytes for c in found) == 32 * 16 * 4 + 4  # and the loss
 
 
+CHAIN = """HloModule m, num_partitions=2
+
+%start (a: f32[4]) -> (f32[4], f32[8]) {
+  %a = f32[4]{0} parameter(0)
+  %all-gather.1 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="0"}
+  ROOT %c = (f32[4]{0}, f32[8]{0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (a: f32[4], x: f32[9]) -> (f32[8], f32[9]) {
+  %a = f32[4]{0} parameter(0)
+  %x = f32[9]{0} parameter(1)
+  %all-gather.2 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="0"}
+  ROOT %t = (f32[8]{0}, f32[9]{0}) tuple(%all-gather.2, %x)
+}
+
+%done (a: f32[4]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  %all-gather.3 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="0"}
+  ROOT %c = f32[8]{0} custom-call(%a, %all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%whole (a: f32[4]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  ROOT %all-gather.4 = f32[8]{0} all-gather(%a), replica_groups={{0,1}}, frontend_attributes={chain_id="1"}
+}
+
+ENTRY %main (a: f32[4], x: f32[9]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  %x = f32[9]{0} parameter(1)
+  %s = (f32[4]{0}, f32[8]{0}) fusion(%a), kind=kCustom, calls=%start
+  %b = (f32[8]{0}, f32[9]{0}) fusion(%a, %x), kind=kCustom, calls=%beside
+  %w = f32[8]{0} fusion(%a), kind=kCustom, calls=%whole
+  ROOT %d = f32[8]{0} fusion(%a), kind=kCustom, calls=%done
+}
+"""
+
+
+def test_a_collective_beside_other_work_is_counted_once():
+    (found,) = collectives(parse(CHAIN), {"replica": 2})
+    assert (found.kind, found.count, found.bytes) == ("all-gather", 2, 2 * 32)
+
+
 SLICES = """HloModule m, num_partitions=2
 
 ENTRY %main (a: f32[8]) -> f32[8] {
@@ -115,9 +158,19 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 """
 
 
-def test_messages_between_slices_are_no_host_transfers():
-    module = parse(SLICES.replace("KIND", 'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'))
+@pytest.mark.parametrize(
+    ("transfer", "kind", "size"),
+    [
+        ("ALL_REDUCE", "all-reduce", 32),
+        ("ALL_GATHER", "all-gather", 2 * 32),  # what the two slices have in the end
+        ("REDUCE_SCATTER", "reduce-scatter", 32),
+        ("ALL_TO_ALL", "all-to-all", 32),
+        ("ONE_TO_ONE", "collective-permute", 32),
+    ],
+)
+def test_messages_between_slices_are_told_by_their_kind(transfer, kind, size):
+    module = parse(SLICES.replace("KIND", f'frontend_attributes={{_xla_megascale_transfer_type="{transfer}"}}'))
     (found,) = collectives(module, {"replica": 4})
-    assert (found.kind, found.count, found.bytes) == (BETWEEN_SLICES, 1, 32)
-    assert host_transfers(module) == 1  # the outfeed
-    assert host_transfers(parse(SLICES.replace("KIND", "channel_id=1"))) == 2
+    assert (found.kind, found.axes, found.count, found.bytes) == (kind + BETWEEN_SLICES, "between slices", 1, size)
+    assert host_copies(module) == HostCopies(count=1, bytes=32)  # the outfeed
+    assert host_copies(parse(SLICES.replace("KIND", "channel_id=1"))) == HostCopies(count=2, bytes=64)

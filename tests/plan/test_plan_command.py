@@ -112,8 +112,11 @@ def test_a_sweep_as_json(toy, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "v5q:2x4"], "there is no TPU 'v5q'. Did you mean 'v5p'?"),
+        (["--topology", "v5q:2x4"], "there is no TPU 'v5q'. Did you mean 'v5p:2x4'?"),
+        (["--topology", "cpu:99999"], "a process has at most 2,048 virtual CPU devices"),
         (["--topology", "cpu:4", "--sweep", "batch=1"], "--sweep is 'batch=1'; it must be"),
+        (["--topology", "cpu:4", "--sweep", "global_batch=99999999999999999999"], "at most 2,147,483,647 rows"),
+        (["--topology", "cpu:4", "train.global_batch=99999999999999999999"], "at most 2,147,483,647 rows"),
         (["--topology", "gpu"], "JAX finds no gpu here"),
         (["--topology", "cpu:4", "train.stepz=3"], "train.stepz: no such key"),
         (["--topology", "cpu:4", "strategy.axes=x"], "no such option"),
@@ -132,6 +135,44 @@ def test_without_libtpu_one_sentence_says_what_to_install(toy, capsys, monkeypat
         "jdist: compiling for 'v5e:2x4', which is not here, needs the TPU compiler: pip install 'jdist"
     )
     assert said.count("\n") == 1
+
+
+@needs_libtpu
+def test_slices_are_domains_of_their_own(toy):
+    """Two slices of 8: the links join 8 chips, and what the compiler sends between slices crosses the network."""
+    whole, cut = planned(toy, "v5e:2x4"), planned(toy, "v5e:2x4,slices=2")
+    assert (whole.domain_chips, cut.domain_chips) == (256, 8)
+    assert [e.chips for e in cut.estimates] == [8, 16, 64, 512, 4096]
+    one, two, *_ = cut.estimates
+    across = sum(c.bytes for c in cut.collectives if c.axes == "between slices")
+    assert across > 0
+    assert two.exchange_s - one.exchange_s == pytest.approx(across / 3.125e9)  # 2 (m-1)/m = 1 for two slices
+    text = show(cut)
+    assert "GB/s each way over d = 8 chips" in text
+    assert "all-reduce between slices" in text
+
+
+@needs_libtpu
+def test_central_storage_copies_to_and_from_the_hosts(toy):
+    plan = planned(toy, "v5e:2x4", "strategy.name=central_storage")
+    part = (16 * 32 + 32) * 4 / 8
+    # A part of the parameters to each chip, a part of the gradients back, and two scalars of the guard and the step.
+    assert 2 * part <= plan.host_bytes <= 2 * part + 64
+    assert [e.host_s for e in plan.estimates] == pytest.approx(
+        [plan.host_bytes * 8 / e.chips / 15e9 for e in plan.estimates]
+    )
+    assert plan.as_json()["not_in_model"] == (
+        "the update that the hosts compute: of hosts there are no public figures",
+    )
+    assert "  not in the model: the update that the hosts compute" in show(plan)
+    assert planned(toy, "v5e:2x4").not_in_model == ()
+
+
+@needs_libtpu
+def test_one_device_is_not_said_to_exchange_nothing_on_many(toy):
+    plan = planned(toy, "v5e:2x4", "strategy.name=one_device")
+    assert [(e.chips, e.exchange_s) for e in plan.estimates] == [(1, 0.0)]
+    assert "not in the model: more than one chip: it was compiled for one device" in show(plan)
 
 
 def test_one_device_exchanges_nothing(toy):

@@ -14,6 +14,7 @@ def test_each_chip_has_figures_and_a_source(name):
     assert 1e13 < chip.flops_per_s < 1e16
     assert 1e9 < chip.link_bytes_per_s < chip.hbm_bytes_per_s
     assert chip.network_bytes_per_s is None or chip.network_bytes_per_s < chip.link_bytes_per_s
+    assert 1e9 < chip.host_bytes_per_s < chip.link_bytes_per_s
     assert chip.domain_chips >= 8
 
 

@@ -17,13 +17,18 @@ CHIP = Chip(
     link_bytes_per_s=1e8,
     domain_chips=8,
     network_bytes_per_s=1e7,
+    host_bytes_per_s=1e6,
     source="https://example.org",
 )
 GRADIENTS = Collective(kind="all-reduce", axes="replica", groups=1, group_size=8, count=1, bytes=10**8, certain=True)
 
 
-def model(chips, collectives=(GRADIENTS,), chip=CHIP, flops=2e12, memory_bytes=1e9):
-    return estimate(chip, flops=flops, memory_bytes=memory_bytes, exchanged=collectives, chips=chips)
+def model(chips, collectives=(GRADIENTS,), chip=CHIP, flops=2e12, memory_bytes=1e9, **more):
+    return estimate(chip, flops=flops, memory_bytes=memory_bytes, exchanged=collectives, chips=chips, **more)
+
+
+def of_kind(kind, size=10**8):
+    return dataclasses.replace(GRADIENTS, kind=kind, bytes=size)
 
 
 def test_the_slower_of_compute_and_memory_bounds():
@@ -42,7 +47,8 @@ def test_an_all_reduce_sends_twice_all_but_a_share():
     ("kind", "seconds"), [("all-gather", 7 / 8), ("reduce-scatter", 7 / 8), ("collective-permute", 1.0)]
 )
 def test_other_kinds_send_less(kind, seconds):
-    assert model(8, [dataclasses.replace(GRADIENTS, kind=kind)]).exchange_s == pytest.approx(seconds)
+    assert model(8, [of_kind(kind)]).exchange_s == pytest.approx(seconds)
+    assert model(1, [of_kind(kind)]).exchange_s == 0
 
 
 def test_beyond_the_links_comes_the_network():
@@ -52,10 +58,46 @@ def test_beyond_the_links_comes_the_network():
     assert (unknown.exchange_s, unknown.step_s, unknown.exchange_share) == (None, None, None)
 
 
-def test_messages_between_slices_are_not_counted_twice():
-    between = dataclasses.replace(GRADIENTS, kind=BETWEEN_SLICES)
-    assert model(16, [GRADIENTS, between]) == model(16)
+@pytest.mark.parametrize("chips", [8, 16, 32, 4096])
+def test_an_all_reduce_takes_as_long_in_its_two_halves(chips):
+    halves = [of_kind("reduce-scatter"), of_kind("all-gather")]
+    assert model(chips, halves).exchange_s == pytest.approx(model(chips).exchange_s)
+
+
+@pytest.mark.parametrize(("kind", "bytes_across"), [("collective-permute", 1e8), ("all-to-all", 3 / 4 * 1e8)])
+def test_what_is_not_put_together_crosses_as_it_is(kind, bytes_across):
+    inside = model(8, [of_kind(kind)]).exchange_s
+    assert model(32, [of_kind(kind)]).exchange_s == pytest.approx(inside + bytes_across / 1e7)
+
+
+def test_the_links_of_several_slices_end_at_the_slice():
+    def slices_of_four(chips, *between):
+        return model(chips, [GRADIENTS, *between], domain_chips=4).exchange_s
+
+    assert slices_of_four(4) == pytest.approx(2 * 3 / 4)
+    assert slices_of_four(8) == pytest.approx(2 * 3 / 4 + 2 * 1 / 2 * 1e8 / 4 / 1e7)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1)])
+def test_messages_between_slices_are_what_crosses_the_network(kind, factor):
+    """And nothing that the compiler put beside them within the slice."""
+    inside = [GRADIENTS, of_kind("all-gather")]
+    message = of_kind(kind + BETWEEN_SLICES, size=10**6)
+    within = 2 * 3 / 4 + 3 / 4
+    assert model(4, [*inside, message], domain_chips=4).exchange_s == pytest.approx(within)
+    many = model(16, [*inside, message], domain_chips=4)
+    assert many.exchange_s == pytest.approx(within + factor * 3 / 4 * 1e6 / 1e7)
+
+
+def test_copies_to_the_host_take_their_time():
+    assert model(8).host_s == 0
+    # 8 MB of all chips together: with twice the chips each copies half of it.
+    assert [model(chips, host_bytes=8e6).host_s for chips in (8, 16)] == [1.0, 0.5]
+    assert model(8, host_bytes=8e6).step_s == pytest.approx(model(8).step_s + 1)
+    unknown = model(8, host_bytes=8e6, chip=dataclasses.replace(CHIP, host_bytes_per_s=None))
+    assert (unknown.host_s, unknown.step_s, unknown.exchange_share) == (None, None, None)
 
 
 def test_without_exchange_the_share_is_nothing():
     assert model(512, ()).exchange_share == 0.0
+    assert model(512, (), chip=dataclasses.replace(CHIP, network_bytes_per_s=None)).exchange_s == 0.0

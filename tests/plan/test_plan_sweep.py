@@ -30,6 +30,12 @@ def test_what_is_no_sweep(text):
         parse_sweep(text)
 
 
+@pytest.mark.parametrize("text", ["global_batch=64,99999999999999999999", "global_batch=1..9000000000000000000"])
+def test_a_batch_beyond_all_limits_is_refused_before_anything_is_compiled(text):
+    with pytest.raises(ConfigError, match=r"--sweep: global_batch is \d.*; a plan takes .* at most 2,147,483,647 rows"):
+        parse_sweep(text)
+
+
 def test_it_ends_where_a_batch_does_not_fit():
     plans = sweep([1, 2, 4, 8], lambda batch: SimpleNamespace(batch=batch, fits=batch < 4))
     assert [plan.batch for plan in plans] == [1, 2, 4]

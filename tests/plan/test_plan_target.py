@@ -23,9 +23,12 @@ def test_targets(name, platform, count):
     [
         ("cpu:0", r"--topology is 'cpu:0'; it must be a TPU such as \"v5e:2x4\".*\"cpu:8\"; \"gpu\""),
         ("gpus", r"Did you mean 'gpu'\?"),
-        ("v5p", r"--topology is 'v5p'; it must be"),
-        ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p'\?"),
-        ("v5e:eight", r"'v5e:eight' names no topology"),
+        ("v5p", r"--topology is 'v5p'; it must be .* Did you mean 'v5p:8x8x8'\?"),
+        ("V5E:2x4", r"there is no TPU 'V5E'\. Did you mean 'v5e:2x4'\?"),
+        ("CPU:8", r"--topology is 'CPU:8'; it must be .* Did you mean 'cpu:8'\?"),
+        ("v5q:2x4", r"there is no TPU 'v5q'\. Did you mean 'v5p:2x4'\?"),
+        ("v5e:eight", r"'v5e:eight' names no topology.*Did you mean 'v5e:2x4'\?"),
+        ("cpu:99999", r"--topology is 'cpu:99999'; a process has at most 2,048 virtual CPU devices.*cpu:2048 or less"),
     ],
 )
 def test_what_is_no_target(name, message):

@@ -94,3 +94,49 @@ def test_gradients_means_and_metrics_go_through_the_strategys_own():
     assert (float(state["a"]), float(state["b"])) == (-1.5, 0.0)
     assert (float(metrics["loss"]), float(metrics["x"])) == (3.5, 2.5)
     assert len(trees) == 2  # loss and gradients together; the metrics that are no averages yet together
+
+
+def returning(made, exact):
+    """A Reduction of one's own whose `apply` returns what `made` makes of `(sums, carry)`."""
+
+    def apply(tree, carry, axes):
+        return made(jax.lax.psum(tree, axes), carry)
+
+    return Reduction("mine", lambda tree: () if exact else {"kept": 0.0}, apply, exact)
+
+
+WRONG = {
+    "no carry": (lambda sums, carry: sums, r"returned (an? \w+; it must return the pair|sums of another form)"),
+    "three": (lambda sums, carry: (sums, carry, 1), r"returned a tuple of 3; it must return the pair"),
+    "another carry": (
+        lambda sums, carry: (sums, [1.0, 2.0]),
+        r"returned carry of another form .*carry it was given: PyTree",
+    ),
+    "another tree": (lambda sums, carry: ([sums], carry), r"returned sums of another form .*tree it was given: PyTree"),
+    "another shape": (
+        lambda sums, carry: (jax.tree.map(lambda x: x[None], sums), carry),
+        r"returned sums of another form .*leaf .* is float32\[1\] instead of float32\[\]",
+    ),
+    "another dtype": (
+        lambda sums, carry: (jax.tree.map(lambda x: x.astype("bfloat16"), sums), carry),
+        r"returned sums of another form .*leaf .* is bfloat16\[\] instead of float32\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "for gradients"])
+@pytest.mark.parametrize("name", WRONG)
+def test_an_algorithm_of_ones_own_that_returns_something_else_is_refused(name, exact):
+    made, message = WRONG[name]
+    strategy = jdist.mirrored(["cpu:0", "cpu:1"], all_reduce=returning(made, exact))
+
+    def step(w, batch):
+        loss, grad = jdist.value_and_grad(lambda w: (w * batch["x"]).mean())(w)
+        return w - grad, {"loss": loss}
+
+    with pytest.raises(StrategyError, match=r"all-reduce mine: `apply\(tree, carry, axes\)` " + message):
+        jdist.distribute(step, strategy)(1.0, {"x": np.array([1, 2], np.float32)})
+
+
+def test_bytes_per_pack_may_be_one_of_numpys_integers():
+    assert make_reduction({"name": "bucketed", "bytes_per_pack": np.int64(50)}).name == "bucketed(50)"

@@ -128,14 +128,17 @@ def test_hierarchical_refuses_what_are_no_sizes_or_axes(sizes):
         hierarchical(*sizes)
 
 
+@pytest.mark.parametrize("num_replicas", [2, 8])
+def test_sizes_that_do_not_fit_are_refused_when_the_strategy_is_built(num_replicas):
+    with pytest.raises(StrategyError, match=rf"hierarchical\(3, 2\) is for 6 replicas, but there are {num_replicas}"):
+        jdist.mirrored(jax.devices()[:num_replicas], all_reduce=hierarchical(3, 2))
+    assert jdist.mirrored(jax.devices()[:6], all_reduce=hierarchical(3, 2)).num_replicas == 6
+    assert jdist.mirrored("cpu:0", all_reduce=hierarchical(3, 2)).num_replicas == 1  # where it plays no part
+
+
 def test_hierarchical_refuses_sizes_and_axes_that_do_not_fit_the_mesh():
-    step = jdist.distribute(
-        lambda x: jdist.all_reduce(x.sum(), "sum"),
-        jdist.mirrored(jax.devices()[:4], all_reduce=hierarchical(4, 2)),
-        args=("batch",),
-    )
     with pytest.raises(StrategyError, match="makes 8 replicas; there are 4"):
-        step(np.ones(4, np.float32))
+        lowered(hierarchical(4, 2), {"a": np.ones((4, 1), np.float32)}, mesh_of(4))
     with pytest.raises(StrategyError, match=r"spread over the mesh axes \('replica',\), not over 'chip' and 'host'"):
         lowered(hierarchical("chip", "host"), {"a": np.ones((8, 1), np.float32)}, mesh_of(8))
 

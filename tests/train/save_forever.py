@@ -2,7 +2,7 @@
 
     python save_forever.py DIRECTORY [STAGE CALL]
 
-With STAGE ("before commit", "after _store_arrays", ...) it kills itself there, at the CALL-th time.
+With STAGE ("before commit", "after store", ...) it kills itself there, at the CALL-th time.
 """
 
 import itertools
@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 
-from jdist.train import checkpoint
+from jdist.train import checkpoint, checkpoint_arrays
 from jdist.train import checkpoint_disk as disk
 
-STAGES = {"_store_arrays": checkpoint, "write_manifest": disk, "commit": disk, "remove": disk}
+STAGES = {"store": checkpoint_arrays, "write_manifest": disk, "commit": disk, "remove": disk}
 KEEP = 2
 
 

@@ -16,7 +16,7 @@ import pytest
 from save_forever import KEEP, state_at
 
 from jdist.errors import CheckpointError
-from jdist.train import checkpoint
+from jdist.train import checkpoint_arrays
 from jdist.train import checkpoint_disk as disk
 from jdist.train.checkpoint import Checkpointer, CheckpointWarning
 
@@ -57,8 +57,8 @@ def last_saved(lines, before=0):
 
 def test_a_kill_at_each_stage_of_a_save(tmp_path):
     stages = [
-        ("before _store_arrays", 2),
-        ("after _store_arrays", 2),
+        ("before store", 2),
+        ("after store", 2),
         ("after write_manifest", 2),
         ("after commit", 2),
         ("inside rmtree", 1),
@@ -163,13 +163,13 @@ def test_a_flipped_bit_in_an_array_is_noticed(three):
 
 
 def test_a_bit_flipped_between_memory_and_file_is_noticed(tmp_path, monkeypatch):
-    store = checkpoint._store_arrays
+    store = checkpoint_arrays.store
 
     def flip_and_store(folder, arrays):
-        arrays[0].view(np.uint8)[1001] ^= 1
+        arrays["0"].view(np.uint8)[1001] ^= 1
         store(folder, arrays)
 
-    monkeypatch.setattr(checkpoint, "_store_arrays", flip_and_store)
+    monkeypatch.setattr(checkpoint_arrays, "store", flip_and_store)
     state = {"w": jnp.arange(500.0)}
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -239,7 +239,7 @@ def test_a_full_disk(small_disk):
 
 
 def test_a_disk_that_fills_during_the_save_is_told_at_the_next_call_and_once(small_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_check_room", lambda *_: None)
+    monkeypatch.setattr(checkpoint_arrays, "check_room", lambda *_: None)
     with Checkpointer(small_disk) as checkpoints:
         checkpoints.save(1, {"w": jnp.arange(1e6)})
         with pytest.raises(CheckpointError, match=r"step_00000001.*: No space left on device\. Free"):
@@ -262,7 +262,7 @@ def test_a_read_only_disk(small_disk):
 
 
 @pytest.mark.parametrize(
-    ("module", "stage"), [(checkpoint, "_store_arrays"), (disk, "write_manifest"), (disk, "commit")]
+    ("module", "stage"), [(checkpoint_arrays, "store"), (disk, "write_manifest"), (disk, "commit")]
 )
 def test_an_error_of_the_disk_at_any_stage(tmp_path, monkeypatch, module, stage):
     state = {"w": jnp.arange(10.0)}

@@ -7,6 +7,9 @@ A process says                              It is told
                                                 absent      not all came in time; all give up
     beat    every so often, with its step       beat        every so often
     value   its part of an exchange             values      everyone's, once all have said theirs
+                                                void        one of them takes no part any more
+    forget  takes no part in exchanges whose
+            keys begin so, any more
     wish    that all stop                       stopping    someone wished it: say which step you passed last
     passed  the last step it went on after      stop_at     the step after which all stop
     bye     its program has come to an end      left        the same of another; once all have, they part
@@ -66,6 +69,7 @@ class Hub:
         awake_s: when process 0 itself was last seen to run.
         members: those that have come.
         values: what was said in each exchange that not all have taken part in yet.
+        forgotten: beginnings of keys, and who takes no part in such exchanges any more; until nobody does.
         stopping: why all are to stop; None if nobody wishes it.
         stop_at: the step after which they do; None until all have said which one they passed.
         lost: the process that was lost first; all ends with it.
@@ -78,6 +82,7 @@ class Hub:
     awake_s: float
     members: Mapping[int, Member] = field(default_factory=dict)
     values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stopping: str | None = None
     stop_at: int | None = None
     lost: int | None = None
@@ -129,13 +134,17 @@ def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
             member = replace(member, step=step)
         case {"type": "value", "key": str(key), "value": value}:
             return _exchanged(_with(hub, process, member), process, key, value)
+        case {"type": "forget", "prefix": str(prefix)}:
+            who = hub.forgotten.get(prefix, frozenset()) | {process}
+            return _voided(replace(_with(hub, process, member), forgotten={**hub.forgotten, prefix: who}))
         case {"type": "wish", "reason": str(reason)} if hub.stopping is None:
             hub = replace(_with(hub, process, member), stopping=reason)
             return hub, [Tell(None, {"type": "stopping", "reason": reason})]
         case {"type": "passed", "step": int(step)}:
             return _agreed(_with(hub, process, replace(member, passed=step)))
         case {"type": "bye"}:
-            return _with(hub, process, replace(member, left=True)), [Tell(None, {"type": "left", "process": process})]
+            hub, voids = _voided(_with(hub, process, replace(member, left=True)))
+            return hub, [Tell(None, {"type": "left", "process": process}), *voids]
         case {"type": "misses", "process": int(other)} if other in hub.members:
             return _lose(
                 _with(hub, process, member), other, f"its program has ended, while process {process} waits for it"
@@ -193,10 +202,24 @@ def _exchanged(hub: Hub, process: int, key: str, value: Any) -> Next:
         return hub, []  # whoever waits for it gives up in time
     said = {**hub.values.get(key, {}), process: value}
     if len(said) < hub.count:
-        return replace(hub, values={**hub.values, key: said}), []
+        return _voided(replace(hub, values={**hub.values, key: said}))
     rest = {k: v for k, v in hub.values.items() if k != key}
     values = [said[i] for i in range(hub.count)]
     return replace(hub, values=rest), [Tell(None, {"type": "values", "key": key, "values": values})]
+
+
+def _voided(hub: Hub) -> Next:
+    """Gives up exchanges that one takes no part in any more, and beginnings that nobody uses any more."""
+    left = {i for i, member in hub.members.items() if member.left}
+    values, tells = {}, []
+    for key, said in hub.values.items():
+        gone = left.union(*(who for prefix, who in hub.forgotten.items() if key.startswith(prefix)))
+        if gone:
+            tells += [Tell(i, {"type": "void", "key": key, "process": min(gone - {i})}) for i in said if gone != {i}]
+        else:
+            values[key] = said
+    forgotten = {prefix: who for prefix, who in hub.forgotten.items() if len(who | left) < hub.count}
+    return replace(hub, values=values, forgotten=forgotten), tells
 
 
 def _agreed(hub: Hub) -> Next:

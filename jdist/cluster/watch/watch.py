@@ -17,7 +17,8 @@ from jdist.cluster import failpoints
 from jdist.cluster.address import join
 from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.bell import Bell
-from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line, encode
+from jdist.cluster.watch.exchanges import Exchanges
+from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, PeerLostError
 
@@ -34,6 +35,9 @@ class Watch:
         on_lost: called once, from the thread, when a process is lost; the program is to end.
         is_waiting: whether the program waits for other processes now; one that has left will never come.
 
+    Attributes:
+        exchanges: what the processes say to all.
+
     Raises:
         ClusterError: process 0 was not reached, or not all came, in time; or this process was refused.
     """
@@ -49,14 +53,14 @@ class Watch:
     ):
         self.place, self._silence_s, self._on_lost, self._is_waiting = place, silence_s, on_lost, is_waiting
         self._beat_s = silence_s / 5
+        self.exchanges = Exchanges(self._tell)
         self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._addresses: tuple[str, ...] = ()
         self._no_start: str | None = None
-        self._values: dict[str, list[Any]] = {}
         self._stopping: str | None = None
         self._stop_at: int | None = None
-        self._passed = self._step = 0
+        self._passed, self._step = -1, 0
         self._left: set[int] = set()
         self._lost: PeerLostError | None = None
         self._closed = self._parted = False
@@ -92,34 +96,6 @@ class Watch:
     def progress(self, step: int) -> None:
         """Notes the step that the program is at, for the record of a loss."""
         self._step = step
-
-    def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """What every process said under `key`, by index; returns once all have.
-
-        Args:
-            key: the same on all, and used once.
-            value: what this process says; what JSON can hold, in at most 1 MiB.
-            timeout_s: how long to wait.
-
-        Raises:
-            ClusterError: not all said theirs in time, or the value is too large.
-            PeerLostError: a process was lost meanwhile.
-        """
-        message = {"type": "value", "key": key, "value": value}
-        if len(encode(message)) > MOST_BYTES:
-            raise ClusterError(
-                f"what this process says about {key!r} takes {len(encode(message)):,} bytes; at most {MOST_BYTES:,} may be "
-                "exchanged. Put more into a file, and exchange its name."
-            )
-        self._tell(message)
-        self._wait_for(lambda: key in self._values, timeout_s)
-        if key in self._values:
-            return self._values.pop(key)
-        self._raise_if_lost()
-        raise ClusterError(
-            f"the other processes did not come to {key!r} within {timeout_s:g} s. All processes must make the same calls in "
-            "the same order."
-        )
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step; may be called from a signal handler."""
@@ -227,6 +203,7 @@ class Watch:
             self._lost = lost
             self._changed.notify_all()
         if lost is not None:
+            self.exchanges.end(lost)
             self._on_lost(lost)
 
     def _listen(self, selector: selectors.BaseSelector) -> PeerLostError | None:
@@ -239,6 +216,7 @@ class Watch:
             if (now_s := time.monotonic()) - told_s >= self._beat_s:
                 told_s = now_s
                 self._outbox.put({"type": "beat", "step": self._step})
+            self.exchanges.tell_forgotten()
             while not self._outbox.empty():
                 self._line.say(self._outbox.get())
             self._line.flush()
@@ -282,8 +260,12 @@ class Watch:
                         f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}. Look at their "
                         "logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
                     )
-                case {"type": "values", "key": str(key), "values": list(values)}:
-                    self._values[key] = values
+                case {"type": "values", "key": str(), "values": list()} | {
+                    "type": "void",
+                    "key": str(),
+                    "process": int(),
+                }:
+                    self.exchanges.take(message)
                 case {"type": "stopping", "reason": str(reason)}:
                     self._stopping = reason
                     self._outbox.put({"type": "passed", "step": self._passed})

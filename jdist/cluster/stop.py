@@ -1,0 +1,208 @@
+"""A machine that is about to be taken away: all processes stop at the same step, save, and leave with one exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jdist.cluster import exit_codes
+from jdist.cluster.runtime import Runtime, alone
+from jdist.errors import ClusterError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_SIGNAL_S = 1.0  # a scheduler may signal both a launcher, which passes it on, and what it launched
+_WATCHER = "the watcher"
+
+
+class Preemption:
+    """Whether this process, or another of its job, was asked to stop; `preemption` makes it."""
+
+    def __init__(
+        self,
+        cluster: Runtime,
+        watcher: Callable[[], bool] | None,
+        grace_s: float,
+        save: Callable[[int], object] | None,
+        exit_code: int | None,
+        poll_s: float,
+    ):
+        self._cluster, self._watcher, self._grace_s, self._save = cluster, watcher, grace_s, save
+        self._given_code, self._poll_s = exit_code, poll_s
+        self._first: tuple[int, float] | None = None  # the first signal, and when it came
+        self._notice: tuple[str, float] | None = None  # why to stop, and from when on
+        self._problem: Exception | None = None
+        self._stopped = False
+        self._closed = threading.Event()
+
+    @property
+    def reason(self) -> str | None:
+        """Who asked: "SIGTERM", "SIGINT" or "the watcher"; None as long as no process has wished to stop."""
+        return self._cluster.stopping
+
+    @property
+    def exit_code(self) -> int:
+        """The code to leave with; 0 as long as nobody asked. The same on all processes."""
+        if self.reason is None:
+            return exit_codes.FINISHED
+        if self._given_code is not None:
+            return self._given_code
+        return exit_codes.INTERRUPTED if self.reason == "SIGINT" else exit_codes.PREEMPTED
+
+    def stops_after(self, step: int) -> bool:
+        """Whether all processes stop now, after `step` steps; `save` has been called then.
+
+        All processes have to ask, after the same steps. Asking costs next to nothing while nobody wishes to stop.
+
+        Args:
+            step: steps done, rising; 0 before the first.
+
+        Raises:
+            Exception: what the watcher or `save` raised.
+            ClusterError: another process did not answer.
+        """
+        if self._problem is not None:
+            raise self._problem
+        if self._stopped or not self._cluster.stops_after(step):
+            return self._stopped
+        self._stopped = True
+        if self._save is not None:
+            self._save(step)
+        return True
+
+    def _listen(self, reader: int, forward: int) -> None:
+        """A thread: takes in signals and the watcher's notice, and tells all once the grace is over."""
+        told = False
+        while not self._closed.is_set():
+            patience_s = None
+            if self._notice is not None and not told:
+                patience_s = self._notice[1] - time.monotonic()
+                if patience_s <= 0:
+                    told, patience_s = True, None
+                    self._cluster.wish_to_stop(self._notice[0])
+            if select.select([reader], [], [], patience_s)[0]:
+                data = os.read(reader, 4096)
+                if forward != -1:
+                    with contextlib.suppress(OSError):
+                        os.write(forward, data)
+                for number in data:
+                    if number in _SIGNALS:
+                        self._signalled(number)
+
+    def _poll(self, watcher: Callable[[], bool], writer: int) -> None:
+        """Another thread, as the watcher may take its time."""
+        while not self._closed.wait(self._poll_s):
+            try:
+                if not watcher():
+                    continue
+                self._ask(_WATCHER)
+            except Exception as exc:  # noqa: BLE001 - not swallowed: raised in the program, by `stops_after`
+                self._problem = exc
+            _wake(writer)
+            return
+
+    def _signalled(self, number: int) -> None:
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = number, now_s
+            self._ask(signal.Signals(number).name)
+        elif number != self._first[0] or now_s - self._first[1] > _SAME_SIGNAL_S:
+            # Python's own `signal.signal` is for the main thread alone, which may be waiting in XLA.
+            ctypes.CDLL(None).signal(number, 0)
+            os.kill(os.getpid(), number)
+
+    def _ask(self, reason: str) -> None:
+        if self._notice is None:
+            self._notice = reason, time.monotonic() + self._grace_s
+
+
+@contextlib.contextmanager
+def preemption(
+    cluster: Runtime | None = None,
+    *,
+    watcher: Callable[[], bool] | None = None,
+    grace_s: float = 0.0,
+    save: Callable[[int], object] | None = None,
+    exit_code: int | None = None,
+    poll_s: float = 1.0,
+) -> Iterator[Preemption]:
+    """Lets a training loop stop where one of its processes is asked to: at the same step on all, saved.
+
+    While the block runs, SIGTERM and SIGINT are wishes. The same signal again within a second counts once; a later one
+    ends the process at once. Outside the main thread signals are left alone, and only the watcher counts.
+
+    Args:
+        cluster: the job's processes, `strategy.cluster`; None: this one alone.
+        watcher: called from a thread every `poll_s`; returns whether the machine is about to be taken away.
+        grace_s: how long training goes on after a notice, in seconds, before all stop.
+        save: called with the step on every process where all stop.
+        exit_code: the code to leave with; None: 143 after SIGTERM or the watcher, 130 after SIGINT.
+        poll_s: seconds between two calls of the watcher.
+
+    Yields:
+        A `Preemption`: ask it `stops_after(step)` after every step.
+
+    Raises:
+        ClusterError: a number is not allowed.
+
+    Example:
+        >>> import os, signal, jdist
+        >>> saved = []
+        >>> with jdist.cluster.preemption(save=saved.append) as stop:
+        ...     for step in range(10_000_000):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...         if stop.stops_after(step):
+        ...             break
+        >>> saved == [step], stop.exit_code
+        (True, 143)
+
+    Source: `tf.distribute.experimental.PreemptionCheckpointHandler` and `TerminationConfig`
+    """
+    for name, value, least in (("grace_s", grace_s, 0.0), ("poll_s", poll_s, 0.01)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+            raise ClusterError(f"`{name}` is {value!r}; it must be a number of seconds, {least:g} or more.")
+    if exit_code is not None and (isinstance(exit_code, bool) or exit_code not in range(256)):
+        raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
+    made = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    in_main = threading.current_thread() is threading.main_thread()
+    # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
+    before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
+    before = {each: signal.signal(each, _nothing) for each in _SIGNALS} if in_main else {}
+    work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(made._listen, (reader, before_fd))]
+    if watcher is not None:
+        work.append((made._poll, (watcher, writer)))
+    threads = [threading.Thread(target=run, args=args, name="jdist-preemption", daemon=True) for run, args in work]
+    for thread in threads:
+        thread.start()
+    try:
+        yield made
+    finally:
+        if in_main:
+            signal.set_wakeup_fd(before_fd)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        made._closed.set()
+        _wake(writer)
+        for thread in threads:
+            thread.join(2.0)
+        if not any(thread.is_alive() for thread in threads):  # a watcher may hang
+            os.close(reader)
+            os.close(writer)
+
+
+def _wake(writer: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # full: it is awake
+        os.write(writer, b"\0")
+
+
+def _nothing(number: int, frame: object) -> None:
+    """Keeps the signal from its default, which is to end the process."""

@@ -1,0 +1,121 @@
+"""What a process has said to all, and has yet to hear of all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from jdist.cluster.watch.lines import MOST_BYTES, encode
+from jdist.errors import ClusterError, PeerLostError
+
+Message = dict[str, Any]
+
+
+class Exchanges:
+    """The exchanges that a process takes part in: each says a value under a key, and hears everyone's.
+
+    Any thread may say, hear and forget.
+
+    Args:
+        tell: sends a message to process 0.
+    """
+
+    def __init__(self, tell: Callable[[Message], None]):
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._answers: dict[str, Message | None] = {}  # by key; None: not there yet
+        self._forgotten: deque[str] = deque()  # not told yet
+        self._lost: PeerLostError | None = None
+
+    def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
+        """What every process said under `key`, by index; returns once all have.
+
+        Args:
+            key: the same on all, and used once.
+            value: what this process says; what JSON can hold, in at most 1 MiB.
+            timeout_s: how long to wait.
+
+        Raises:
+            ClusterError: not all said theirs in time, one of them never will, or the value is too large.
+            PeerLostError: a process was lost meanwhile.
+        """
+        self.say(key, value)
+        values = self.hear(key, timeout_s)
+        if values is None:
+            with self._changed:
+                del self._answers[key]
+            raise ClusterError(
+                f"the other processes did not come to {key!r} within {timeout_s:g} s. All processes must make the same calls "
+                "in the same order."
+            )
+        return values
+
+    def say(self, key: str, value: Any) -> None:
+        """This process's part of an exchange.
+
+        Raises:
+            ClusterError: the value is too large.
+        """
+        message = {"type": "value", "key": key, "value": value}
+        if (size := len(encode(message))) > MOST_BYTES:
+            raise ClusterError(
+                f"what this process says about {key!r} takes {size:,} bytes; at most {MOST_BYTES:,} may be exchanged. Put "
+                "more into a file, and exchange its name."
+            )
+        with self._changed:
+            self._answers[key] = None
+        self._tell(message)
+
+    def hear(self, key: str, timeout_s: float) -> list[Any] | None:
+        """What every process said under `key`, by index, once; None: not all have, within `timeout_s`. Ask again then.
+
+        Raises:
+            ClusterError: one of them never will.
+            PeerLostError: a process was lost meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._answers[key] or self._lost, timeout_s)
+            answer = self._answers[key]
+            if answer is not None:
+                del self._answers[key]
+        if answer is None:
+            if self._lost is not None:
+                raise self._lost
+            return None
+        if answer["type"] == "values":
+            return answer["values"]
+        raise ClusterError(
+            f"process {answer['process']} does not come to {key!r}: it has left that loop, or its program has ended. All "
+            "processes must make the same calls in the same order."
+        )
+
+    def forget(self, prefix: str) -> None:
+        """Takes no part in exchanges whose keys begin so, from now on; none of them may be said or heard any more.
+
+        Takes no lock and sends nothing, so the garbage collector may call it.
+        """
+        self._forgotten.append(prefix)
+
+    def tell_forgotten(self) -> None:
+        """Tells process 0 what was forgotten since the last time."""
+        while self._forgotten:
+            prefix = self._forgotten.popleft()
+            with self._changed:
+                for key in [key for key in self._answers if key.startswith(prefix)]:
+                    del self._answers[key]
+            self._tell({"type": "forget", "prefix": prefix})
+
+    def take(self, message: Message) -> None:
+        """Takes in an answer of process 0; nobody waits for one that was forgotten."""
+        with self._changed:
+            if message["key"] in self._answers:
+                self._answers[message["key"]] = message
+                self._changed.notify_all()
+
+    def end(self, lost: PeerLostError) -> None:
+        """Ends all waits, as a process is lost."""
+        with self._changed:
+            self._lost = lost
+            self._changed.notify_all()

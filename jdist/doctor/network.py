@@ -1,0 +1,89 @@
+"""Checks of the cluster's description and of its addresses; nothing is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from jdist.cluster.address import join, split
+from jdist.cluster.environment import TOKEN
+from jdist.cluster.listen import watch_port
+from jdist.cluster.resolvers.resolve import resolve
+from jdist.cluster.spec import ClusterSpec
+from jdist.doctor.finding import Finding, failed, passed, warned
+from jdist.errors import ClusterConfigError
+
+
+def cluster(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, list[Finding]]:
+    """The cluster in the environment, and where each value is from."""
+    try:
+        spec = resolve(environ)
+    except ClusterConfigError as exc:
+        return None, [
+            failed("cluster", str(exc), f"Mend {exc.variable}; docs/clusters.md says which variables are read.")
+        ]
+    lines = [passed("cluster", line.strip()) for line in spec.describe().splitlines()]
+    return spec, lines
+
+
+def names(spec: ClusterSpec) -> list[Finding]:
+    """Whether the hosts of the cluster have addresses."""
+    found = []
+    hosts = dict.fromkeys(split(address)[0] for tasks in spec.jobs.values() for address in tasks if address)
+    for host in hosts:
+        try:
+            addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        except OSError as exc:
+            remedy = "Is the name right? Pods need a headless service; else write addresses in numbers."
+            found.append(failed("names", f"{host} has no address: {exc}", remedy))
+            continue
+        found.append(passed("names", f"{host} is {', '.join(sorted(addresses))}"))
+    return found
+
+
+def ports(spec: ClusterSpec, environ: Mapping[str, str]) -> list[Finding]:
+    """On process 0, whether its two ports are free; a socket is opened on each for a moment."""
+    if spec.num_processes == 1 or spec.task_type not in ("chief", "worker") or spec.process_index != 0:
+        return []
+    host, port = split(spec.coordinator_address)
+    found = []
+    try:
+        both = {"JAX's coordinator": port, "jdist's watch": watch_port(environ, port)}
+    except ClusterConfigError as exc:
+        return [failed("ports", str(exc), f"Mend {exc.variable}.")]
+    for what, number in both.items():
+        try:
+            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            socket.create_server((address, number), family=family).close()
+        except OSError as exc:
+            remedy = "Choose another port, or end what holds it; the host must be an address of this machine."
+            found.append(failed("ports", f"{what} cannot have {join(host, number)}: {exc}", remedy))
+            continue
+        found.append(passed("ports", f"{what} can have {join(host, number)}"))
+    return found
+
+
+def security(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Who could join, and whether what is sent can be read."""
+    if spec.num_processes == 1:
+        return []
+    loopback = all(
+        address is None or split(address)[0] in ("localhost", "127.0.0.1", "::1") for address in spec.processes
+    )
+    if loopback:
+        return [passed("security", "the cluster is on this machine alone")]
+    found = [
+        warned(
+            "tls",
+            "multi_worker sends gradients as JAX does, unencrypted",
+            "Keep the machines in a network of their own; SECURITY.md says what listens where.",
+        )
+    ]
+    if not environ.get(TOKEN, "").strip():
+        remedy = f"Set {TOKEN} to the same secret on all processes."
+        found.append(warned("security", "whoever reaches the watch port could end the job", remedy))
+    else:
+        found.append(passed("security", f"{TOKEN} is set"))
+    return found

@@ -1,0 +1,104 @@
+"""Checks that all processes of the cluster make together: clocks, devices, an all-reduce. They start JAX's devices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+from jdist.doctor.finding import Finding, failed, passed, warned
+from jdist.errors import JDistError
+
+if TYPE_CHECKING:
+    from jdist.strategy import Strategy
+
+_SIZE_BYTES = 16 << 20
+_ROUNDS = 5
+_CLOCKS_S = 2.0  # clocks further apart than that confuse logs, and the ages of files
+
+
+def joined(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
+    """Joins the cluster; all its processes have to run `jdist doctor` for that."""
+    import jdist
+
+    try:
+        strategy = jdist.multi_worker(communication=jdist.CommunicationOptions(start_timeout_s=timeout_s))
+    except JDistError as exc:
+        remedy = (
+            "Run `jdist doctor` as every process of the job at the same time (`srun jdist doctor`), or say --alone."
+        )
+        return None, [failed("together", str(exc), remedy)]
+    count = strategy.cluster.num_processes if strategy.cluster is not None else 1
+    return strategy, [passed("together", f"all {count} processes came")] if count > 1 else []
+
+
+def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
+    """How far the processes' clocks are apart, by what they say at about the same time."""
+    cluster = strategy.cluster
+    if cluster is None or cluster.num_processes == 1:
+        return []
+    cluster.exchange("doctor: ready", None, timeout_s)
+    times = cluster.exchange("doctor: clocks", time.time(), timeout_s)
+    apart_s = max(times) - min(times)
+    text = f"the clocks are at most {apart_s * 1e3:,.1f} ms apart, the exchange included"
+    if apart_s > _CLOCKS_S:
+        return [warned("clocks", text, "Run a time service (chrony) on all machines.")]
+    return [passed("clocks", text)]
+
+
+def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:
+    """What devices there are, and whether all processes have as many of the same kind."""
+    import jax
+
+    local = jax.local_devices()
+    stats = local[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    size = f", {limit / 1e9:.1f} GB each" if limit else ""
+    found = [passed("devices", f"{len(local)} x {local[0].device_kind} ({local[0].platform}){size}")]
+    if strategy.cluster is not None and strategy.cluster.num_processes > 1:
+        told = strategy.cluster.exchange("doctor: devices", [len(local), local[0].device_kind], timeout_s)
+        if any(each != told[0] for each in told):
+            listed = "; ".join(f"process {i}: {count} x {kind}" for i, (count, kind) in enumerate(told))
+            remedy = "A step waits for the slowest replica; start each process with as many of the same kind."
+            found.append(warned("devices", f"the processes have different devices: {listed}", remedy))
+    return found
+
+
+def all_reduce(strategy: Strategy) -> list[Finding]:
+    """A small all-reduce over all replicas: whether it is right, and how fast."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import PartitionSpec
+
+    n = strategy.num_replicas
+    if n == 1:
+        return [passed("all-reduce", "one device, nothing to reduce")]
+    axes = strategy.axes
+    elements = _SIZE_BYTES // 4
+
+    def make() -> jax.Array:
+        return jnp.full((elements,), jax.lax.axis_index(axes) + 1, jnp.float32)
+
+    whole, own = PartitionSpec(), PartitionSpec(axes)
+    mapped = jax.jit(jax.shard_map(make, mesh=strategy.mesh, in_specs=(), out_specs=own, check_vma=False))
+    values = mapped()
+    reduce = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, axes), mesh=strategy.mesh, in_specs=own, out_specs=whole, check_vma=False
+        )
+    )
+    total = reduce(values).block_until_ready()  # compiles
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        total = reduce(values).block_until_ready()
+        times.append(time.perf_counter() - start)
+    median = statistics.median(times)
+    got, want = float(np.asarray(total.addressable_data(0))[0]), n * (n + 1) / 2
+    if got != want:
+        text = f"a sum over {n} replicas gave {got} instead of {want}"
+        return [failed("all-reduce", text, "A device or a link is broken: leave machines out until it is right.")]
+    sent = 2 * (n - 1) / n * _SIZE_BYTES / median
+    text = f"{_SIZE_BYTES >> 20} MiB over {n} replicas in {median * 1e3:.1f} ms: each sends {sent / 1e6:,.0f} MB/s"
+    return [passed("all-reduce", text)]

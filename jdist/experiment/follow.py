@@ -1,0 +1,80 @@
+"""An evaluator's run of an experiment: the checkpoints of the job that trains, evaluated one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import jdist
+from jdist.cluster.stop import preemption
+from jdist.experiment.config import Config
+from jdist.experiment.evaluate import evaluate
+from jdist.experiment.load import Document
+from jdist.experiment.metrics_file import MetricsFile, read_rows
+from jdist.experiment.prepare import prepare
+from jdist.experiment.progress import figures
+from jdist.experiment.record import RunFolder
+from jdist.experiment.step import state_maker
+from jdist.strategies.by_name import make_strategy
+from jdist.strategy import Strategy
+from jdist.train.evaluator import new_checkpoints
+from jdist.train.run_lock import is_held
+
+_TIMEOUT_S = 300.0  # as long as processes may take to come together
+_POLL_S = 1.0
+
+
+def follow(config: Config, document: Document, *, console: Console | None = None) -> int:
+    """Evaluate each checkpoint that a running job of the same config saves, into its folder's eval.jsonl.
+
+    Nothing that the job does waits for this. It ends with the evaluation of the run's last step, when a signal asks for it,
+    or when nobody has trained for five minutes.
+
+    Args:
+        config: the checked config; its `platform` has been applied.
+        document: what the config was read from.
+        console: where to report; standard output if None.
+
+    Returns:
+        The exit code: 0 at the end of the run, 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        JDistError: the config or the data is not right, a checkpoint does not fit, or the job is gone.
+    """
+    console = console or Console(soft_wrap=True)
+    parts = prepare(config, document, make=_of_one_process)
+    folder = RunFolder(Path(config.log.folder) / config.name)
+    strategy, task, total = parts.strategy, parts.task, parts.total_steps
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(preemption())
+        like = strategy.init(*state_maker(config, parts))
+        eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
+        eval_step = jdist.distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
+        file: MetricsFile | None = None
+        for restored in new_checkpoints(
+            folder.checkpoints,
+            like,
+            final_step=total,
+            is_alive=lambda: is_held(folder.lock),
+            is_over=lambda: stop.reason is not None,
+            timeout_s=_TIMEOUT_S,
+            poll_s=_POLL_S,
+            known=[row["step"] for row in read_rows(folder.evaluations)],
+        ):
+            measured = evaluate(eval_step, restored.state, eval_set)
+            if file is None:  # not before there is a checkpoint: the folder is the job's to make
+                file = MetricsFile.open(folder.evaluations, step=sys.maxsize)
+                stack.callback(file.close)
+            file.write(restored.step, measured)
+            text = f"step {restored.step}/{total}  evaluation: {figures(measured)}"
+            console.print(text, markup=False, highlight=False, emoji=False)
+        return stop.exit_code
+
+
+def _of_one_process(name: str, **options: Any) -> Strategy:
+    """What the evaluator runs on: its own devices, also where the job runs on those of many processes."""
+    return make_strategy("mirrored") if name == "multi_worker" else make_strategy(name, **options)

@@ -1,0 +1,53 @@
+"""A file that a run's process holds as long as it lives: the system lets go of it however the process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_GLANCE_S = 1.0  # longer than any `is_held` holds it
+_POLL_S = 0.05
+
+
+@contextlib.contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Hold a file for this process alone while the block runs.
+
+    Args:
+        path: the file; made if need be.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be made.
+    """
+    import fcntl  # POSIX only: imported here so that the rest of jdist can be imported anywhere
+
+    deadline_s = time.monotonic() + _GLANCE_S
+    with path.open("a") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_POLL_S)
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the file now; where the folder is shared, also one of another machine."""
+    import fcntl
+
+    try:
+        handle = path.open("r")
+    except FileNotFoundError:
+        return False
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,142 @@
+"""A wish to stop: from a signal or a watcher, after a grace, on all processes after the same step."""
+
+import concurrent.futures
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import jdist
+from jdist.cluster.stop import preemption
+from jdist.cluster.watch.place import Place
+from jdist.cluster.watch.switchboard import Switchboard
+from jdist.cluster.watch.watch import Watch
+from jdist.errors import ClusterError
+
+
+def stopped_at(stop, timeout_s=30.0):
+    """The step that a loop stops after, and how long that took."""
+    start_s = time.monotonic()
+    for step in itertools.count():
+        if stop.stops_after(step):
+            return step, time.monotonic() - start_s
+        assert time.monotonic() < start_s + timeout_s
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_a_wish_and_the_handlers_come_back(number, code):
+    before, saved = signal.getsignal(number), []
+    with preemption(save=saved.append) as stop:
+        assert not stop.stops_after(0)
+        assert (stop.reason, stop.exit_code) == (None, 0)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # at once again: a launcher and a scheduler both sent it
+        step, _ = stopped_at(stop)
+        assert stop.stops_after(step)  # and it stays so, and saves once
+    assert saved == [step]
+    assert (stop.reason, stop.exit_code) == (number.name, code)
+    assert signal.getsignal(number) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("numbers", ["[SIGTERM, SIGTERM]", "[SIGINT, SIGTERM]"])
+def test_a_second_signal_ends_the_process_at_once(numbers):
+    code = f"""
+import os, time
+from signal import SIGINT, SIGTERM
+from jdist.cluster import stop
+stop._SAME_SIGNAL_S = 0.0
+with stop.preemption() as wish:
+    for number in {numbers}:
+        os.kill(os.getpid(), number)
+        while not wish.stops_after(1): time.sleep(0.001)
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_a_watcher_gives_notice_and_training_goes_on_for_the_grace():
+    calls = itertools.count()
+    with preemption(watcher=lambda: next(calls) == 2, poll_s=0.01, grace_s=0.3, exit_code=7) as stop:
+        _, lasted_s = stopped_at(stop)
+    assert lasted_s >= 0.3
+    assert (stop.reason, stop.exit_code) == ("the watcher", 7)
+
+
+def test_what_a_watcher_raises_reaches_the_loop():
+    with preemption(watcher=lambda: 1 / 0 == 0, poll_s=0.01) as stop, pytest.raises(ZeroDivisionError):
+        stopped_at(stop)
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    found = []
+
+    def work():
+        with preemption() as stop:
+            found.append((signal.getsignal(signal.SIGTERM), stop.stops_after(0)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(30)
+    assert found == [(before, False)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"grace_s": -1.0}, {"grace_s": float("nan")}, {"poll_s": 0}, {"exit_code": 256}, {"exit_code": True}]
+)
+def test_options_are_checked(options):
+    with pytest.raises(ClusterError, match=f"`{next(iter(options))}` is "), preemption(**options):
+        pass
+
+
+def each(work):
+    """Does something in the threads of two processes at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        return [done.result(30.0) for done in [threads.submit(work, process) for process in range(2)]]
+
+
+@pytest.fixture
+def two():
+    """The lines of two processes to process 0."""
+    server, lost = socket.create_server(("127.0.0.1", 0)), []
+    port = server.getsockname()[1]
+    switchboard = Switchboard(server, 2, silence_s=30.0, start_timeout_s=30.0, token="")
+
+    def join(process):
+        place = Place(process=process, addresses=("a:1", "b:1"), host="127.0.0.1", port=port, token="")
+        return Watch(place, start_timeout_s=30.0, silence_s=30.0, on_lost=lost.append)
+
+    watches = each(join)
+    yield watches
+    each(lambda process: watches[process].say_bye())
+    each(lambda process: watches[process].part())
+    switchboard.close()
+    assert lost == []
+
+
+def test_all_stop_behind_the_furthest_also_if_that_one_cannot_answer_now(two):
+    behind, ahead = two
+    assert not any(behind.stops_after(step) for step in range(4))
+    assert not any(ahead.stops_after(step) for step in range(6))
+    # `ahead` now waits for its devices, which wait for the steps 4 and 5 of `behind`.
+    behind.wish_to_stop("SIGTERM")
+    deadline_s = time.monotonic() + 30
+    while behind.stopping is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert [behind.stops_after(step) for step in (4, 5, 6)] == [False, False, True]
+    assert ahead.stops_after(6)
+    assert ahead.stopping == "SIGTERM"
+
+
+def test_it_is_public():
+    assert jdist.cluster.preemption is preemption

@@ -1,0 +1,28 @@
+"""Run by `jdist launch`: cases of the matrix under multi_worker, on every process of a real cluster.
+
+Usage: several_processes.py FOLDER STRATEGY-FAMILY-OPTION-OPTIMIZER ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import jax
+import numpy as np
+from matrix import MULTI_WORKER
+
+folder, cases = Path(sys.argv[1]), [tuple(case.split("-")) for case in sys.argv[2:]]
+strategies = {name: make() for name, make in MULTI_WORKER.items()}  # before anything uses JAX's devices
+
+from families import FAMILIES  # noqa: E402 # its models touch devices
+from matrix import OPTIMIZERS, OPTIONS  # noqa: E402
+
+for strategy, family, option, optimizer in cases:
+    run = FAMILIES[family](strategies[strategy], OPTIMIZERS[optimizer](), **OPTIONS[option])
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(run.params)]
+    facts = np.array([run.compilations_after_first_call, run.shardings_kept])
+    name = f"{strategy}-{family}-{option}-{optimizer}.{jax.process_index()}.npz"
+    np.savez(folder / name, *leaves, losses=run.losses, facts=facts)

@@ -1,0 +1,88 @@
+"""multi_worker in real processes gives what one device gives: the same losses and parameters, on every process."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jdist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, STEPS, Run
+from matrix import MULTI_WORKER, OPTIMIZERS, OPTIONS, all_cases, pairwise
+
+PROGRAM = Path(__file__).with_name("several_processes.py")
+
+LAYOUTS = {"2x4": (2, 4), "4x1": (4, 1)}  # processes, devices of each
+ALL = all_cases(MULTI_WORKER, FAMILIES)
+CHOSEN = sorted(pairwise(ALL))
+# The pairs are shared out among the layouts.
+SHARED_OUT = {layout: CHOSEN[i :: len(LAYOUTS)] for i, layout in enumerate(LAYOUTS)}
+
+
+@functools.cache
+def trained(layout: str, cases: tuple[tuple[str, ...], ...], folder: Path) -> Path:
+    """Where one launch, of all of the cases, has left what came of them."""
+    processes, devices = LAYOUTS[layout]
+    launched = jdist.cluster.launch(
+        [str(PROGRAM), str(folder), *map("-".join, cases)],
+        processes=processes,
+        devices_per_process=devices,
+        log_dir=folder / "logs",
+    )
+    assert launched.exit_code == 0, launched
+    return folder
+
+
+@functools.cache
+def one_device(family: str, optimizer: str, accumulate: int) -> Run:
+    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
+
+
+def check(case: tuple[str, ...], folder: Path, processes: int) -> None:
+    _, family, option, optimizer = case
+    accumulate = OPTIONS[option].get("accumulate", 1) if family == "cnn_synced_batchnorm" else 1
+    expected = one_device(family, optimizer, accumulate)
+    for process in range(processes):
+        found = np.load(folder / f"{'-'.join(case)}.{process}.npz")
+        compilations, kept = found["facts"]
+        assert (compilations, kept) == (0, 1)
+        assert len(found["losses"]) == STEPS
+        # The tolerances of test_conformance.py, for its reasons.
+        np.testing.assert_allclose(found["losses"], expected.losses, rtol=0, atol=2e-5 if optimizer == "sgd" else 2e-4)
+        if optimizer == "sgd":
+            for i, want in enumerate(jax.tree.leaves(expected.params)):
+                np.testing.assert_allclose(found[f"arr_{i}"], want, rtol=0, atol=1e-5)
+
+
+# One worker of the test run takes all cases of a layout, as one launch runs them; the first waits for that.
+CASES = [
+    pytest.param(layout, case, marks=pytest.mark.xdist_group(layout), id="-".join((layout, *case)))
+    for layout, cases in SHARED_OUT.items()
+    for case in cases
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("layout", "case"), CASES)
+def test_equals_one_device(layout: str, case: tuple[str, ...], folders: dict[str, Path]):
+    check(case, trained(layout, tuple(SHARED_OUT[layout]), folders[layout]), LAYOUTS[layout][0])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_of_the_matrix(layout: str, tmp_path: Path):
+    trained(layout, tuple(ALL), tmp_path)
+    for case in ALL:
+        check(case, tmp_path, LAYOUTS[layout][0])

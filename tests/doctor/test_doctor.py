@@ -1,0 +1,162 @@
+"""`jdist doctor`: each check by itself, and the command alone and in a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jdist
+from jdist.cluster import ClusterSpec
+from jdist.doctor import machine, network, together
+from jdist.doctor.finding import Finding, failed, passed, warned
+from jdist.doctor.report import examine, report
+
+
+def spec(*addresses: str | None, index: int = 0) -> ClusterSpec:
+    return ClusterSpec(jobs={"worker": addresses}, task_type="worker", task_index=index)
+
+
+def statuses(found: list[Finding]) -> list[str]:
+    return [each.status for each in found]
+
+
+class TestMachine:
+    def test_versions(self):
+        python, packages, *rest = machine.versions()
+        assert sys.executable in python.text
+        assert "jax " in packages.text
+        assert f"jdist {jdist.__version__}" in packages.text
+        assert rest == []
+
+    def test_a_package_that_is_missing_or_too_old(self, monkeypatch):
+        versions = {"jax": "0.4.1"}
+
+        def version(name):
+            if name == "optax":
+                raise machine.importlib.metadata.PackageNotFoundError(name)
+            return versions.get(name, "1.0")
+
+        monkeypatch.setattr(machine.importlib.metadata, "version", version)
+        wrong = {(each.status, each.text.partition(" ")[0]): each for each in machine.versions()[2:]}
+        assert "pip install 'jax" in wrong["warn", "jax"].remedy
+        assert "pip install 'optax" in wrong["fail", "optax"].remedy
+
+    def test_disk(self, tmp_path, monkeypatch):
+        assert statuses(machine.disk(tmp_path / "not" / "yet")) == ["pass"]
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("usage", (), {"free": 10**9, "total": 0}))
+        assert statuses(machine.disk(tmp_path)) == ["warn"]
+        monkeypatch.setattr(machine.os, "access", lambda *_: False)
+        (found,) = machine.disk(tmp_path)
+        assert found.status == "fail"
+        assert str(tmp_path) in found.text
+
+
+class TestNetwork:
+    def test_a_cluster_with_the_origin_of_each_value(self):
+        config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+        made, found = network.cluster({"TF_CONFIG": json.dumps(config)})
+        assert made is not None
+        assert made.process_index == 1
+        assert any("a:1, b:2" in each.text and "TF_CONFIG" in each.text for each in found)
+
+    def test_a_cluster_that_makes_no_sense(self):
+        made, (found,) = network.cluster({"TF_CONFIG": "{"})
+        assert made is None
+        assert (found.status, "TF_CONFIG" in found.text) == ("fail", True)
+
+    def test_names(self):
+        good, bad = network.names(spec("127.0.0.1:1", "no-such-host.invalid:1"))
+        assert (good.status, bad.status) == ("pass", "fail")
+        assert "no-such-host.invalid" in bad.text
+
+    def test_a_port_that_is_taken(self):
+        with socket.create_server(("127.0.0.1", 0)) as held:
+            port = held.getsockname()[1]
+            coordinator, _ = network.ports(spec(f"127.0.0.1:{port}", None), {})
+        assert coordinator.status == "fail"
+        assert f"127.0.0.1:{port}" in coordinator.text
+        assert network.ports(spec(f"127.0.0.1:{port}", None, index=1), {}) == []  # only process 0 listens
+
+    def test_the_watch_port_must_be_another(self):
+        (found,) = network.ports(spec("127.0.0.1:4000", None), {"JDIST_WATCH_PORT": "4000"})
+        assert found.status == "fail"
+        assert "JDIST_WATCH_PORT" in found.text
+
+    def test_security(self):
+        assert statuses(network.security(spec("127.0.0.1:1", "127.0.0.1:2"), {})) == ["pass"]
+        assert statuses(network.security(spec("10.0.0.1:1", None), {})) == ["warn", "warn"]
+        assert statuses(network.security(spec("10.0.0.1:1", None), {"JDIST_TOKEN": "x"})) == ["warn", "pass"]
+
+
+class TestTogether:
+    def test_an_all_reduce_over_local_devices(self):
+        (found,) = together.all_reduce(jdist.mirrored())
+        assert found.status == "pass"
+        assert "over 8 replicas" in found.text
+
+    def test_devices(self):
+        (found,) = together.devices(jdist.mirrored(), 1.0)
+        assert found.text.startswith("8 x ")
+
+
+class TestReport:
+    def test_a_failed_check_is_the_exit_code(self, capsys):
+        assert report([passed("a", "b"), warned("c", "d", "e")], as_json=False) == 0
+        assert report([passed("a", "b"), failed("c", "d", "mend it")], as_json=False) == 1
+        assert "-> mend it" in capsys.readouterr().out
+
+    def test_json(self, capsys):
+        report([failed("c", "d", "e")], as_json=True)
+        assert json.loads(capsys.readouterr().out) == [{"status": "fail", "check": "c", "text": "d", "remedy": "e"}]
+
+    def test_what_cannot_come_is_not_waited_for(self, monkeypatch):
+        config = {"cluster": {"worker": ["no-such-host.invalid:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        monkeypatch.setattr(together, "joined", lambda _: pytest.fail("waited"))
+        assert "fail" in statuses(examine(alone=False, timeout_s=1.0))
+
+    def test_alone_leaves_the_others_out(self, monkeypatch):
+        config = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        monkeypatch.setattr(together, "joined", lambda _: pytest.fail("waited"))
+        assert "fail" not in statuses(examine(alone=True, timeout_s=1.0))
+
+
+def run_doctor(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jdist", "doctor", *arguments]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environ
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_others_that_do_not_come(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = {"cluster": {"worker": [f"127.0.0.1:{port}", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}
+    done = run_doctor(tmp_path, "--json", "--timeout-s", "1", TF_CONFIG=json.dumps(config))
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert found[-1]["check"] == "together"
+    assert "missing: process 1" in found[-1]["text"]
+    assert "--alone" in found[-1]["remedy"]
+
+
+def test_a_cluster_of_two(tmp_path):
+    launched = jdist.cluster.launch(
+        [sys.executable, "-m", "jdist", "doctor", "--json"], processes=2, devices_per_process=1, log_dir=tmp_path
+    )
+    assert launched.exit_code == 0
+    log = (tmp_path / "attempt_0" / "process_0.log").read_text()
+    found = json.loads(log[log.index("[\n") :])
+    assert "fail" not in {each["status"] for each in found}
+    texts = " ".join(each["text"] for each in found)
+    assert "all 2 processes came" in texts
+    assert "16 MiB over 2 replicas" in texts
+    assert "clocks are at most" in texts

@@ -1,0 +1,168 @@
+"""Runs in several real processes: as good as in one, stopped and killed ones too."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy_regression import CONFIG
+
+from jdist.cli import main
+
+pytestmark = pytest.mark.xdist_group("processes")
+ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+LONG = """\
+name: toy
+task: {make: "toy_regression:make"}
+strategy: {name: multi_worker, all_reduce: {name: compressed, dtype: int8}}
+train: {global_batch: 16, steps: 120, optimizer: {name: adamw, learning_rate: 1e-2}}
+eval: {every: 60, global_batch: 8}
+checkpoint: {every: 20}
+log: {every: 10}
+"""
+
+
+def launch(folder, *arguments, config=LONG, kills=()):
+    """`jdist launch` of the toy in `folder`: the exit code and what it said."""
+    (folder / "toy.yaml").write_text(config)
+    options = [argument for argument in arguments if argument.startswith("--")]
+    overrides = [argument for argument in arguments if not argument.startswith("--")]
+    command = [sys.executable, "-m", "jdist", "launch", "--devices-per-process=1", "--log-dir=logs", *options, "--"]
+    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "KILLS": json.dumps(list(kills))}
+    script = [str(HERE / "killed_run.py")] if kills else []
+    with subprocess.Popen(
+        [*command, *script, "toy.yaml", *overrides],
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return process.returncode, out
+
+
+def rows_of(folder, name="toy"):
+    rows = [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "time_s"} for row in rows]
+
+
+def last_save(folder):
+    """What the newest checkpoint holds, with the crc32 of every leaf; its files and their names may differ."""
+    path = max((folder / "runs/toy/checkpoints").glob("step_*"))
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    return {key: body[key] for key in ("step", "data", "leaves")}
+
+
+def assert_alike(ours, theirs):
+    """The same data at each step, and losses that differ by rounding."""
+    ours, theirs = ([row for row in rows if "loss" in row] for rows in (ours, theirs))
+    assert [(row["step"], row["examples"]) for row in ours] == [(row["step"], row["examples"]) for row in theirs]
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder and the output of a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, out = launch(folder)
+    assert code == 0, out
+    return folder, out
+
+
+def test_the_chief_alone_reports_and_writes(whole):
+    folder, out = whole
+    said = [line for line in out.splitlines() if line.startswith("[1]")]
+    assert not [line for line in said if "[Gloo]" not in line]
+    assert "[0] global batch 16 = 2 replicas x 8" in out
+    assert "[0] finished: 120 steps" in out
+    assert sorted(path.name for path in (folder / "runs/toy").iterdir() if path.name[0] != ".") == [
+        "checkpoints",
+        "config.yaml",
+        "curves.png",
+        "metrics.jsonl",
+    ]
+    assert [row["step"] for row in rows_of(folder)] == list(range(10, 121, 10))
+    assert any("pieces" in leaf for leaf in last_save(folder)["leaves"])  # what compression left out, by process
+
+
+def test_killed_in_saves_and_steps_it_ends_with_the_same_bits(tmp_path, whole):
+    draw = random.Random(11)
+    kills = [
+        (1, "write_pieces", 2),
+        (0, "commit", 1),
+        (draw.randrange(2), "SIGKILL", draw.randrange(60, 80)),
+    ]
+    code, out = launch(tmp_path, "--max-restarts=3", kills=kills)
+    assert code == 0, out
+    assert re.findall(r"process (\d) was killed by SIGKILL;", out) == [str(process) for process, *_ in kills], out
+    resumed = re.findall(r"going on from step (\d+) of 120", out)
+    assert resumed[0] == "20"
+    assert len(resumed) == 3
+    assert last_save(tmp_path) == last_save(whole[0])
+    assert rows_of(tmp_path) == rows_of(whole[0])
+
+
+def test_one_asked_to_stop_all_stop_at_one_step_and_fewer_go_on(tmp_path, monkeypatch, capfd):
+    config = CONFIG.replace("steps: 24", "steps: 800") + "strategy: {name: multi_worker}\n"
+    code, out = launch(tmp_path, config=config, kills=[(1, "SIGTERM", 13)])
+    assert code == 143, out
+    said = re.search(r"\[0\] stopped at step (\d+) of 800 and saved", out)
+    assert said is not None, out
+    assert "Traceback" not in out
+    assert "lost" not in out
+    assert last_save(tmp_path)["step"] == int(said[1])
+    end = int(said[1]) + 4
+    monkeypatch.chdir(tmp_path)
+    for name in ("toy", "other"):
+        assert main(["run", "toy.yaml", f"train.steps={end}", f"name={name}"]) == 0
+    assert f"going on from step {said[1]} of {end}" in capfd.readouterr().out
+    assert_alike(rows_of(tmp_path), rows_of(tmp_path, "other"))
+
+
+def test_with_a_range_it_goes_on_with_those_that_are_left(tmp_path, monkeypatch):
+    code, out = launch(
+        tmp_path,
+        "--processes=1:2",
+        "--max-restarts=1",
+        "strategy.name=multi_worker",
+        config=CONFIG,
+        kills=[(1, "SIGKILL", 18)],
+    )
+    assert code == 0, out
+    assert "[0] global batch 16 = 2 replicas x 8" in out
+    assert "[0] global batch 16 = 1 replica x 16" in out
+    assert re.search("going on from step (8|16) of 24", out), out
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "toy.yaml", "name=other"]) == 0
+    assert_alike(rows_of(tmp_path), rows_of(tmp_path, "other"))
+
+
+def test_an_error_that_all_meet_ends_each_with_its_code_and_no_word_of_a_loss(tmp_path):
+    code, out = launch(tmp_path, "strategy.name=multi_worker", "task.options.poison_row=40", config=CONFIG)
+    assert code == 1, out
+    for process in (0, 1):
+        assert f"[{process}] jdist: step 2 was not applied: the loss is NaN or infinite." in out
+    assert "lost" not in out
+    assert "Traceback" not in out
+    assert last_save(tmp_path)["step"] == 1
+
+
+def test_an_evaluator_evaluates_each_checkpoint_once_and_ends_with_the_job(tmp_path):
+    code, out = launch(tmp_path, "--evaluator", "strategy.name=multi_worker", config=CONFIG)
+    assert code == 0, out
+    lines = (tmp_path / "runs/toy/eval.jsonl").read_text().splitlines()
+    measured = {row["step"]: row for row in map(json.loads, lines)}
+    assert len(measured) == len(lines)
+    assert list(measured)[-1] == 24
+    for row in rows_of(tmp_path):
+        if row["step"] in measured and "eval/loss" in row:
+            assert measured[row["step"]]["loss"] == pytest.approx(row["eval/loss"], rel=1e-5)

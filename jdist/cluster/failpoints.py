@@ -12,6 +12,7 @@ import enum
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ def _fire(point: Point) -> None:
     for failure in _armed:
         if failure.point is point and failure.nth == _times[point]:
             os.write(2, f"jdist: failpoint {point.value}, {failure.signal.name}\n".encode())
-            os.kill(os.getpid(), failure.signal)
+            signal.pthread_kill(threading.get_ident(), failure.signal)  # this thread goes no further, whichever it is
 
 
 def _parse(part: str) -> Failure:

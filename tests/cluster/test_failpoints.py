@@ -1,5 +1,5 @@
-import os
 import signal
+from threading import get_ident
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ KILL = Failure(process=1, attempt=0, point=Point.AFTER_STEP, signal=signal.SIGKI
 def sent(monkeypatch):
     """What this process would have sent itself."""
     found = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: found.append((pid == os.getpid(), number)))
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: found.append((thread == get_ident(), number)))
     yield found
     failpoints.arm(0, {})
 

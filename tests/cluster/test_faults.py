@@ -85,6 +85,27 @@ def test_without_process_0_the_others_give_up_in_time(tmp_path):
         )
 
 
+# ---- in a save, and while restoring
+
+SAVES = """
+from jdist.train.checkpoint import Checkpointer
+checkpoints = Checkpointer("saves", cluster=joined)
+"""
+
+
+@pytest.mark.parametrize(("victim", "action"), [(0, "kill"), (1, "stop")])
+def test_in_a_save_nothing_is_saved_and_the_one_before_is_whole(tmp_path, victim, action):
+    body = "for n in (1, 2):\n    train(1)\n    checkpoints.save(n, strategy.fetch(state), wait=True)"
+    (record,) = fail(tmp_path, STEPS + SAVES + body, "save=in", f"{action}@2", victim)
+    assert record["last_step"] == 2
+    assert [path.name for path in (tmp_path / "saves").glob("step_*")] == ["step_00000001_save_00001"]
+
+
+def test_while_restoring(tmp_path):
+    body = "checkpoints.save(1, state, wait=True)\ncheckpoints.restore(state)"
+    fail(tmp_path, STEPS + SAVES + body, "restore=in", "kill", 1)
+
+
 # ---- at the end
 
 

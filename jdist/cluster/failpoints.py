@@ -3,7 +3,8 @@
     JDIST_FAILPOINTS="process=1:step=after:kill@3; process=0:save=in:stop; process=1:attempt=1:restore=before:kill"
 
 That is: process 1 kills itself (SIGKILL) when it is past its third step, process 0 stops (SIGSTOP) in its first save, and
-process 1 of the job's second attempt dies before it restores. Without `attempt` the first attempt is meant.
+process 1 of the job's second attempt dies before it restores. Without `attempt` the first attempt is
+meant. The third action is term (SIGTERM).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jdist.cluster.refuse import refused
 
 VARIABLE = "JDIST_FAILPOINTS"
 _ATTEMPT = "JDIST_LAUNCH_ATTEMPT"
-_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _FORM = re.compile(r"process=(\d+):(?:attempt=(\d+):)?([a-z]+=[a-z]+):([a-z]+)(?:@(\d+))?", re.ASCII)
 
 
@@ -122,7 +123,7 @@ def _parse(part: str) -> Failure:
         raise refused(
             VARIABLE,
             part,
-            "process=N:POINT:kill or process=N:POINT:stop, then @n for the nth time",
+            "process=N:POINT:kill or process=N:POINT:stop (or term), then @n for the nth time",
             f"POINT is one of {', '.join(points)}.",
         )
     return Failure(

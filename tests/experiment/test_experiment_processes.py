@@ -18,7 +18,10 @@ ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 LONG = """\
 name: toy
 task: {make: "toy_regression:make"}
-strategy: {name: multi_worker, all_reduce: {name: compressed, dtype: int8}}
+strategy:
+  name: multi_worker
+  all_reduce: {name: compressed, dtype: int8}
+  communication: {timeout_s: 5}
 train: {global_batch: 16, steps: 120, optimizer: {name: adamw, learning_rate: 1e-2}}
 eval: {every: 60, global_batch: 8}
 checkpoint: {every: 20}
@@ -26,17 +29,18 @@ log: {every: 10}
 """
 
 
-def launch(folder, *arguments, config=LONG, kills=()):
+def launch(folder, *arguments, config=LONG, failpoints=()):
     """`jdist launch` of the toy in `folder`: the exit code and what it said."""
     (folder / "toy.yaml").write_text(config)
     options = [argument for argument in arguments if argument.startswith("--")]
     overrides = [argument for argument in arguments if not argument.startswith("--")]
     command = [sys.executable, "-m", "jdist", "launch", "--devices-per-process=1", "--log-dir=logs", *options, "--"]
-    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "KILLS": json.dumps(list(kills))}
-    script = [str(HERE / "killed_run.py")] if kills else []
+    environ = {name: value for name, value in os.environ.items() if name != "JDIST_FAILPOINTS"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]))
+    if failpoints:
+        environ["JDIST_FAILPOINTS"] = ";".join(failpoints)
     with subprocess.Popen(
-        [*command, *script, "toy.yaml", *overrides],
+        [*command, "toy.yaml", *overrides],
         cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
@@ -44,7 +48,7 @@ def launch(folder, *arguments, config=LONG, kills=()):
         text=True,
     ) as process:
         try:
-            out, _ = process.communicate(timeout=120)
+            out, _ = process.communicate(timeout=240)
         finally:
             process.kill()
     return process.returncode, out
@@ -94,18 +98,22 @@ def test_the_chief_alone_reports_and_writes(whole):
     assert any("pieces" in leaf for leaf in last_save(folder)["leaves"])  # what compression left out, by process
 
 
-def test_killed_in_saves_and_steps_it_ends_with_the_same_bits(tmp_path, whole):
+def test_killed_and_stopped_in_saves_and_steps_it_ends_with_the_same_bits(tmp_path, whole):
     draw = random.Random(11)
-    kills = [
-        (1, "write_pieces", 2),
-        (0, "commit", 1),
-        (draw.randrange(2), "SIGKILL", draw.randrange(60, 80)),
-    ]
-    code, out = launch(tmp_path, "--max-restarts=3", kills=kills)
+    code, out = launch(
+        tmp_path,
+        "--max-restarts=3",
+        "--grace-s=0.5",
+        failpoints=[
+            "process=1:save=in:kill@2",
+            "process=0:attempt=1:save=in:stop",
+            f"process={draw.randrange(2)}:attempt=2:step=after:kill@{draw.randrange(30, 60)}",
+        ],
+    )
     assert code == 0, out
-    assert re.findall(r"process (\d) was killed by SIGKILL;", out) == [str(process) for process, *_ in kills], out
+    assert len(re.findall(r"^\[[01]\] jdist: failpoint ", out, re.MULTILINE)) == 3, out
     resumed = re.findall(r"going on from step (\d+) of 120", out)
-    assert resumed[0] == "20"
+    assert resumed[:2] == ["20", "20"]
     assert len(resumed) == 3
     assert last_save(tmp_path) == last_save(whole[0])
     assert rows_of(tmp_path) == rows_of(whole[0])
@@ -113,7 +121,7 @@ def test_killed_in_saves_and_steps_it_ends_with_the_same_bits(tmp_path, whole):
 
 def test_one_asked_to_stop_all_stop_at_one_step_and_fewer_go_on(tmp_path, monkeypatch, capfd):
     config = CONFIG.replace("steps: 24", "steps: 800") + "strategy: {name: multi_worker}\n"
-    code, out = launch(tmp_path, config=config, kills=[(1, "SIGTERM", 13)])
+    code, out = launch(tmp_path, config=config, failpoints=["process=1:step=after:term@13"])
     assert code == 143, out
     said = re.search(r"\[0\] stopped at step (\d+) of 800 and saved", out)
     assert said is not None, out
@@ -135,7 +143,7 @@ def test_with_a_range_it_goes_on_with_those_that_are_left(tmp_path, monkeypatch)
         "--max-restarts=1",
         "strategy.name=multi_worker",
         config=CONFIG,
-        kills=[(1, "SIGKILL", 18)],
+        failpoints=["process=1:step=after:kill@24"],  # the 17th that trains; the others evaluate
     )
     assert code == 0, out
     assert "[0] global batch 16 = 2 replicas x 8" in out

@@ -17,7 +17,7 @@ class Leaving:
     """Has a thread ready for the last words: at the end of a program, Python starts no more."""
 
     def __init__(self) -> None:
-        self._words: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._words: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._speak, name="jdist-last-words", daemon=True).start()
 
     def leave(self, code: int, *last_words: Callable[[], object]) -> NoReturn:
@@ -33,7 +33,11 @@ class Leaving:
         spoken.wait(_LAST_S)
         os._exit(code)
 
+    def close(self) -> None:
+        """Ends the thread, where nothing is left to be ended."""
+        self._words.put(None)
+
     def _speak(self) -> None:
-        while True:
+        while (words := self._words.get()) is not None:
             with contextlib.suppress(OSError, ValueError):  # closed, full, gone: the next may still be said
-                self._words.get()()
+                words()

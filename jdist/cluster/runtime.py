@@ -312,6 +312,8 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         runtime.failed(exit_codes.FAILED)  # JAX may be half started, and would wait for the others at the end
         if runtime._watch is not None:
             runtime._watch.close()
+        elif runtime._leaving is not None:
+            runtime._leaving.close()
         if runtime._switchboard is not None:
             runtime._switchboard.wait_until_alone(_PARTING_S)
             runtime._switchboard.close()

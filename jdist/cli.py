@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif isinstance(exc, PeerLostError):
             code = exit_codes.PEER_LOST
     except KeyboardInterrupt:
-        print("jdist: interrupted before training began; nothing was changed", file=sys.stderr)
+        print("jdist: interrupted", file=sys.stderr)
         code = exit_codes.INTERRUPTED
     runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
     if runtime is not None and (cluster := runtime.started()) is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
+from jdist.cluster import exit_codes
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
 from jdist.plan.plan import Plan, make_plan
 from jdist.plan.sweep import sweep
-from jdist.plan.table import show, show_sweep
+from jdist.plan.table import show, show_sweep, sweep_row
 from jdist.plan.target import Target
 
 
@@ -44,6 +46,16 @@ def plan_command(
         planned = plan(check=check)
         print(json.dumps(planned.as_json(), indent=2) if as_json else show(planned))
         return 1 if planned.fits is False else 0
-    plans = sweep(batches, lambda batch: plan([f"train.global_batch={batch}"], check=False))
+    plans, interrupted = [], False
+    try:
+        for each in sweep(batches, lambda batch: plan([f"train.global_batch={batch}"], check=False)):
+            plans.append(each)
+            # Not with the result: a large batch may take the compiler minutes.
+            print(sweep_row(each), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted after {len(plans)} of {len(batches)} global batches", file=sys.stderr)
     print(json.dumps([p.as_json() for p in plans], indent=2) if as_json else show_sweep(plans))
+    if interrupted:
+        return exit_codes.INTERRUPTED
     return 1 if all(p.fits is False for p in plans) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jdist.errors import ConfigError
 from jdist.plan.plan import Plan, check_global_batch
@@ -43,19 +43,18 @@ def _batches(text: str) -> list[int]:
     )
 
 
-def sweep(batches: list[int], plan: Callable[[int], Plan]) -> list[Plan]:
+def sweep(batches: list[int], plan: Callable[[int], Plan]) -> Iterator[Plan]:
     """Plans each global batch in turn, up to the first that does not fit.
 
     Args:
         batches: in rising order.
         plan: makes the plan of one.
 
-    Returns:
-        The plans made; more rows never need less memory, so what comes after a misfit is left out.
+    Yields:
+        The plans, as they are made; more rows never need less memory, so what comes after a misfit is left out.
     """
-    plans: list[Plan] = []
     for batch in batches:
-        plans.append(plan(batch))
-        if plans[-1].fits is False:
-            break
-    return plans
+        made = plan(batch)
+        yield made
+        if made.fits is False:
+            return

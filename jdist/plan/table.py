@@ -21,24 +21,27 @@ def show(plan: Plan) -> str:
 
 def show_sweep(plans: Sequence[Plan]) -> str:
     """One line a plan, and the largest global batch that fits."""
-    rows = [("global batch", "memory of a device", "of it free", "")]
-    for plan in plans:
-        if plan.memory is None:
-            needed = None if plan.refusal is None else plan.refusal.needed
-            rows.append((f"{plan.global_batch:,}", size(needed) if needed else "?", "", "does not fit"))
-            continue
-        free = None if plan.capacity is None else plan.capacity - plan.memory.total
-        rows.append(
-            (
-                f"{plan.global_batch:,}",
-                size(plan.memory.total),
-                "" if free is None else size(free),
-                {True: "fits", False: "does not fit", None: "memory not known"}[plan.fits],
-            )
-        )
+    rows = [("global batch", "memory of a device", "free of it", ""), *map(_cells, plans)]
     fitting = [plan.global_batch for plan in plans if plan.fits]
     found = f"largest that fits: {max(fitting):,}" if fitting else "none of them fits"
+    if fitting and all(plan.fits for plan in plans):
+        found += "; all that were tried fit, so a larger one may"
     return "\n".join([*_aligned(rows), found])
+
+
+def sweep_row(plan: Plan) -> str:
+    """One plan of a sweep in words."""
+    batch, needed, free, verdict = _cells(plan)
+    return f"global batch {batch}: {needed} a device, {verdict}" + (f", {free} free" if free else "")
+
+
+def _cells(plan: Plan) -> tuple[str, str, str, str]:
+    if plan.memory is None:
+        needed = None if plan.refusal is None else plan.refusal.needed
+        return f"{plan.global_batch:,}", size(needed) if needed else "?", "", "does not fit"
+    free = None if plan.capacity is None else plan.capacity - plan.memory.total
+    verdict = {True: "fits", False: "does not fit", None: "memory not known"}[plan.fits]
+    return f"{plan.global_batch:,}", size(plan.memory.total), "" if free is None else size(free), verdict
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -37,9 +37,9 @@ def test_a_batch_beyond_all_limits_is_refused_before_anything_is_compiled(text):
 
 
 def test_it_ends_where_a_batch_does_not_fit():
-    plans = sweep([1, 2, 4, 8], lambda batch: SimpleNamespace(batch=batch, fits=batch < 4))
+    plans = list(sweep([1, 2, 4, 8], lambda batch: SimpleNamespace(batch=batch, fits=batch < 4)))
     assert [plan.batch for plan in plans] == [1, 2, 4]
 
 
 def test_a_memory_that_nobody_knows_does_not_end_it():
-    assert len(sweep([1, 2, 4], lambda batch: SimpleNamespace(fits=None))) == 3
+    assert len(list(sweep([1, 2, 4], lambda batch: SimpleNamespace(fits=None)))) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, PeerLostError
 
+_QUIET_S = 5.0  # who waits longer for the others to come says so
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
 
@@ -160,13 +162,22 @@ class Watch:
 
     def _come(self, start_timeout_s: float) -> None:
         # Process 0 says who is missing when its own time is over, which may have begun a little later.
-        self._wait_for(lambda: bool(self._addresses or self._no_start), start_timeout_s + 2 * self._silence_s)
+        left_s = start_timeout_s + 2 * self._silence_s
+        self._wait_for(self._settled, min(_QUIET_S, left_s))
+        if not self._settled() and self._lost is None:
+            count = len(self.place.addresses)
+            text = f"jdist: process {self.place.process} waits for all of the {count} processes to come, up to {left_s:.0f} s"
+            print(text, file=sys.stderr, flush=True)
+            self._wait_for(self._settled, left_s - _QUIET_S)
         if self._no_start is not None:
             raise ClusterError(self._no_start)
         if not self._addresses and self._lost is None:
             raise ClusterError(
                 f"{self.place.label(0)} did not say within {start_timeout_s:g} s whether all processes have come."
             )
+
+    def _settled(self) -> bool:
+        return bool(self._addresses or self._no_start)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
         """Waits until it is so, or a process is lost, or the time is over."""

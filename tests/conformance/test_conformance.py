@@ -14,10 +14,10 @@ import jdist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, STEPS, Run
-from matrix import OPTIMIZERS, OPTIONS, STRATEGIES, all_cases, pairwise
+from matrix import COMPRESSED, OPTIMIZERS, OPTIONS, STRATEGIES, all_cases, is_light, pairwise
 
 ALL = all_cases(STRATEGIES, FAMILIES)
-CHOSEN = set(pairwise(ALL))
+CHOSEN = set(pairwise([case for case in ALL if is_light(case)]))
 
 
 def test_the_chosen_part_of_the_matrix_holds_every_pair():
@@ -47,7 +47,8 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
     assert np.ptp(expected.losses) > 1e-2  # it moves, so equality means something
     # Adam divides by the size of the gradient, so rounding in a parameter without gradient (a bias before a
     # normalisation) grows without bound; the losses do not depend on such parameters.
-    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=2e-5 if optimizer == "sgd" else 2e-4)
+    losses, params = COMPRESSED.get(strategy, (2e-5 if optimizer == "sgd" else 2e-4, 1e-5))
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
     if optimizer == "sgd":
         for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(got, want, rtol=0, atol=params)

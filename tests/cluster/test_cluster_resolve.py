@@ -80,7 +80,7 @@ def test_the_environment_of_this_process(monkeypatch):
 
 def test_each_resolver_is_public():
     named = {"jax_env", "kubernetes", "open_mpi", "sagemaker", "simple", "slurm", "tf_config", "tpu", "union"}
-    assert named | {"ClusterSpec", "DEFAULT", "Resolver", "launch", "resolve"} == set(cluster.__all__)
+    assert named | {"ClusterSpec", "DEFAULT", "Resolver", "launch", "preemption", "resolve"} == set(cluster.__all__)
 
 
 def test_it_imports_no_jax_and_opens_nothing():

@@ -100,6 +100,15 @@ def test_a_signal_is_passed_on_and_all_save(tmp_path, number):
     assert "Traceback" not in out
 
 
+@pytest.fixture
+def not_under_nohup():
+    """The tests may be; a launcher started there takes no notice of SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("not_under_nohup")
 def test_a_terminal_that_closes_asks_all_to_save(tmp_path):
     with launcher(tmp_path, body=SAVES) as process:
         await_files(tmp_path, "up_0", "up_1")

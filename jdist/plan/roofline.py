@@ -11,7 +11,7 @@ from jdist.plan.hardware import Chip
 CHIPS = (8, 64, 512, 4096)
 FORMULA = (
     "compute = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
-    "bandwidth, each over all n chips, k = min(n, d) of which links join, f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
+    "bandwidth, each over all n chips, of which the links join k = min(n, d), f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
     "gather, scatter or all-to-all, 1 for a permute; beyond d + sum of f(m) x what crosses / network bandwidth over the "
     "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / d (of a "
     "permute or all-to-all all bytes); host = bytes that all chips copy to and from their hosts / n / host link; step = "

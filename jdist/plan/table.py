@@ -131,9 +131,14 @@ def _model(plan: Plan) -> list[str]:
     peaks = (
         f"  {plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
         f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
-        f"d = {plan.domain_chips:,} chips ({plan.chip.source})"
+        f"d = {plan.domain_chips:,} chips{_host_link(plan)} ({plan.chip.source})"
     )
     return ["time of a step: a model from public peaks, not a measurement", *_aligned(rows), *missing, *formula, peaks]
+
+
+def _host_link(plan: Plan) -> str:
+    link = None if plan.chip is None else plan.chip.host_bytes_per_s
+    return "" if link is None or not plan.host_bytes else f", to the host {link / 1e9:,.0f} GB/s each way"
 
 
 def _unknown(estimate: roofline.Estimate) -> str:

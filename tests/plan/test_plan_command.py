@@ -165,6 +165,7 @@ def test_central_storage_copies_to_and_from_the_hosts(toy):
         "the update that the hosts compute: of hosts there are no public figures",
     )
     assert "  not in the model: the update that the hosts compute" in show(plan)
+    assert ", to the host 15 GB/s each way (https://" in show(plan)
     assert planned(toy, "v5e:2x4").not_in_model == ()
 
 

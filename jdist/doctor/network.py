@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN
-from jdist.cluster.listen import watch_port
+from jdist.cluster.listen import check_free, listen, resolved, watch_port
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
-from jdist.errors import ClusterConfigError
+from jdist.errors import ClusterConfigError, ClusterError
 
 
 def cluster(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, list[Finding]]:
@@ -49,17 +49,19 @@ def ports(spec: ClusterSpec, environ: Mapping[str, str]) -> list[Finding]:
     host, port = split(spec.coordinator_address)
     found = []
     try:
-        both = {"JAX's coordinator": port, "jdist's watch": watch_port(environ, port)}
+        watched = watch_port(environ, port)
     except ClusterConfigError as exc:
         return [failed("ports", str(exc), f"Mend {exc.variable}.")]
-    for what, number in both.items():
+    # Tried as a job's start tries them.
+    tries = (
+        ("JAX's coordinator", port, lambda address: check_free(address, port)),
+        ("jdist's watch", watched, lambda address: listen(address, watched).close()),
+    )
+    for what, number, attempt in tries:
         try:
-            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            socket.create_server((address, number), family=family).close()
-        except OSError as exc:
-            remedy = "Choose another port, or end what holds it; the host must be an address of this machine."
-            found.append(failed("ports", f"{what} cannot have {join(host, number)}: {exc}", remedy))
+            attempt(resolved(host, environ))
+        except ClusterError as exc:
+            found.append(failed("ports", str(exc), "Choose another port, or end what holds it."))
             continue
         found.append(passed("ports", f"{what} can have {join(host, number)}"))
     return found

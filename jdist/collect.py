@@ -16,6 +16,7 @@ import numpy as np
 
 from jdist.errors import StepError
 from jdist.global_arrays import is_key, local_rows, to_host
+from jdist.near import did_you_mean
 from jdist.reducible import as_axis, named
 from jdist.values import PerReplica, Replicas, is_per_replica, is_rows_of_replicas
 
@@ -68,8 +69,8 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
     """`Strategy.reduce`."""
     if op not in get_args(HostReduceOp):
         raise StepError(
-            f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'. For others take `strategy.local_results(value)`, "
-            'or `jdist.all_reduce(x, "max")` on the replicas.'
+            f"strategy.reduce: `op` is {op!r}; allowed are 'mean' and 'sum'.{did_you_mean(op, get_args(HostReduceOp))} For "
+            'others take `strategy.local_results(value)`, or `jdist.all_reduce(x, "max")` on the replicas.'
         )
     axes = _as_axes(axis)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jdist import context
 from jdist.errors import GlobalViewError, StepError, StrategyError
+from jdist.near import did_you_mean
 from jdist.reducible import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.reduction import psum
 from jdist.reduction.algorithm import apply_reduction, axes_size
@@ -413,7 +414,7 @@ def all_finite(x: jax.Array) -> jax.Array:
 
 def _check_op(op: str, allowed: tuple[str, ...]) -> None:
     if op not in allowed:
-        raise StepError(f"`op` is {op!r}; allowed are {', '.join(map(repr, allowed))}.")
+        raise StepError(f"`op` is {op!r}; allowed are {', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}")
 
 
 def _refuse_in_global_view(call: str, instead: str) -> None:

@@ -190,6 +190,12 @@ class TrainState:
         self._check_declared(extra)
         return dataclasses.replace(self, **{"extra": {**self.extra, **extra}, **own})
 
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is neither field nor method. Copying and pickling ask before there is an `extra`.
+        extra = self.__dict__.get("extra", {})
+        mend = f"; it is a collection: read `state.extra[{name!r}]`" if name in extra else ""
+        raise AttributeError(f"a TrainState has no attribute {name!r}{mend}")
+
     def _check_declared(self, extra: dict[str, PyTree]) -> None:
         for name in extra:
             if name not in self.extra:

@@ -107,6 +107,13 @@ class PerReplica:
         if isinstance(stacked, Uneven):
             return stacked.parts
         leaves = jax.tree.leaves(stacked)
+        sizes = {leaf.shape[:1] for leaf in leaves}
+        if () in sizes or len(sizes) > 1:
+            raise StepError(
+                "a PerReplica holds arrays with one leading axis of replicas, it has the shapes "
+                f"{', '.join(str(leaf.shape) for leaf in leaves)}. To put one value for each replica together, write "
+                "`jdist.PerReplica.of([first, second, ...])`."
+            )
         num_replicas = leaves[0].shape[0] if leaves else 0
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
 

@@ -25,7 +25,7 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
     [
         (
             {"acumulate": 2},
-            r"no option `acumulate`\. Did you mean `accumulate`\? It has: args, returns, static_argnames",
+            r"no option `acumulate`\. Did you mean 'accumulate'\? It has: args, returns, static_argnames",
         ),
         ({"zzz": 2}, r"no option `zzz`\. It has: args,"),
         ({"args": ("state", "bach")}, r"`args` has 'bach'; allowed are 'state', 'batch', .*Did you mean 'batch'\?"),

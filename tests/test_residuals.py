@@ -308,6 +308,13 @@ def test_a_static_argument_that_changes_the_gradients_is_refused():
         run(state, BATCH, True)
 
 
+@pytest.mark.parametrize("make", [jdist.mirrored, jdist.one_device, jdist.central_storage, jdist.default])
+def test_a_strategy_that_keeps_none_refuses_them(make):
+    state, _ = jdist.distribute(train_step, mirrored())(start(), BATCH)
+    with pytest.raises(StepError, match=r"from steps whose all-reduce compresses.* Pass `state\.state`"):
+        jdist.distribute(train_step, make())(state, BATCH)
+
+
 def test_one_replica_needs_none():
     strategy = jdist.mirrored(["cpu:0"], all_reduce={"name": "compressed", "dtype": "int8"})
     state, _ = jdist.distribute(train_step, strategy)(start(), BATCH)

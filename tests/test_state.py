@@ -1,5 +1,6 @@
 """TrainState, and the mark on an optimiser that a step calls itself."""
 
+import copy
 import dataclasses
 
 import jax
@@ -52,6 +53,17 @@ def test_an_undeclared_collection_is_refused_by_name(call):
         call(state(ema=1))
     with pytest.raises(StepError, match=r"it has none"):
         call(state())
+
+
+def test_a_collection_read_as_an_attribute_is_told_where_it_is():
+    state = jdist.TrainState.create(params={"w": 1.0}, tx=optax.sgd(0.5), batch_stats={"mean": 0.0})
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'batch_stats'; it is a collection: read `state\.extra\['batch_stats'\]`"
+    ):
+        _ = state.batch_stats
+    with pytest.raises(AttributeError, match=r"no attribute 'loss'$"):
+        _ = state.loss
+    assert copy.deepcopy(state).extra == state.extra
 
 
 def test_it_crosses_jit_with_its_functions_static():

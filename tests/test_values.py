@@ -39,6 +39,14 @@ def test_take_and_put_undo_each_other():
     assert put_per_replica(*take_per_replica({"a": 1})) == {"a": 1}
 
 
+@pytest.mark.parametrize("value", [[1, 2], {"a": np.zeros(2), "b": np.zeros(3)}], ids=str)
+def test_arrays_without_one_leading_axis_of_replicas_are_refused(value):
+    with pytest.raises(
+        StepError, match=r"one leading axis of replicas, it has the shapes \(.*write `jdist\.PerReplica\.of\("
+    ):
+        PerReplica(value).local_results()
+
+
 def test_is_per_replica():
     assert is_per_replica(PerReplica(1))
     assert not is_per_replica({"a": PerReplica(1)})

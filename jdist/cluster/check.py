@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jdist.cluster.address import ALLOWED, problem
 from jdist.cluster.refuse import refused
+from jdist.near import did_you_mean
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 
@@ -25,7 +26,9 @@ def check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str |
     checked: dict[str, tuple[str | None, ...]] = {}
     for name, addresses in jobs.items():
         if name not in JOBS:
-            raise refused(origin, name, f"one of {', '.join(JOBS)}", "Rename the job.", field="job")
+            raise refused(
+                origin, name, f"one of {', '.join(JOBS)}", f"Rename the job.{did_you_mean(name, JOBS)}", field="job"
+            )
         if not isinstance(addresses, list | tuple):
             raise refused(
                 origin, addresses, f"a list of addresses {ALLOWED}", f'Write ["{name}0:2222", ...].', field=name
@@ -97,7 +100,11 @@ def check_task(
     """This process is one of the cluster's; an evaluator may be left out of it."""
     if task_type not in JOBS:
         raise refused(
-            type_from, task_type, f"one of {', '.join(JOBS)}", "Say which job this process is.", field="task_type"
+            type_from,
+            task_type,
+            f"one of {', '.join(JOBS)}",
+            f"Say which job this process is.{did_you_mean(task_type, JOBS)}",
+            field="task_type",
         )
     if not isinstance(task_index, int) or isinstance(task_index, bool) or task_index < 0:
         raise refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from jdist.data.shards import Policy
 from jdist.data.share import WHOLE, Share
 from jdist.data.source import RandomAccessSource, check_source, whole_number
 from jdist.errors import DatasetError
+from jdist.near import did_you_mean
 
 PyTree = Any
 
@@ -75,9 +75,8 @@ def distributed_dataset(
         [[True, True], [True, False]]
     """
     if partial not in PARTIALS:
-        close = difflib.get_close_matches(str(partial), PARTIALS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DatasetError(f"`partial` must be one of {', '.join(PARTIALS)}, but it is {partial!r}{hint}")
+        hint = did_you_mean(partial, PARTIALS)
+        raise DatasetError(f"`partial` must be one of {', '.join(PARTIALS)}, but it is {partial!r}.{hint}")
     for name, number, least in (
         ("num_replicas", num_replicas, 1),
         ("steps_per_call", steps_per_call, 1),

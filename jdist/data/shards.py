@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
@@ -14,6 +13,7 @@ from jdist.data.arrays import ArraySource
 from jdist.data.files import FileSource
 from jdist.data.source import RandomAccessSource, check_source, whole_number
 from jdist.errors import DatasetError
+from jdist.near import did_you_mean
 
 PyTree = Any
 Policy = Literal["auto", "file", "data", "off"]
@@ -49,9 +49,8 @@ def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> 
     Source: `tf.data.experimental.AutoShardPolicy`.
     """
     if policy not in get_args(Policy):
-        close = difflib.get_close_matches(str(policy).lower(), get_args(Policy), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DatasetError(f"`policy` must be one of {', '.join(get_args(Policy))}, but it is {policy!r}{hint}")
+        hint = did_you_mean(policy, get_args(Policy))
+        raise DatasetError(f"`policy` must be one of {', '.join(get_args(Policy))}, but it is {policy!r}.{hint}")
     num_shards = whole_number(num_shards, name="num_shards", least=1)
     index = whole_number(index, name="index", least=0)
     if index >= num_shards:

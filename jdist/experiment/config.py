@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+MOST_CPU_DEVICES = 2048  # virtual ones of a process; JAX takes further ones for another process's
 
 
 class Section(BaseModel):
@@ -121,7 +122,7 @@ class LogSection(Section):
 class PlatformSection(Section):
     """What has to be settled before JAX starts."""
 
-    cpu_devices: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+    cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES)] | None = Field(
         default=None,
         description="Run on this many virtual CPU devices, also where there is an accelerator; "
         "null for the devices that JAX finds.",

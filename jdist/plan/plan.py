@@ -13,7 +13,7 @@ from typing import Any
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import prepare
+from jdist.experiment.prepare import Parts, prepare
 from jdist.experiment.summary import arithmetic
 from jdist.plan import roofline
 from jdist.plan.check import MemoryCheck, check_memory
@@ -123,7 +123,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         device_kind=kind,
         num_devices=parts.strategy.num_replicas,
         global_batch=config.train.global_batch,
-        summary=arithmetic(config, parts),
+        summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),
         flops=planned.flops,
         steps_per_call=steps,
@@ -148,6 +148,14 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
         compile_s=compiled.compile_s,
     )
+
+
+def _more_than_the_data(config: Config, parts: Parts) -> list[str]:
+    """What `jdist run` would say of a batch that the data cannot fill; a plan may be made before the data is there."""
+    batch, rows = config.train.global_batch, parts.rows_per_epoch
+    if rows is None or batch <= 2 * rows:
+        return []
+    return [f"the task has {rows:,} rows to train on, so `jdist run` refuses a global batch of {batch:,}"]
 
 
 def check_global_batch(name: str, rows: int) -> None:

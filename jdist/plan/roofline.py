@@ -10,12 +10,12 @@ from jdist.plan.hardware import Chip
 
 CHIPS = (8, 64, 512, 4096)
 FORMULA = (
-    "compute = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
+    "device = max(FLOPs / peak, bytes / memory bandwidth); exchange = sum over collectives of f(k) x bytes / link "
     "bandwidth, each over all n chips, of which the links join k = min(n, d), f(k) = 2(k-1)/k for an all-reduce, (k-1)/k for a "
     "gather, scatter or all-to-all, 1 for a permute; beyond d + sum of f(m) x what crosses / network bandwidth over the "
     "m = n/d domains, and what crosses is the bytes of the messages between slices, or without slices bytes / d (of a "
     "permute or all-to-all all bytes); host = bytes that all chips copy to and from their hosts / n / host link; step = "
-    "compute + exchange + host, without overlap; share = exchange / step; the batch of a replica stays the same"
+    "device + exchange + host, without overlap or latency; share = exchange / step; the batch of a replica stays the same"
 )
 _DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # nothing is put together before it crosses
 
@@ -26,14 +26,14 @@ class Estimate:
 
     Attributes:
         chips: how many, one replica each.
-        compute_s: time of computation, seconds.
+        device_s: time of the chip's own work, seconds.
         exchange_s: time of communication; None where the network's figure is not published.
         host_s: time of copies between the chip and its host; None where the link's figure is not published.
         bound: "compute" or "memory": what limits the computation.
     """
 
     chips: int
-    compute_s: float
+    device_s: float
     exchange_s: float | None
     host_s: float | None
     bound: str
@@ -43,7 +43,7 @@ class Estimate:
         """Computation, then communication, then copies."""
         if self.exchange_s is None or self.host_s is None:
             return None
-        return self.compute_s + self.exchange_s + self.host_s
+        return self.device_s + self.exchange_s + self.host_s
 
     @property
     def exchange_share(self) -> float | None:
@@ -91,7 +91,7 @@ def estimate(
     link = chip.host_bytes_per_s
     return Estimate(
         chips=chips,
-        compute_s=max(by_flops, by_memory),
+        device_s=max(by_flops, by_memory),
         exchange_s=exchange,
         host_s=0.0 if not host_bytes else None if link is None else host_bytes / chips / link,
         bound="compute" if by_flops >= by_memory else "memory",

@@ -63,7 +63,11 @@ def _memory(plan: Plan) -> list[str]:
     rows = [
         ("  arguments", size(m.arguments), "state and batch"),
         ("  outputs", size(m.outputs), f"{size(m.aliased)} of it in place of donated arguments"),
-        ("  temporaries", size(m.temporaries), "activations, gradients, buffers"),
+        (
+            "  temporaries",
+            size(m.temporaries),
+            "activations, gradients, buffers; a TPU keeps small ones on the chip, not here",
+        ),
         ("  program", size(m.code), ""),
         ("  host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
         ("  total", size(m.total), _verdict(plan)),
@@ -110,15 +114,15 @@ def _collectives(plan: Plan) -> list[str]:
 def _model(plan: Plan) -> list[str]:
     if plan.chip is None:
         return [f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}"]
-    rows = [("  chips", "compute", "exchange", "host", "step", "exchange / step", "bound by")]
+    rows = [("  chips", "device", "exchange", "host", "step", "exchange / step", "bound by")]
     for e in plan.estimates:
-        times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.compute_s)]
+        times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.device_s)]
         bound = max(times, key=lambda named: named[1] or 0.0)[0]
         exchange, host, step = ("?" if s is None else duration(s) for s in (e.exchange_s, e.host_s, e.step_s))
         rows.append(
             (
                 f"  {e.chips:,}",
-                duration(e.compute_s),
+                duration(e.device_s),
                 exchange,
                 host,
                 step,
@@ -133,7 +137,8 @@ def _model(plan: Plan) -> list[str]:
         f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
         f"d = {plan.domain_chips:,} chips{_host_link(plan)} ({plan.chip.source})"
     )
-    return ["time of a step: a model from public peaks, not a measurement", *_aligned(rows), *missing, *formula, peaks]
+    title = "time of a step: a model from public peaks, not a measurement"
+    return [title, *_aligned(rows), *missing, *formula, peaks]
 
 
 def _host_link(plan: Plan) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import os
 import re
@@ -11,14 +10,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jdist.errors import DeviceError, StrategyError
-from jdist.experiment.config import PlatformSection
+from jdist.experiment.config import MOST_CPU_DEVICES, PlatformSection
 from jdist.experiment.platform import apply_platform
+from jdist.near import did_you_mean
 
 if TYPE_CHECKING:
     from jdist.strategy import Device, Strategy
 
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
-MOST_CPU_DEVICES = 2048
 KNOWN = 'a TPU such as "v5e:2x4", "v6e:16x16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
 
 
@@ -69,8 +68,7 @@ def parse_target(name: str) -> Target:
     from jdist.strategies.topology import nearest, parse_topology
 
     if ":" not in name or name.lower().startswith(("cpu", "gpu")):
-        near = difflib.get_close_matches(name.lower(), ["cpu:8", "gpu"], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else nearest(name)
+        hint = did_you_mean(name, ["cpu:8", "gpu"]) or nearest(name)
         raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
     parse_topology(name)
     return Target(name=name, platform="tpu")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist.errors import StrategyError
+from jdist.near import did_you_mean
 from jdist.reduction.algorithm import Reduction
 from jdist.reduction.bucketed import bucketed
 from jdist.reduction.compressed import compressed
@@ -49,7 +49,7 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
     options = dict(all_reduce) if isinstance(all_reduce, Mapping) else {"name": all_reduce}
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in REDUCTIONS:
-        near = _nearest(name, REDUCTIONS) if isinstance(name, str) else ""
+        near = did_you_mean(name, REDUCTIONS) if isinstance(name, str) else ""
         raise StrategyError(
             f"`all_reduce` is {all_reduce!r}.{near} Allowed are the names {', '.join(map(repr, REDUCTIONS))}; a mapping "
             'such as {"name": "bucketed", "bytes_per_pack": 4_000_000}; and a `jdist.reduction.Reduction` of your own.'
@@ -58,7 +58,7 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
     for option in options:
         if option not in known:
             has = f"It has: {', '.join(known)}." if known else "It has none."
-            raise StrategyError(f"`all_reduce` {name!r} has no option {option!r}.{_nearest(str(option), known)} {has}")
+            raise StrategyError(f"`all_reduce` {name!r} has no option {option!r}.{did_you_mean(option, known)} {has}")
     missing = [option for option in known if option not in options]
     if missing:
         raise StrategyError(
@@ -67,8 +67,3 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
             "beside its name."
         )
     return REDUCTIONS[name](**options)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from jdist.errors import StrategyError
+from jdist.near import did_you_mean
 from jdist.strategies.central_storage import central_storage
 from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
@@ -46,16 +46,11 @@ def make_strategy(name: str, /, **options: Any) -> Strategy:
     """
     if not isinstance(name, str) or name not in STRATEGIES:
         raise StrategyError(
-            f"there is no strategy {name!r}.{_nearest(str(name), STRATEGIES)} Known: {', '.join(STRATEGIES)}."
+            f"there is no strategy {name!r}.{did_you_mean(name, STRATEGIES)} Known: {', '.join(STRATEGIES)}."
         )
     known = inspect.signature(STRATEGIES[name]).parameters
     for option in options:
         if option not in known:
             has = f"It has: {', '.join(known)}." if known else "It has none."
-            raise StrategyError(f"strategy {name!r} has no option {option!r}.{_nearest(option, known)} {has}")
+            raise StrategyError(f"strategy {name!r} has no option {option!r}.{did_you_mean(option, known)} {has}")
     return STRATEGIES[name](**options)
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

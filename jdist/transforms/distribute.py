@@ -68,8 +68,9 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         checked = make_options(**options)
         return lambda function: step.operations.distribute(step, function, checked)
     if not isinstance(strategy, Strategy):
+        given = step if strategy is None else strategy
         raise StepError(
-            f"jdist.distribute needs a strategy, it got {strategy!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
+            f"jdist.distribute needs a strategy, it got {given!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
             "`jdist.distribute(step, strategy)`."
         )
     if not callable(step):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jdist.errors import StepError
+from jdist.near import did_you_mean
 
 ArgRole = Literal["state", "batch", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
@@ -81,8 +81,7 @@ def make_options(**options: Any) -> StepOptions:
     known = StepOptions.__dataclass_fields__
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = _ELSEWHERE.get(name) or (f" Did you mean `{near[0]}`?" if near else "")
+            hint = _ELSEWHERE.get(name) or did_you_mean(name, known)
             raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
     for name in ("args", "returns", "static_argnames"):
         value = options.get(name)
@@ -102,6 +101,5 @@ def _check_roles(name: str, roles: Any, allowed: tuple[str, ...]) -> None:
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise StepError(f"`{name}` has {value!r}; allowed are {', '.join(map(repr, allowed))}.{hint}")
+        choices = ", ".join(map(repr, allowed))
+        raise StepError(f"`{name}` has {value!r}; allowed are {choices}.{did_you_mean(value, allowed)}")

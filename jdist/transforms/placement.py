@@ -21,7 +21,7 @@ from jdist.strategy import Strategy
 from jdist.transforms import in_flight
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
-from jdist.transforms.residuals import check_replicas
+from jdist.transforms.residuals import check_residuals
 from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
 from jdist.values import WithResiduals, without_residuals
@@ -99,7 +99,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     check_no_deleted(state)
     check_no_spread(strategy, state)
     if isinstance(state, WithResiduals):
-        check_replicas(strategy, state.residuals)
+        check_residuals(strategy, state.residuals)
         own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
         return WithResiduals(adopt_state(strategy, state.state), own)
     check_arrays(state, "the state")

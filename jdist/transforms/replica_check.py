@@ -102,7 +102,7 @@ def compare(hashes: np.ndarray, paths: list[str]) -> None:
         + "\n".join(lines)
         + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`), "
         "and pass what else the step writes from its batch (batch statistics, counters) through "
-        '`jdist.all_reduce(x, "mean")`.',
+        '`jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica".',
         names,
         tuple(replicas for replicas, _ in found),
     )

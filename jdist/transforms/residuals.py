@@ -61,12 +61,17 @@ def has_residuals(state: PyTree, name: str) -> bool:
     return isinstance(state, WithResiduals) and name in state.residuals
 
 
-def check_replicas(strategy: Strategy, residuals: PyTree) -> None:
-    """Refuses residuals of another number of replicas.
+def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
+    """Refuses residuals where the strategy keeps none, and those of another number of replicas.
 
     Raises:
-        StepError: names both numbers.
+        StepError: says what the strategy does, and names both numbers.
     """
+    if not strategy.keeps_residuals:
+        raise StepError(
+            f"the state is a `jdist.WithResiduals`, from steps whose all-reduce compresses gradients; {strategy.name} keeps no "
+            "residuals. Pass `state.state`, the state without them."
+        )
     for leaf in jax.tree.leaves(residuals):
         if leaf.shape[0] != strategy.num_replicas:
             raise StepError(

@@ -70,7 +70,10 @@ def test_addresses_of_other_processes_may_be_unknown():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"jobs": {"wroker": ("a:1",)}}, "`job` is 'wroker'; it must be one of chief, worker, ps, evaluator"),
+        (
+            {"jobs": {"wroker": ("a:1",)}},
+            "`job` is 'wroker'; it must be one of chief, worker, ps, evaluator.* Did you mean 'worker'",
+        ),
         ({"jobs": {"worker": "a:1"}}, "`worker` is 'a:1'; it must be a list"),
         ({"jobs": {"worker": ("a:1", 7)}}, r"`worker\[1\]` is 7; it must be a text"),
         ({"jobs": {"worker": ("a:1", "b:70000")}}, r"`worker\[1\]` is 'b:70000'.*port from 1 to 65535"),
@@ -84,6 +87,7 @@ def test_addresses_of_other_processes_may_be_unknown():
         ({"jobs": {"worker": (None, "b:1")}}, r"`worker\[0\]` is not set.*find process 0"),
         ({"jobs": {"worker": ("a:1",), "ps": (None,)}}, r"`ps\[0\]` is not set.*find every ps"),
         ({"task_type": "master"}, "`task_type` is 'master'; it must be one of"),
+        ({"task_type": "wroker"}, "`task_type` is 'wroker'.*Did you mean 'worker'"),
         ({"task_type": "ps"}, "`task_type` is 'ps'; it must be a job of the cluster, which has worker"),
         ({"task_index": 2}, "`task_index` is 2; it must be from 0 to 1, as the cluster has 2 worker"),
         ({"task_index": -1}, "`task_index` is -1; it must be a whole number of at least 0"),

@@ -233,7 +233,7 @@ def test_things_that_are_no_sources_are_refused(source, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partial": "padd"}, "one of pad, drop, error, but it is 'padd'; did you mean 'pad'"),
+        ({"partial": "padd"}, "one of pad, drop, error, but it is 'padd'. Did you mean 'pad'"),
         ({"prefetch": -1}, "`prefetch` .* 0 or more, but it is -1"),
         ({"steps_per_call": 0}, "`steps_per_call` .* 1 or more, but it is 0"),
         ({"num_replicas": 0}, "`num_replicas` .* 1 or more, but it is 0"),

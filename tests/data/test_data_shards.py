@@ -214,7 +214,7 @@ class TestRefused:
             ((0, 0), "`num_shards` .* 1 or more, but it is 0"),
             ((2, 2), "`index` is 2, but there are 2 shards, counted from 0; use 0 to 1"),
             ((2, -1), "`index` .* 0 or more, but it is -1"),
-            ((2, 0, "FILE"), "one of auto, file, data, off, but it is 'FILE'; did you mean 'file'"),
+            ((2, 0, "FILE"), "one of auto, file, data, off, but it is 'FILE'. Did you mean 'file'"),
             ((2, 0, 3), "one of auto, file, data, off, but it is 3"),
         ],
     )

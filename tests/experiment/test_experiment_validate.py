@@ -65,7 +65,7 @@ def test_defaults_are_filled_in(check):
         ("train.optimizer=sgd", '"sgd" is not a mapping of keys to values'),
         ("train.optimizer={}", "train.optimizer.name: missing (override train.optimizer={})."),
         ("platform.deterministic=1", "1 is not true or false"),
-        ("platform.cpu_devices=9999", "9999 is not <= 4096"),
+        ("platform.cpu_devices=9999", "9999 is not <= 2048"),
         ("name=a/../b", '"a/../b" is not of the right form (override name=a/../b). Name of the run'),
         ("name=no", "false is not text (override name=no). If it is meant as text, quote it"),
         ("log.folder=''", "at least 1 character"),

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,16 @@ def test_a_tpu_that_is_not_here(toy, capsys):
         "memory of each of 8 TPU v5 lite devices",
         "of 16.00 GiB: fits",
         "a model from public peaks, not a measurement",
-        "compute = max(FLOPs / peak, bytes / memory bandwidth)",
+        "device = max(FLOPs / peak, bytes / memory bandwidth)",
         "https://docs.cloud.google.com/tpu/docs/v5e",
     ):
         assert part in text
     assert "measured in one" not in text
+
+
+def test_a_batch_that_the_data_cannot_fill_is_planned_and_said(toy, capsys):
+    assert main(["plan", toy, "train.global_batch=100000", "--topology", "cpu:2", "--no-check"]) == 0
+    assert re.search(r"the task has \d+ rows .* `jdist run` refuses a global batch of 100,000", capsys.readouterr().out)
 
 
 @needs_libtpu
@@ -81,7 +87,7 @@ def test_as_json(toy, capsys):
     assert [e["chips"] for e in plan["estimates"]] == [8, 64, 512, 4096]
     for estimate in plan["estimates"]:
         assert 0 <= estimate["exchange_share"] < 1
-        assert estimate["step_s"] == estimate["compute_s"] + estimate["exchange_s"]
+        assert estimate["step_s"] == estimate["device_s"] + estimate["exchange_s"]
     assert "max(FLOPs / peak" in plan["formula"]
 
 

@@ -32,8 +32,8 @@ def of_kind(kind, size=10**8):
 
 
 def test_the_slower_of_compute_and_memory_bounds():
-    assert (model(8).compute_s, model(8).bound) == (2.0, "compute")
-    assert (model(8, flops=1e11).compute_s, model(8, flops=1e11).bound) == (1.0, "memory")
+    assert (model(8).device_s, model(8).bound) == (2.0, "compute")
+    assert (model(8, flops=1e11).device_s, model(8, flops=1e11).bound) == (1.0, "memory")
 
 
 def test_an_all_reduce_sends_twice_all_but_a_share():

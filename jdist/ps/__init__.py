@@ -1,0 +1,5 @@
+"""The parameter server: a pure state machine, its wire, its servers, and the coordinator that drives them."""
+
+from jdist.ps.partition import fixed_shards as fixed_shards
+from jdist.ps.partition import max_size as max_size
+from jdist.ps.partition import min_size as min_size

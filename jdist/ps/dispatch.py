@@ -1,0 +1,448 @@
+"""Who computes which closure, as a pure state machine: (dispatch, event) -> (dispatch, commands).
+
+The coordinator's half of docs/parameter_server_protocol.md: closures are handed out in their order, those of a lost worker
+are committed or handed out again, and after a rollback all that the snapshot does not contain. The shell
+(`jdist/ps/coordinator.py`) holds functions, arguments, results and connections, and repeats a `Tell` until it is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jdist.ps.messages import Answer, Commit, Drop, Fence, Held, Message, Ref, Restore
+
+Outcome = Literal["done", "void"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """Event: there are further closures.
+
+    Attributes:
+        count: how many.
+    """
+
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Event: a worker's process is connected, and holds no closure.
+
+    Attributes:
+        worker: its number.
+    """
+
+    worker: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reported:
+    """Event: a worker is through with a closure.
+
+    Attributes:
+        worker: its number.
+        epoch: under which epoch it computed.
+        generation: in which history.
+        closure: which.
+        outcome: "done"; or "void", if the closure took no effect and never will (its function failed, it had no batch).
+    """
+
+    worker: int
+    epoch: int
+    generation: int
+    closure: int
+    outcome: Outcome = "done"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Event: a worker does not answer, or its connection broke.
+
+    Attributes:
+        worker: its number.
+        epoch: the epoch of the connection.
+    """
+
+    worker: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answered:
+    """Event: a shard has answered a `Tell`.
+
+    Attributes:
+        shard: its number.
+        message: what it was told.
+        answer: what it said.
+    """
+
+    shard: int
+    message: Message
+    answer: Answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """Event: a shard's memory is gone; all go back to a snapshot.
+
+    Attributes:
+        settled: closures below this number are in the snapshot.
+        applied: and these above it.
+        version: the shards' version in it.
+        generation: the least number that the new history may have.
+    """
+
+    settled: int
+    applied: frozenset[int]
+    version: int = 0
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancelled:
+    """Event: what no worker has yet is not to be computed."""
+
+
+Event = Scheduled | Registered | Reported | Lost | Answered | Rollback | Cancelled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assign:
+    """Command: send a worker closures.
+
+    Attributes:
+        worker: its number.
+        epoch: its epoch, for the shards.
+        generation: the history, for the shards.
+        closures: their numbers.
+        settled: closures below are done.
+    """
+
+    worker: int
+    epoch: int
+    generation: int
+    closures: tuple[int, ...]
+    settled: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Command: tell a shard something, again and again until it answers.
+
+    Attributes:
+        shard: its number.
+        message: what.
+    """
+
+    shard: int
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finish:
+    """Command: a closure is done.
+
+    Attributes:
+        closure: which.
+        outcome: whether it took effect.
+        worker: whose report has its result; None where a shard kept it.
+        result: the shard's name for it; None if it is the worker's, or there is none.
+    """
+
+    closure: int
+    outcome: Outcome = "done"
+    worker: int | None = None
+    result: Ref | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rerun:
+    """Command: say that closures which were done are computed again.
+
+    Attributes:
+        count: how many.
+    """
+
+    count: int
+
+
+Command = Assign | Tell | Finish | Rerun
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What the coordinator knows of one worker.
+
+    Attributes:
+        epoch: its present epoch, or the one that its next incarnation begins after.
+        state: "absent", "ready", or "fencing": lost, and its closures are not sorted out yet.
+        waits: whether a new incarnation is connected, which may begin once the old one is sorted out.
+        closures: what it has.
+        losses: how often it was lost.
+    """
+
+    epoch: int = 0
+    state: Literal["absent", "ready", "fencing"] = "absent"
+    waits: bool = False
+    closures: tuple[int, ...] = ()
+    losses: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A lost worker's closures, while they are sorted out.
+
+    Attributes:
+        held: what each shard that has answered the fence has of them.
+        commit: closures that all shards commit; None until all have answered.
+        unanswered: shards that have not answered the present question.
+        asks: the question.
+    """
+
+    held: Mapping[int, Held] = dataclasses.field(default_factory=dict)
+    commit: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+    unanswered: frozenset[int] = frozenset()
+    asks: Message | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """The coordinator's state; immutable.
+
+    Attributes:
+        num_shards: how many shards there are.
+        depth: closures that a worker may have at a time.
+        window: closures that may be handed out beyond the first that is not done.
+        generation: the shards' present history.
+        scheduled: how many closures were scheduled; their numbers are below.
+        next: the first that no worker ever had.
+        returned: those that come before it: taken back from a lost worker, or undone.
+        done: those at or above `settled` that are done.
+        settled: all below are done.
+        workers: by number.
+        recoveries: of the workers in "fencing".
+        restoring: shards that have not yet acknowledged the present history; nothing is handed out meanwhile.
+    """
+
+    num_shards: int
+    depth: int = 1
+    window: int = 1024
+    generation: int = 0
+    scheduled: int = 0
+    next: int = 0
+    returned: tuple[int, ...] = ()
+    done: frozenset[int] = frozenset()
+    settled: int = 0
+    workers: Mapping[int, Worker] = dataclasses.field(default_factory=dict)
+    recoveries: Mapping[int, Recovery] = dataclasses.field(default_factory=dict)
+    restoring: frozenset[int] = frozenset()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every closure that was scheduled is done."""
+        return self.settled == self.scheduled
+
+
+def handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+    """The state after an event, and what the shell has to do.
+
+    Args:
+        dispatch: the state before.
+        event: what happened.
+
+    Returns:
+        The state after it, and the commands in their order.
+    """
+    dispatch, commands = _after(dispatch, event)
+    dispatch, assigned = _assign(dispatch)
+    return dispatch, [*commands, *assigned]
+
+
+def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+    match event:
+        case Scheduled():
+            return dataclasses.replace(dispatch, scheduled=dispatch.scheduled + event.count), []
+        case Registered():
+            return _registered(dispatch, event)
+        case Reported():
+            return _reported(dispatch, event)
+        case Lost():
+            return _lost(dispatch, event)
+        case Answered():
+            return _answered(dispatch, event)
+        case Rollback():
+            return _rollback(dispatch, event)
+        case Cancelled():
+            dropped = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
+            dispatch = dataclasses.replace(dispatch, next=dispatch.scheduled, returned=())
+            return _finish(dispatch, dropped), [Finish(closure=c, outcome="void") for c in sorted(dropped)]
+
+
+def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
+    """Hands out closures, to the worker that has fewest first."""
+    commands: list[Command] = []
+    if dispatch.restoring:
+        return dispatch, commands
+    given: dict[int, list[int]] = {}
+    while ready := [
+        w for w, known in dispatch.workers.items() if known.state == "ready" and len(known.closures) < dispatch.depth
+    ]:
+        limit = min(dispatch.scheduled, dispatch.settled + dispatch.window)
+        if dispatch.returned and dispatch.returned[0] < limit:
+            closure, changes = dispatch.returned[0], {"returned": dispatch.returned[1:]}
+        elif dispatch.next < limit:
+            closure, changes = dispatch.next, {"next": dispatch.next + 1}
+        else:
+            break
+        worker = min(ready, key=lambda w: (len(dispatch.workers[w].closures), w))
+        given.setdefault(worker, []).append(closure)
+        dispatch = _with(
+            dataclasses.replace(dispatch, **changes), worker, closures=(*dispatch.workers[worker].closures, closure)
+        )
+    for worker, closures in given.items():
+        commands.append(
+            Assign(
+                worker=worker,
+                epoch=dispatch.workers[worker].epoch,
+                generation=dispatch.generation,
+                closures=tuple(closures),
+                settled=dispatch.settled,
+            )
+        )
+    return dispatch, commands
+
+
+def _registered(dispatch: Dispatch, event: Registered) -> tuple[Dispatch, list[Command]]:
+    known = dispatch.workers.get(event.worker, Worker())
+    if known.state == "absent":
+        return _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=()), []
+    commands: list[Command] = []
+    if known.state == "ready":  # a new process in the place of one that was not missed yet
+        dispatch, commands = _lost(dispatch, Lost(worker=event.worker, epoch=known.epoch))
+    if dispatch.workers[event.worker].state == "absent":
+        return _registered(dispatch, event)[0], commands
+    return _with(dispatch, event.worker, waits=True), commands
+
+
+def _reported(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Command]]:
+    known = dispatch.workers.get(event.worker, Worker())
+    mine = (event.epoch, event.generation) == (known.epoch, dispatch.generation) and known.state == "ready"
+    if not mine or event.closure not in known.closures:
+        return dispatch, []
+    dispatch = _with(dispatch, event.worker, closures=tuple(c for c in known.closures if c != event.closure))
+    return _finish(dispatch, {event.closure}), [
+        Finish(closure=event.closure, outcome=event.outcome, worker=event.worker)
+    ]
+
+
+def _lost(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
+    known = dispatch.workers.get(event.worker, Worker())
+    if known.state == "fencing" and event.epoch == known.epoch:
+        return _with(dispatch, event.worker, waits=False), []
+    if known.state != "ready" or event.epoch != known.epoch:
+        return dispatch, []
+    dispatch = _with(dispatch, event.worker, state="fencing", waits=False, losses=known.losses + 1)
+    fence = Fence(generation=dispatch.generation, fenced=event.worker, below=known.epoch + 1)
+    return _ask(dispatch, event.worker, Recovery(), fence)
+
+
+def _ask(dispatch: Dispatch, worker: int, recovery: Recovery, message: Message) -> tuple[Dispatch, list[Command]]:
+    """Asks every shard something about a lost worker."""
+    shards = range(dispatch.num_shards)
+    recovery = dataclasses.replace(recovery, asks=message, unanswered=frozenset(shards))
+    dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+    return dispatch, [Tell(shard=shard, message=message) for shard in shards]
+
+
+def _answered(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Command]]:
+    message = event.message
+    if message.generation != dispatch.generation:
+        return dispatch, []
+    if isinstance(message, Restore):
+        return dataclasses.replace(dispatch, restoring=dispatch.restoring - {event.shard}), []
+    found = [w for w, recovery in dispatch.recoveries.items() if recovery.asks == message]
+    if not found or event.shard not in dispatch.recoveries[found[0]].unanswered:
+        return dispatch, []
+    worker, recovery = found[0], dispatch.recoveries[found[0]]
+    recovery = dataclasses.replace(recovery, unanswered=recovery.unanswered - {event.shard})
+    if isinstance(event.answer, Held):
+        recovery = dataclasses.replace(recovery, held={**recovery.held, event.shard: event.answer})
+    dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+    return (dispatch, []) if recovery.unanswered else _next_question(dispatch, worker, recovery)
+
+
+def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple[Dispatch, list[Command]]:
+    """All shards have answered: fence, then commit, then drop, then the worker is sorted out."""
+    generation, message = dispatch.generation, recovery.asks
+    if isinstance(message, Fence):
+        closures = dispatch.workers[worker].closures
+        commit = tuple(c for c in closures if _takes_effect(c, recovery.held.values()))
+        recovery = dataclasses.replace(recovery, commit=commit, drop=tuple(c for c in closures if c not in commit))
+        if commit:
+            return _ask(dispatch, worker, recovery, Commit(generation=generation, closures=commit))
+    if not isinstance(message, Drop) and recovery.drop:
+        below = dispatch.workers[worker].epoch + 1
+        drop = Drop(generation=generation, closures=recovery.drop, of=worker, below=below)
+        return _ask(dispatch, worker, recovery, drop)
+    results = {c: ref for held in recovery.held.values() for c, ref in held.results}
+    known = dispatch.workers[worker]
+    dispatch = dataclasses.replace(
+        dispatch,
+        returned=tuple(sorted({*dispatch.returned, *recovery.drop})),
+        recoveries={w: other for w, other in dispatch.recoveries.items() if w != worker},
+    )
+    dispatch = _finish(_with(dispatch, worker, state="absent", waits=False, closures=()), set(recovery.commit))
+    if known.waits:
+        dispatch, _ = _registered(dispatch, Registered(worker=worker))
+    return dispatch, [Finish(closure=c, result=results.get(c)) for c in recovery.commit]
+
+
+def _takes_effect(closure: int, held: Any) -> bool:
+    """Whether a lost worker's closure is committed: applied somewhere, or one attempt of it staged everywhere."""
+    everywhere = frozenset.intersection(*(shard.staged for shard in held))
+    return any(closure in shard.applied for shard in held) or closure in {c for c, _ in everywhere}
+
+
+def _rollback(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Command]]:
+    generation = max(dispatch.generation + 1, event.generation)
+    undone = [c for c in range(event.settled, dispatch.next) if c not in event.applied]
+    again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
+    workers = {
+        w: dataclasses.replace(
+            known, closures=(), state="absent" if known.state == "fencing" else known.state, waits=False
+        )
+        for w, known in dispatch.workers.items()
+    }
+    joining = [w for w, known in dispatch.workers.items() if known.state == "fencing" and known.waits]
+    shards = range(dispatch.num_shards)
+    dispatch = dataclasses.replace(
+        dispatch,
+        generation=generation,
+        returned=tuple(undone),
+        done=frozenset(event.applied),
+        settled=event.settled,
+        workers=workers,
+        recoveries={},
+        restoring=frozenset(shards),
+    )
+    for worker in joining:
+        dispatch, _ = _registered(dispatch, Registered(worker=worker))
+    restore = Restore(generation=generation, version=event.version, settled=event.settled, applied=event.applied)
+    return dispatch, [*([Rerun(count=again)] if again else []), *(Tell(shard=s, message=restore) for s in shards)]
+
+
+def _finish(dispatch: Dispatch, closures: set[int]) -> Dispatch:
+    done, settled = dispatch.done | closures, dispatch.settled
+    while settled in done:
+        settled += 1
+    return dataclasses.replace(dispatch, settled=settled, done=frozenset(c for c in done if c >= settled))
+
+
+def _with(dispatch: Dispatch, worker: int, **changes: Any) -> Dispatch:
+    known = dataclasses.replace(dispatch.workers.get(worker, Worker()), **changes)
+    return dataclasses.replace(dispatch, workers={**dispatch.workers, worker: known})

@@ -1,0 +1,289 @@
+"""Where each leaf of a state is updated, found in the traced update itself.
+
+A step's update part is a jaxpr from the old state and what a worker computed to the new state. From what depends on what in
+it follow the *units*: leaves that are updated together (a parameter, its momentum, its average), and so live on one server. A
+unit whose update is elementwise may be cut by rows. What needs a whole gradient but no state (its norm, for clipping) is a
+scalar, and the worker computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdist import dataflow
+from jdist.transforms.spread_equations import ELEMENTWISE, RESHAPING, apply_stored
+
+SMALL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Leaves that are updated together.
+
+    Attributes:
+        leaves: their numbers in the state.
+        pushed: numbers of the pushed arrays that the update reads.
+        by_rows: whether the update may be computed for some of the rows alone; all arrays then have one shape.
+    """
+
+    leaves: tuple[int, ...]
+    pushed: tuple[int, ...]
+    by_rows: bool
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update part, sorted.
+
+    Attributes:
+        constant: leaves of the state that it leaves as they are.
+        everywhere: small leaves that depend on nothing a worker pushes (a counter, a key): each server has its own copy,
+            and after the same number of updates, in whatever order, all copies are the same.
+        units: the rest.
+        scalars: how many scalars a worker computes from its gradients alone and pushes to every server.
+        shapes: shape and dtype of each leaf of the state.
+        pushed_shapes: of each array that can be pushed: gradients and what else the gradient part gives.
+    """
+
+    constant: tuple[int, ...]
+    everywhere: tuple[int, ...]
+    units: tuple[Unit, ...]
+    scalars: int
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    pushed_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    _sorted: _Sorted
+
+    def worker_scalars(self, pushed: Sequence[Any]) -> list[Any]:
+        """The scalars, from what a worker computed; traced on the worker, behind the gradient part."""
+        found = self._sorted
+        return dataflow.subfunction(found.closed, found.pushed, found.scalars)(pushed)
+
+    def late(self, pushed: Sequence[Any], which: Sequence[int]) -> list[Any]:
+        """Results of the update part behind the state, by their place, of those that read no state."""
+        found = self._sorted
+        return dataflow.subfunction(found.closed, found.pushed, [found.late[i] for i in which])(pushed)
+
+    def late_reads_state(self, which: int) -> bool:
+        """Whether a result of the update part behind the state reads the state, so that no worker can compute it."""
+        v = self._sorted.late[which]
+        return not dataflow.is_literal(v) and v in self._sorted.of_state
+
+    def new_everywhere(self, old: dict[int, Any], scalars: Sequence[Any]) -> dict[int, Any]:
+        """The new values of the leaves that every server has, from the old ones and `constant` ones."""
+        return self._run(self.everywhere, old, {}, scalars)
+
+    def new_unit(
+        self, unit: Unit, old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]
+    ) -> dict[int, Any]:
+        """The new leaves of a unit.
+
+        Args:
+            unit: which.
+            old: the unit's old leaves, those that are everywhere and the constant ones, by number; of a unit `by_rows` as
+                many rows as there are.
+            pushed: the unit's pushed arrays, the same rows of them.
+            scalars: what `worker_scalars` gave.
+
+        Returns:
+            The leaves, by number.
+        """
+        if not unit.by_rows or old[unit.leaves[0]].shape == self.shapes[unit.leaves[0]].shape:
+            return self._run(unit.leaves, old, pushed, scalars)
+        return self._run_rows(unit.leaves, old, pushed, scalars, old[unit.leaves[0]].shape)
+
+    def _given(self, old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]) -> dict[Any, Any]:
+        found = self._sorted
+        return {
+            **{found.state[i]: x for i, x in old.items()},
+            **{found.pushed[i]: x for i, x in pushed.items()},
+            **dict(zip(found.scalars, scalars, strict=True)),
+        }
+
+    def _run(
+        self, leaves: Sequence[int], old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]
+    ) -> dict[int, Any]:
+        given = self._given(old, pushed, scalars)
+        wanted = [self._sorted.new[i] for i in leaves]
+        results = dataflow.subfunction(self._sorted.closed, list(given), wanted)(list(given.values()))
+        return dict(zip(leaves, results, strict=True))
+
+    def _run_rows(
+        self,
+        leaves: Sequence[int],
+        old: dict[int, Any],
+        pushed: dict[int, Any],
+        scalars: Sequence[Any],
+        shape: tuple[int, ...],
+    ) -> dict[int, Any]:
+        """Elementwise equations hold for any shape: each is applied to the rows that are there."""
+        closed = self._sorted.closed
+        known = {**dict(zip(dataflow.body_of(closed).constvars, closed.consts, strict=True))}
+        known |= self._given(old, pushed, scalars)
+        wanted = [self._sorted.new[i] for i in leaves]
+        equations, _ = dataflow.needed(closed, wanted, set(known))
+        for eqn in equations:
+            operands = [dataflow.value_of(v, known) for v in eqn.invars]
+            if eqn.outvars[0].aval.shape:
+                known[eqn.outvars[0]] = apply_stored(eqn, operands, shape)
+            else:
+                known.update(zip(eqn.outvars, dataflow.apply_equation(closed, eqn, operands), strict=True))
+
+        def whole(v: Any, like: Any) -> Any:
+            x = dataflow.value_of(v, known)
+            return jax.numpy.broadcast_to(x, like.shape) if jax.numpy.ndim(x) == 0 else x  # a constant everywhere
+
+        return {i: whole(v, old[i]) for i, v in zip(leaves, wanted, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The variables of an update part by what they are.
+
+    Attributes:
+        closed: the update part, calls entered: `(state, pushed) -> (new state, late results)`.
+        state: its variables of the old state.
+        pushed: those of what a worker gives.
+        new: what it returns for each leaf of the state.
+        late: what else it returns.
+        of_state: variables that depend on the state.
+        scalars: those that depend on what is pushed alone, have no axes, and are read by what depends on the state.
+    """
+
+    closed: Any
+    state: tuple[Any, ...]
+    pushed: tuple[Any, ...]
+    new: tuple[Any, ...]
+    late: tuple[Any, ...]
+    of_state: frozenset[Any]
+    scalars: tuple[Any, ...]
+
+
+def sort_update(closed: Any, num_leaves: int) -> Update:
+    """Sorts an update part.
+
+    Args:
+        closed: what `spread_equations.prepared` returned for `(state leaves, pushed arrays) -> (state leaves, others)`.
+        num_leaves: how many leaves the state has.
+
+    Returns:
+        The leaves by where they are updated, and the functions that update them.
+    """
+    jaxpr = dataflow.body_of(closed)
+    state, pushed = tuple(jaxpr.invars[:num_leaves]), tuple(jaxpr.invars[num_leaves:])
+    new, late = tuple(jaxpr.outvars[:num_leaves]), tuple(jaxpr.outvars[num_leaves:])
+    of_state = dataflow.dependents(closed, state)
+    of_arrays = dataflow.dependents(closed, [v for v in pushed if v.aval.shape])
+    found = _Sorted(closed, state, pushed, new, late, frozenset(of_state), ())
+    constant = tuple(i for i in range(num_leaves) if new[i] is state[i])
+    moving = [i for i in range(num_leaves) if i not in constant]
+    scalars = tuple(
+        dict.fromkeys(
+            v
+            for v in _read(closed, [new[i] for i in moving])
+            if v in of_arrays and v not in of_state and not v.aval.shape
+        )
+    )
+    _, reads_of_servers = dataflow.needed(closed, [new[i] for i in moving], set(scalars))
+    scalars = tuple(v for v in scalars if v in reads_of_servers)  # the others are steps on the way to these
+    found = _Sorted(closed, state, pushed, new, late, frozenset(of_state), scalars)
+    reads = {i: _reads_of(found, new[i]) for i in moving}
+    everywhere = _everywhere(found, moving, constant, reads)
+    units = _units(found, [i for i in moving if i not in everywhere], reads)
+    return Update(
+        constant,
+        everywhere,
+        units,
+        len(scalars),
+        tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in state),
+        tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in pushed),
+        found,
+    )
+
+
+def _read(closed: Any, wanted: Sequence[Any]) -> list[Any]:
+    """Every variable that the way to `wanted` reads, in the order of the equations."""
+    equations, _ = dataflow.needed(closed, wanted, set())
+    every = [v for eqn in equations for v in eqn.invars] + list(wanted)
+    return [v for v in every if not dataflow.is_literal(v)]
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What a new leaf is computed from: leaves, pushed arrays, and whether scalars of the worker's."""
+
+    leaves: frozenset[int]
+    pushed: frozenset[int]
+    scalars: bool
+
+
+def _reads_of(found: _Sorted, wanted: Any) -> _Reads:
+    _, reads = dataflow.needed(found.closed, [wanted], {*found.scalars, *found.state, *found.pushed})
+    return _Reads(
+        frozenset(i for i, v in enumerate(found.state) if v in reads),
+        frozenset(i for i, v in enumerate(found.pushed) if v in reads),
+        any(v in reads for v in found.scalars),
+    )
+
+
+def _everywhere(
+    found: _Sorted, moving: list[int], constant: tuple[int, ...], reads: dict[int, _Reads]
+) -> tuple[int, ...]:
+    def is_small(i: int) -> bool:
+        aval = found.state[i].aval
+        return math.prod(aval.shape) * aval.dtype.itemsize <= SMALL_BYTES
+
+    chosen = {i for i in moving if is_small(i) and not reads[i].pushed and not reads[i].scalars}
+    while outside := {i for i in chosen if not reads[i].leaves <= chosen | set(constant)}:
+        chosen -= outside
+    return tuple(sorted(chosen))
+
+
+def _units(found: _Sorted, placed: list[int], reads: dict[int, _Reads]) -> tuple[Unit, ...]:
+    """Leaves that read each other, or one pushed array, in one unit."""
+    parent: dict[Any, Any] = {}
+
+    def root(x: Any) -> Any:
+        while parent.setdefault(x, x) != x:
+            x = parent[x]
+        return x
+
+    for i in placed:
+        for other in [("leaf", j) for j in reads[i].leaves if j in placed] + [("pushed", j) for j in reads[i].pushed]:
+            parent[root(other)] = root(("leaf", i))
+    members: dict[Any, list[int]] = {}
+    for i in placed:
+        members.setdefault(root(("leaf", i)), []).append(i)
+    units = []
+    for leaves in members.values():
+        pushed = sorted({j for i in leaves for j in reads[i].pushed})
+        units.append(Unit(tuple(leaves), tuple(pushed), _by_rows(found, leaves, pushed)))
+    return tuple(units)
+
+
+def _by_rows(found: _Sorted, leaves: list[int], pushed: list[int]) -> bool:
+    """Whether each row of the new leaves is computed from that row of the old ones and of the pushed arrays alone."""
+    avals = [found.state[i].aval for i in leaves] + [found.pushed[j].aval for j in pushed]
+    shape = avals[0].shape
+    if not shape or shape[0] < 2 or any(aval.shape != shape for aval in avals):
+        return False
+    given = {*found.scalars, *found.state, *found.pushed}
+    equations, reads = dataflow.needed(found.closed, [found.new[i] for i in leaves], given)
+    own = {*(found.state[i] for i in leaves), *(found.pushed[j] for j in pushed)}
+    others = (v for v in reads if v in given or v in dataflow.body_of(found.closed).constvars)
+    if any(v.aval.shape for v in others if v not in own):
+        return False
+
+    def fits(eqn: Any) -> bool:
+        ins, outs = [v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars]
+        if not any(ins) and not any(outs):
+            return True
+        if eqn.primitive.name in RESHAPING:
+            return (ins[0] == outs[0] or not ins[0]) and outs == [shape]
+        return eqn.primitive.name in ELEMENTWISE and outs == [shape] and all(s in ((), shape) for s in ins)
+
+    return all(map(fits, equations))

@@ -15,6 +15,8 @@
     ├── ClusterError           the processes of a job did not come together, or did not agree
     │   └── PeerLostError      a process of the job is gone, or stands still
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
+    ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
+    ├── WireError              bytes from a peer that are no message of the protocol
     ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
@@ -132,6 +134,14 @@ class ClusterConfigError(JDistError, ValueError):
         self.variable = variable
         self.field = field
         self.value = value
+
+
+class ArtifactError(JDistError, ValueError):
+    """A function cannot travel to another process, or one that was received must not run here."""
+
+
+class WireError(JDistError, ValueError):
+    """Bytes from a peer are no message of the protocol, or larger than allowed."""
 
 
 class LaunchError(JDistError, ValueError):

@@ -58,7 +58,7 @@ class Push(Message):
     closure: int
     attempt: int = 0
     base: int
-    gradients: Ref
+    gradients: Ref | None = None
     finite: bool = True
     result: Ref | None = None
 
@@ -202,6 +202,26 @@ class Refused:
     generation: int
 
 
+TRAVELLING: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Pull,
+        Push,
+        Stage,
+        Commit,
+        Drop,
+        Fence,
+        Freeze,
+        Thaw,
+        Snapshot,
+        Restore,
+        Done,
+        Parameters,
+        Held,
+        Cut,
+        Refused,
+    )
+}
 Answer = Done | Parameters | Held | Cut | Refused
 
 

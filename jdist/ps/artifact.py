@@ -1,0 +1,114 @@
+"""Compiled-anywhere functions that travel: a function of flat lists of arrays as bytes, and back.
+
+A received artifact is a program: what it may call outside of XLA is on a list, and it is compiled once per process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import export
+
+from jdist import dataflow
+from jdist.errors import ArtifactError
+
+_HOST_CALLS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
+PLATFORMS = ("cpu", "cuda", "tpu")
+# What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
+_ALLOWED = (
+    r"lapack_\w+_ffi|cusolver_\w+_ffi|cublas\w*|cu_\w+|hip_\w+|blas_\w+",
+    r"LuDecomposition|Qr|Eigh|ProductOfElementaryHouseholderReflectors|Cholesky|TopK|ApproxTopK|PartialReduce",
+    r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|xla\.sdy\.\w+",
+    r"mhlo\.\w+|stablehlo\.\w+|chlo\.\w+|shape_assertion|dynamic_\w+",
+)
+
+
+def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -> bytes:
+    """A function as bytes that any process can run, on any platform, without the code it was made of.
+
+    Args:
+        function: from a list of arrays to a list of arrays; pure.
+        arguments: arrays or `jax.ShapeDtypeStruct`s of the shapes that it will get.
+
+    Returns:
+        The artifact.
+
+    Raises:
+        ArtifactError: the function calls the host (`jax.debug.print`, a callback), which cannot travel.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> double = unpack(pack(lambda values: [2 * values[0]], [jnp.ones(3)]))
+        >>> double([jnp.arange(3.0)])[0].tolist()
+        [0.0, 2.0, 4.0]
+
+    Source: https://docs.jax.dev/en/latest/export/export.html
+    """
+    closed = jax.make_jaxpr(function)(list(arguments))
+    called = [name for name in _HOST_CALLS if dataflow.contains_primitive(closed, name)]
+    if called:
+        raise ArtifactError(
+            f"the step calls the host ({', '.join(called)}), that is the process that made the step, and cannot be sent to "
+            "others. Return the value as a metric instead of printing it."
+        )
+    return bytes(export.export(jax.jit(function), platforms=PLATFORMS)(list(arguments)).serialize())
+
+
+def name_of(artifact: bytes) -> str:
+    """The artifact's name, by which a process that has it already is spared the bytes."""
+    return hashlib.sha256(artifact).hexdigest()[:32]
+
+
+def unpack(
+    artifact: bytes, *, donate: Sequence[int] = (), allow: Iterable[str] = ()
+) -> Callable[[Sequence[Any]], list[jax.Array]]:
+    """A received artifact as a function, to be compiled at its first call.
+
+    Args:
+        artifact: what `pack` returned.
+        donate: which arguments' buffers it may reuse.
+        allow: names of custom calls that may be in it beside those of XLA's own operations.
+
+    Returns:
+        The function: from a sequence of arrays to a list of arrays.
+
+    Raises:
+        ArtifactError: it is no artifact, one for other platforms, or one with a custom call that is not allowed.
+    """
+    try:
+        exported = export.deserialize(bytearray(artifact))
+        text = exported.mlir_module()
+    except (ValueError, TypeError, IndexError, KeyError, AssertionError, RuntimeError, struct.error) as exc:
+        raise ArtifactError("the bytes received are no exported function, or of another version of JAX") from exc
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    if platform not in exported.platforms:
+        raise ArtifactError(
+            f"the function received is for {', '.join(exported.platforms)}; this process is on {platform}"
+        )
+    allowed = re.compile("|".join([*_ALLOWED, *map(re.escape, allow)]))
+    called = set(re.findall(r'custom_call\s*@"?([^\s"(]+)', text))
+    refused = sorted(name for name in called if not allowed.fullmatch(name))
+    if refused:
+        raise ArtifactError(
+            f"the function received calls {', '.join(map(repr, refused))}, which this process does not allow. If you trust "
+            f"it, start it with --allow-custom-call {refused[0]}."
+        )
+    arity = len(exported.in_avals)
+
+    def call(*values: Any) -> list[Any]:
+        results: Any = exported.call(list(values))
+        return results
+
+    compiled: Callable[..., list[jax.Array]] = jax.jit(call, donate_argnums=tuple(donate))
+
+    def run(values: Sequence[Any]) -> list[jax.Array]:
+        if len(values) != arity:
+            raise ArtifactError(f"the function takes {arity} arrays, it was given {len(values)}")
+        return compiled(*values)
+
+    return run

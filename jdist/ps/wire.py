@@ -1,0 +1,249 @@
+"""Messages as bytes: a msgpack header, then the raw bytes of arrays, in an order that both sides know.
+
+A frame says how many bytes follow, never what they are: sender and receiver agree on the arrays when a shard is restored, and
+what comes is checked against that before memory is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+from jax import numpy as jnp
+
+from jdist.errors import WireError
+
+ALIGNED = 64  # bytes; what XLA asks of a buffer that it can use without a copy
+CHUNK_BYTES = 1 << 20
+MOST_HEADER_BYTES = 16 << 20
+_DTYPES = {
+    np.dtype(dtype).name: np.dtype(dtype)
+    for dtype in ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+    + ("float16", "float32", "float64", "complex64", "complex128", jnp.bfloat16)
+}
+_PREFIX = struct.Struct(">4sI")
+_MAGIC = b"jdp1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of an array on the wire.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype's name.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes, without padding."""
+        size = _dtype(self.dtype).itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+
+def spec_of(x: Any) -> Spec:
+    """The spec of an array or of a struct with its shape and dtype."""
+    return Spec(tuple(x.shape), np.dtype(x.dtype).name)
+
+
+class Buffers:
+    """Memory for arrays that are about to be received, in one block, each aligned for XLA.
+
+    Attributes:
+        size_bytes: how many bytes are expected.
+    """
+
+    def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
+        """Allocates.
+
+        Args:
+            specs: the arrays.
+            most_bytes: what may be allocated at most.
+
+        Raises:
+            WireError: they are larger.
+        """
+        self._specs = tuple(specs)
+        self._offsets, end = [], 0
+        for spec in specs:
+            self._offsets.append(end)
+            end += -(-spec.size_bytes // ALIGNED) * ALIGNED
+        self.size_bytes = sum(spec.size_bytes for spec in specs)
+        if end > most_bytes:
+            raise WireError(f"a message of {end:,} bytes; at most {most_bytes:,} are taken")
+        block = np.empty(end + ALIGNED, np.uint8)
+        start = -block.ctypes.data % ALIGNED
+        self._block = block[start : start + end]
+        self._views = [self._block.data[o : o + s.size_bytes] for o, s in zip(self._offsets, self._specs, strict=True)]
+        self._at, self._within = 0, 0
+
+    def take(self, chunk: bytes | memoryview) -> None:
+        """Puts the next bytes into their places.
+
+        Raises:
+            WireError: they are more than were expected.
+        """
+        chunk = memoryview(chunk)
+        while len(chunk):
+            while self._at < len(self._views) and self._within == len(self._views[self._at]):
+                self._at, self._within = self._at + 1, 0
+            if self._at == len(self._views):
+                raise WireError(f"more bytes than the {self.size_bytes:,} that were announced")
+            view = self._views[self._at]
+            n = min(len(chunk), len(view) - self._within)
+            view[self._within : self._within + n] = chunk[:n]
+            self._within += n
+            chunk = chunk[n:]
+
+    def arrays(self) -> list[np.ndarray]:
+        """What was received.
+
+        Raises:
+            WireError: bytes are missing.
+        """
+        there = sum(len(v) for v in self._views[: self._at]) + self._within
+        if there != self.size_bytes:
+            raise WireError(f"{there:,} bytes where {self.size_bytes:,} were announced")
+        return [
+            self._block[o : o + s.size_bytes].view(_dtype(s.dtype)).reshape(s.shape)
+            for o, s in zip(self._offsets, self._specs, strict=True)
+        ]
+
+
+def chunks(arrays: Sequence[Any], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """The bytes of arrays in pieces of at most `size`, without copies."""
+    for array in arrays:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, size):
+            yield flat[start : start + size].data
+
+
+def encode(header: Mapping[str, Any]) -> bytes:
+    """A header of plain values as bytes."""
+    body: bytes = msgpack.packb(dict(header), use_bin_type=True) or b""
+    return _PREFIX.pack(_MAGIC, len(body)) + body
+
+
+def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
+    """A header, and the bytes behind it.
+
+    Raises:
+        WireError: it is none, or larger than allowed.
+    """
+    view = memoryview(data)
+    if len(view) < _PREFIX.size:
+        raise WireError("a message of fewer bytes than its prefix")
+    magic, size = _PREFIX.unpack(view[: _PREFIX.size])
+    if magic != _MAGIC:
+        raise WireError("a message that does not begin as this protocol's do")
+    if size > most_bytes:
+        raise WireError(f"a header of {size:,} bytes; at most {most_bytes:,} are taken")
+    body, rest = view[_PREFIX.size : _PREFIX.size + size], view[_PREFIX.size + size :]
+    if len(body) < size:
+        raise WireError("a header that is cut off")
+    try:
+        # Lengths inside are bounded by the header's own; nothing is built that is larger than the bytes it came in.
+        header = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as exc:
+        raise WireError("a header that is no msgpack") from exc
+    if not isinstance(header, dict):
+        raise WireError("a header that is no map")
+    return header, rest
+
+
+def to_plain(value: Any) -> Any:
+    """A message as values that msgpack knows; a dataclass as a map with its class's name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in _LOCAL}
+        return {"is": type(value).__name__, **fields}
+    if isinstance(value, tuple | list):
+        return [to_plain(x) for x in value]
+    return [to_plain(x) for x in sorted(value)] if isinstance(value, frozenset) else value
+
+
+def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
+    """A message from such values.
+
+    Args:
+        kinds: the dataclasses that it may be, by name.
+        plain: what was received.
+
+    Returns:
+        The message; fields that name something of the sender's own process are None.
+
+    Raises:
+        WireError: it is none of them, or a field is missing, unknown or of another type.
+    """
+    if not isinstance(plain, dict) or plain.get("is") not in kinds:
+        raise WireError("a message of a kind that is not known")
+    kind = kinds[plain["is"]]
+    given = {name: value for name, value in plain.items() if name != "is"}
+    hints = _hints(kind)
+    if unknown := given.keys() - hints.keys():
+        raise WireError(f"{kind.__name__} has no field {sorted(map(str, unknown))[0][:40]!r}")
+    values = {}
+    for name, hint in hints.items():
+        if name not in given:
+            if name in _LOCAL or _has_default(kind, name):
+                continue
+            raise WireError(f"{kind.__name__} lacks `{name}`")
+        values[name] = _typed(hint, given[name], f"{kind.__name__}.{name}")
+    return kind(**values)
+
+
+_LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    if kind not in _HINTS:
+        hints = typing.get_type_hints(kind)
+        _HINTS[kind] = {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.name not in _LOCAL}
+    return _HINTS[kind]
+
+
+def _has_default(kind: type, name: str) -> bool:
+    field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]  # every kind is a dataclass
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _typed(next(a for a in args if a is not type(None)), value, where)
+    if origin is typing.Literal:
+        if value not in args:
+            raise WireError(f"{where} has a value that is not known")
+        return value
+    if origin in (tuple, frozenset):
+        if not isinstance(value, list):
+            raise WireError(f"{where} is no list")
+        if origin is tuple and args[-1] is not Ellipsis:
+            if len(value) != len(args):
+                raise WireError(f"{where} has {len(value)} entries, not {len(args)}")
+            return tuple(_typed(a, x, where) for a, x in zip(args, value, strict=True))
+        return origin(_typed(args[0], x, where) for x in value)
+    if type(value) is not hint:  # not isinstance: True is no int here
+        raise WireError(f"{where} is no {hint.__name__}")
+    if hint is int and not -(2**62) < value < 2**62:
+        raise WireError(f"{where} is out of range")
+    return value
+
+
+def _dtype(name: str) -> np.dtype:
+    if name not in _DTYPES:
+        raise WireError("arrays of a dtype that does not travel")
+    return _DTYPES[name]

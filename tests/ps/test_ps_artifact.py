@@ -1,0 +1,92 @@
+"""Functions that travel."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdist.errors import ArtifactError
+from jdist.ps.artifact import name_of, pack, unpack
+
+
+def normal(values):
+    x, key = values
+    return [x @ x.T, jax.random.normal(jax.random.wrap_key_data(key), (3,)), jnp.linalg.cholesky(x @ x.T + jnp.eye(3))]
+
+
+ARGUMENTS = [np.arange(9, dtype=np.float32).reshape(3, 3), np.array([0, 7], np.uint32)]
+
+
+def test_a_function_runs_as_it_did():
+    for found, expected in zip(unpack(pack(normal, ARGUMENTS))(ARGUMENTS), normal(ARGUMENTS), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_in_a_process_that_has_none_of_its_code(tmp_path):
+    (tmp_path / "artifact").write_bytes(pack(normal, ARGUMENTS))
+    code = (
+        "import numpy as np, pathlib; from jdist.ps.artifact import unpack;"
+        f"run = unpack(pathlib.Path({str(tmp_path / 'artifact')!r}).read_bytes());"
+        "print(float(run([np.eye(3, dtype=np.float32), np.zeros(2, np.uint32)])[0].sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout.strip(), done.returncode) == ("3.0", 0), done.stderr
+
+
+def test_donated_arguments_are_reused():
+    run = unpack(pack(lambda values: [values[0] + 1], [jnp.ones(8)]), donate=[0])
+    x = jnp.ones(8)
+    run([x])
+    assert x.is_deleted()
+
+
+def test_equal_functions_have_one_name():
+    assert name_of(pack(normal, ARGUMENTS)) == name_of(pack(normal, ARGUMENTS))
+    assert name_of(pack(normal, ARGUMENTS)) != name_of(pack(lambda values: values, ARGUMENTS))
+
+
+@pytest.mark.parametrize("call", ["print", "callback"])
+def test_what_calls_the_host_cannot_travel(call):
+    def function(values):
+        if call == "print":
+            jax.debug.print("{}", values[0])
+            return values
+        return [jax.pure_callback(lambda x: x, values[0], values[0])]
+
+    with pytest.raises(ArtifactError, match=r"calls the host .*Return the value as a metric"):
+        pack(function, [jnp.ones(3)])
+
+
+def test_a_custom_call_that_is_not_allowed_is_refused():
+    def function(values):
+        return [jax.ffi.ffi_call("someone_elses_code", jax.ShapeDtypeStruct((3,), np.float32))(values[0])]
+
+    exported = jax.export.export(
+        jax.jit(function),
+        platforms=("cpu",),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("someone_elses_code")],
+    )([jnp.ones(3)])
+    artifact = bytes(exported.serialize())
+    with pytest.raises(ArtifactError, match=r"calls 'someone_elses_code', .*--allow-custom-call someone_elses_code"):
+        unpack(artifact)
+    unpack(artifact, allow=["someone_elses_code"])
+
+
+@pytest.mark.parametrize("bytes_", [b"", b"x", b"garbage" * 100, pack(normal, ARGUMENTS)[:200]])
+def test_what_is_no_artifact_is_refused(bytes_):
+    with pytest.raises(ArtifactError, match="no exported function"):
+        unpack(bytes_)
+
+
+def test_the_number_of_arguments_is_checked():
+    with pytest.raises(ArtifactError, match="takes 2 arrays, it was given 1"):
+        unpack(pack(normal, ARGUMENTS))([np.ones(3)])
+
+
+def test_a_function_for_another_platform_is_refused():
+    exported = jax.export.export(jax.jit(lambda values: values), platforms=("tpu",))([jnp.ones(3)])
+    with pytest.raises(ArtifactError, match="is for tpu; this process is on cpu"):
+        unpack(bytes(exported.serialize()))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
@@ -187,6 +189,42 @@ def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[...
 
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+
+
+def without_mesh(closed: Any) -> Any:
+    """A jaxpr that was traced under a mesh, as it would be traced under none; for one without collectives.
+
+    Equations, their parameters and constants remember the mesh, and JAX refuses arrays of another.
+    """
+
+    def plain(x: Any) -> Any:
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+    def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+        jaxpr = body_of(closed)
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(plain, closed.consts), *values], strict=True))
+
+        def value(v: Var) -> Any:
+            return np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
+
+        for eqn in jaxpr.eqns:
+            params = {name: clean(param) for name, param in eqn.params.items()}
+            results = eqn.primitive.bind(*map(value, eqn.invars), **params)
+            known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+        return list(map(value, jaxpr.outvars))
+
+    def again(closed: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body_of(closed).invars]
+        return jax.make_jaxpr(lambda *values: run(closed, values))(*shapes)
+
+    def clean(param: Any) -> Any:
+        if isinstance(param, jax.sharding.Sharding):
+            return None
+        if isinstance(param, jex.ClosedJaxpr):
+            return again(param)
+        return type(param)(map(clean, param)) if type(param) in (tuple, list) else param
+
+    return again(closed)
 
 
 def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Messages as bytes: there and back, and what is refused."""
 
+import contextlib
 import dataclasses
 
 import jax.numpy as jnp
@@ -120,10 +121,8 @@ JSON = st.recursive(
 @settings(deadline=None, max_examples=300)
 def test_any_fields_give_a_message_or_a_wire_error(kind, fields):
     plain = msgpack.unpackb(msgpack.packb({"is": kind, **fields}))
-    try:
+    with contextlib.suppress(WireError):
         assert isinstance(from_plain(KINDS, plain), KINDS[kind])
-    except WireError as exc:
-        assert str(exc)
 
 
 ARRAYS = [

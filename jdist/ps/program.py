@@ -1,0 +1,221 @@
+"""A step taken apart for a parameter server: what a worker computes, and what the servers do with it.
+
+The step is split where gradients are combined (`boundary.split`, as for gradient accumulation). The gradient part becomes the
+worker's function: parameters and a batch in; gradients, metrics and a few scalars out. The update part is sorted into units
+(`update.sort_update`), each of which lives on one server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist import dataflow
+from jdist.context import ReplicaTrace, tracing
+from jdist.errors import BoundaryError
+from jdist.ps.update import Update, sort_update
+from jdist.transforms.accumulate import Plan, gradient_part, make_plan
+from jdist.transforms.guard import Flags
+from jdist.transforms.replica_step import ProgramSpec
+from jdist.transforms.results import LOCAL, ROWS
+from jdist.transforms.spread_equations import prepared
+from jdist.transforms.trees import check_same_state
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A step in the form in which it travels. Arrays are numbered, and PRNG keys travel as their data.
+
+    Attributes:
+        read: numbers of the state's leaves that the worker reads.
+        pushed: numbers of the arrays that it pushes, among those that the update part can read.
+        update: what the servers do.
+        outputs_treedef: the tree of what the step returns beside the state.
+    """
+
+    read: tuple[int, ...]
+    pushed: tuple[int, ...]
+    update: Update
+    outputs_treedef: Any
+    _spec: ProgramSpec
+    _traced: _Traced
+
+    def worker(
+        self, read: Sequence[Any], batches: PyTree, others: PyTree
+    ) -> tuple[list[Any], list[Any], Any, list[Any]]:
+        """The worker's function, to be traced.
+
+        Args:
+            read: the leaves of that name, PRNG keys as their data.
+            batches: the batch, as a call of the step has it.
+            others: further arguments.
+
+        Returns:
+            `(pushed arrays, scalars, whether all gradients are finite, leaves of the outputs)`.
+        """
+        found, strategy = self._traced, self._spec.strategy
+
+        def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
+            given = dict(zip(self.read, read, strict=True))
+            leaves = [given[i] if i in given else found.nothing(i) for i in range(len(found.shapes))]
+            state = jax.tree.unflatten(found.treedef, found.typed(leaves))
+            made = gradient_part(strategy, found.plan, state, batches, others)
+            pushed = [*jax.tree.leaves(others), *made.cuts, *made.carried]
+            results = list(made.outputs)
+            for i, x in zip(found.late, self.update.late(pushed, range(len(found.late))), strict=True):
+                results[i] = x
+            outputs, flags = results[: found.num_outputs], results[found.num_outputs :]
+            finite = jnp.stack([jnp.asarray(x) for x in flags]).all() if flags else jnp.bool_(True)
+            kinds = found.plan.kinds
+            own = {i: jnp.asarray(x)[None] if kinds[i] == LOCAL else x for i, x in enumerate(outputs)}
+            by_rows = {i: x for i, x in own.items() if kinds[i] in (LOCAL, ROWS)}
+            shared = {i: x for i, x in own.items() if i not in by_rows}
+            return [pushed[i] for i in self.pushed], self.update.worker_scalars(pushed), finite, shared, by_rows
+
+        whole, rows = PartitionSpec(), PartitionSpec(strategy.axes)
+        pushed, scalars, finite, shared, by_rows = jax.shard_map(
+            on_replica,
+            mesh=strategy.mesh,
+            in_specs=(whole, rows, whole),
+            out_specs=(whole, whole, whole, whole, rows),
+            check_vma=False,
+        )(list(read), batches, others)
+        outputs = {**shared, **by_rows}
+        return pushed, scalars, finite, [outputs[i] for i in range(found.num_outputs)]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What tracing a step told.
+
+    Attributes:
+        plan: its two parts.
+        shapes: of the state's leaves.
+        treedef: of the state.
+        impls: the implementation of each leaf that is a PRNG key, None of the others.
+        late: places of the outputs and flags that wait for the combined gradients.
+        num_outputs: how many outputs there are; the flags are behind them.
+    """
+
+    plan: Plan
+    shapes: tuple[Any, ...]
+    treedef: Any
+    impls: tuple[Any, ...]
+    late: tuple[int, ...]
+    num_outputs: int
+
+    def typed(self, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves as the step knows them, from those that travel."""
+        return [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(leaves, self.impls, strict=True)
+        ]
+
+    def nothing(self, i: int) -> Any:
+        """Stands for a leaf that the gradient part does not read."""
+        shape = self.shapes[i]
+        if self.impls[i] is None:
+            return jnp.zeros(shape.shape, shape.dtype)
+        return jax.random.key_data(jnp.broadcast_to(jax.random.key(0, impl=self.impls[i]), shape.shape))
+
+
+def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -> StepParts:
+    """Traces a step and takes it apart.
+
+    Args:
+        spec: the step, under a strategy of one worker's devices.
+        state: the state, or a tree of what has its leaves' shapes and dtypes.
+        batches: one worker's batch, as a call of the step has it.
+        others: further arguments.
+
+    Returns:
+        Its parts.
+
+    Raises:
+        BoundaryError: it cannot be taken apart; says what stands in the way and what to write instead.
+    """
+    found: list[tuple[_Traced, Any]] = []
+
+    def trace(state: PyTree, batches: PyTree, others: PyTree) -> None:
+        found.append(_traced(spec, state, batches, others))
+
+    whole, rows = PartitionSpec(), PartitionSpec(spec.strategy.axes)
+    mapped = jax.shard_map(
+        trace, mesh=spec.strategy.mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False
+    )
+    jax.eval_shape(mapped, state, batches, others)
+    parts, closed = found[0]
+    update = sort_update(dataflow.without_mesh(closed), len(jax.tree.leaves(state)))
+    _check_outputs(parts.plan, update, parts.late)
+    pushed = tuple(sorted({j for unit in update.units for j in unit.pushed}))
+    outputs = jax.tree.unflatten(parts.plan.whole.outputs_treedef, [0] * len(parts.plan.kinds))[0]
+    return StepParts(parts.plan.parts.read, pushed, update, jax.tree.structure(outputs), spec, parts)
+
+
+def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -> tuple[_Traced, Any]:
+    """The step as traced by one replica, and its update part `(state leaves, others, cuts, carried) -> (leaves, late)`."""
+    strategy, seen = spec.strategy, list[Flags]()
+    plan = make_plan(
+        strategy,
+        spec.splittable(seen),
+        spec.options.accumulate,
+        state,
+        batches,
+        others,
+        otherwise="use `jdist.mirrored()`, which does not split a step",
+    )
+    leaves, treedef = jax.tree.flatten(state)
+    impls = tuple(jax.random.key_impl(x) if _is_key(x) else None for x in leaves)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    num_outputs = len(plan.kinds) - len(seen[-1].names)
+    others_leaves, others_treedef = jax.tree.flatten(others)
+
+    def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        made = gradient_part(strategy, plan, state, batches, others)
+        return made.cuts, made.carried
+
+    cuts, carried = jax.eval_shape(gradients, state, batches, others)
+    late: list[int] = []
+    draft = _Traced(plan, shapes, treedef, impls, (), num_outputs)  # what is late is known once the update is traced
+
+    def update(*values: Any) -> list[Any]:
+        old = draft.typed(values[: len(leaves)])
+        state = jax.tree.unflatten(treedef, old)
+        rest = iter(values[len(leaves) :])
+        others = jax.tree.unflatten(others_treedef, [next(rest) for _ in others_leaves])
+        with tracing(ReplicaTrace(strategy)):
+            new, results = plan.whole.update(state, others, [next(rest) for _ in cuts], list(rest), [])
+        new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, new)))
+        late[:] = [i for i, x in enumerate(results) if x is not None]
+        kept = [before if x is typed else x for x, typed, before in zip(new, old, values, strict=False)]
+        return [jax.random.key_data(x) if _is_key(x) else x for x in kept] + [results[i] for i in late]
+
+    arguments = [jax.random.key_data(x) if _is_key(x) else x for x in leaves] + [*others_leaves, *cuts, *carried]
+    closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
+    return _Traced(plan, shapes, treedef, impls, tuple(late), num_outputs), closed
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _check_outputs(plan: Plan, update: Update, late: Sequence[int]) -> None:
+    """Refuses results that only the servers could compute."""
+    paths = jax.tree_util.tree_leaves_with_path(
+        jax.tree.unflatten(plan.whole.outputs_treedef, range(len(plan.kinds)))[0]
+    )
+    named = {i: jax.tree_util.keystr(path[1:]) or "it" for path, i in paths}
+    wrong = [named[i] for place, i in enumerate(late) if i in named and update.late_reads_state(place)]
+    if wrong:
+        raise BoundaryError(
+            f"the step returns {', '.join(wrong)}, which depends on what its own update has changed. Under a parameter server "
+            "the update is made elsewhere and later. Compute it from the parameters as they came in and from the gradients; or "
+            "in a step of its own, from a state that was fetched."
+        )

@@ -1,0 +1,163 @@
+"""Steps taken apart: the worker's part and the servers' units, put together, are the step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.errors import BoundaryError
+from jdist.ps.program import take_apart
+from jdist.transforms.calls import Signature
+from jdist.transforms.guard import Watched
+from jdist.transforms.options import make_options
+from jdist.transforms.replica_step import ProgramSpec
+from jdist.transforms.results import Traced
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(8, 3)).astype(np.float32),
+    "y": RNG.normal(size=8).astype(np.float32),
+    "mask": np.arange(8) < 6,
+}
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["a"])
+    return jdist.mean((hidden @ params["b"] - batch["y"]) ** 2, batch["mask"])
+
+
+def create(tx, **extra):
+    params = {"a": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32), "b": jnp.ones(4)}
+    return jdist.TrainState.create(params=params, tx=tx, rng=jax.random.key(3), **extra)
+
+
+def train_step(state, batch):
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    noise = jax.random.normal(jax.random.fold_in(state.rng, state.step), ())
+    return state.apply_gradients(grads=grads), {"loss": value, "noise": noise, "norm": optax.tree.norm(grads)}
+
+
+def with_statistics(state, batch):
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    mean = 0.9 * state.extra["mean"] + 0.1 * jdist.aggregate(batch["x"].mean(0), "mean")
+    return state.apply_gradients(grads=grads, mean=mean).replace(rng=jax.random.split(state.rng)[0]), value
+
+
+def scaled(state, batch, scale, *, power):
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    return state.apply_gradients(grads=jax.tree.map(lambda g: g * scale**power, grads)), {"loss": value}
+
+
+def spec_of(step, strategy, **options):
+    options = make_options(**options)
+    return ProgramSpec(step, strategy, options, None, Traced(), Watched(), step.__name__), Signature(step, options)
+
+
+def apart(step, state, *arguments, strategy=None, **keywords):
+    strategy = strategy or jdist.one_device()
+    options = {"accumulate": keywords.pop("accumulate")} if "accumulate" in keywords else {}
+    spec, signature = spec_of(step, strategy, **options)
+    call, state, batches, others = signature.bind((state, *arguments), keywords)
+    spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.watched, spec.name)
+    return take_apart(spec, state, batches, others), state, batches, others
+
+
+def together(parts, state, batches, others):
+    """One closure: the worker, then each unit by itself, by rows where it may be cut."""
+    leaves, treedef = jax.tree.flatten(state)
+    typed = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    raw = [jax.random.key_data(x) if is_key else x for x, is_key in zip(leaves, typed, strict=True)]
+    pushed, scalars, finite, outputs = jax.jit(parts.worker)([raw[i] for i in parts.read], batches, others)
+    assert bool(finite)
+    update, pushed = parts.update, dict(zip(parts.pushed, pushed, strict=True))
+    given = {i: raw[i] for i in (*update.constant, *update.everywhere)}
+    new = {**given, **update.new_everywhere(given, scalars)}
+    for unit in update.units:
+        cuts = [slice(0, 1), slice(1, None)] if unit.by_rows else [...]
+        made = [
+            update.new_unit(
+                unit,
+                {**given, **{i: raw[i][cut] for i in unit.leaves}},
+                {j: pushed[j][cut] for j in unit.pushed},
+                scalars,
+            )
+            for cut in cuts
+        ]
+        new |= {i: jnp.concatenate([m[i] for m in made]) if unit.by_rows else made[0][i] for i in unit.leaves}
+    values = [jax.random.wrap_key_data(new[i]) if is_key else new[i] for i, is_key in enumerate(typed)]
+    return jax.tree.unflatten(treedef, values), jax.tree.unflatten(parts.outputs_treedef, outputs)
+
+
+CASES = {
+    "sgd": (train_step, lambda: create(optax.sgd(0.1, 0.9)), (), {}),
+    "clipped adam": (train_step, lambda: create(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))), (), {}),
+    "lamb": (train_step, lambda: create(optax.lamb(0.1)), (), {}),
+    "statistics": (with_statistics, lambda: create(optax.adam(0.1), mean=jnp.zeros(3)), (), {}),
+    "other arguments": (scaled, lambda: create(optax.sgd(0.1)), (np.float32(0.5),), {"power": 2}),
+    "accumulate": (train_step, lambda: create(optax.sgd(0.1)), (), {"accumulate": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_together_are_the_step(case):
+    step, make, arguments, keywords = CASES[case]
+    state = make()
+    parts, state, batches, others = apart(step, state, BATCH, *arguments, **keywords)
+    found, (outputs,) = together(parts, state, batches, others)
+    options = {"accumulate": keywords["accumulate"]} if "accumulate" in keywords else {}
+    called = {k: v for k, v in keywords.items() if k not in options}
+    expected, wanted = jdist.distribute(step, jdist.one_device(), donate=False, **options)(
+        state, BATCH, *arguments, **called
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves((found, outputs)), jax.tree.leaves((expected, wanted)), strict=True):
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_worker_of_several_devices_is_mirrored_over_them():
+    state = create(optax.sgd(0.1))
+    one, *given = apart(train_step, state, BATCH)
+    four, *_ = apart(train_step, state, BATCH, strategy=jdist.mirrored(jax.devices()[:4]))
+    read = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+    ]
+    results = [parts.worker([read[i] for i in parts.read], *given[1:]) for parts in (one, four)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_optimisers_state_is_not_read_by_the_worker():
+    state = create(optax.adam(0.1))
+    parts, *_ = apart(train_step, state, BATCH)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert {paths[i] for i in parts.read} == {".step", ".params['a']", ".params['b']", ".rng"}
+    assert paths.index(".rng") in parts.update.constant
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_the_worker():
+    parts, state, batches, others = apart(train_step, create(optax.sgd(0.1)), BATCH)
+    bad = ({**batches[0], "x": batches[0]["x"] * np.float32("nan")},)
+    read = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+    ]
+    assert not bool(parts.worker([read[i] for i in parts.read], bad, others)[2])
+
+
+def test_a_metric_of_the_updated_parameters_is_refused_by_name():
+    def step(state, batch):
+        new, metrics = train_step(state, batch)
+        return new, {**metrics, "size": optax.tree.norm(new.params)}
+
+    with pytest.raises(
+        BoundaryError, match=r"the step returns \['size'\], which depends on what its own update has changed"
+    ):
+        apart(step, create(optax.sgd(0.1)), BATCH)
+
+
+def test_a_step_without_a_gradient_is_refused():
+    with pytest.raises(BoundaryError, match=r"calls `jdist\.value_and_grad` or `jdist\.grad` nowhere"):
+        apart(lambda state, batch: (state, {"x": batch["x"].sum()}), create(optax.sgd(0.1)), BATCH)

@@ -28,11 +28,13 @@ class Unit:
     Attributes:
         leaves: their numbers in the state.
         pushed: numbers of the pushed arrays that the update reads.
+        constant: leaves that it reads and nobody changes.
         by_rows: whether the update may be computed for some of the rows alone; all arrays then have one shape.
     """
 
     leaves: tuple[int, ...]
     pushed: tuple[int, ...]
+    constant: tuple[int, ...]
     by_rows: bool
 
 
@@ -44,16 +46,18 @@ class Update:
         constant: leaves of the state that it leaves as they are.
         everywhere: small leaves that depend on nothing a worker pushes (a counter, a key): each server has its own copy,
             and after the same number of updates, in whatever order, all copies are the same.
+        everywhere_reads: constant leaves that these depend on.
         units: the rest.
-        scalars: how many scalars a worker computes from its gradients alone and pushes to every server.
+        scalar_shapes: of the scalars that a worker computes from its gradients alone and pushes to every server.
         shapes: shape and dtype of each leaf of the state.
         pushed_shapes: of each array that can be pushed: gradients and what else the gradient part gives.
     """
 
     constant: tuple[int, ...]
     everywhere: tuple[int, ...]
+    everywhere_reads: tuple[int, ...]
     units: tuple[Unit, ...]
-    scalars: int
+    scalar_shapes: tuple[jax.ShapeDtypeStruct, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     pushed_shapes: tuple[jax.ShapeDtypeStruct, ...]
     _sorted: _Sorted
@@ -197,12 +201,17 @@ def sort_update(closed: Any, num_leaves: int) -> Update:
     return Update(
         constant,
         everywhere,
+        tuple(i for i in constant if any(i in reads[j].leaves for j in everywhere)),
         units,
-        len(scalars),
-        tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in state),
-        tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in pushed),
+        _shapes(scalars),
+        _shapes(state),
+        _shapes(pushed),
         found,
     )
+
+
+def _shapes(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)
 
 
 def _read(closed: Any, wanted: Sequence[Any]) -> list[Any]:
@@ -261,7 +270,8 @@ def _units(found: _Sorted, placed: list[int], reads: dict[int, _Reads]) -> tuple
     units = []
     for leaves in members.values():
         pushed = sorted({j for i in leaves for j in reads[i].pushed})
-        units.append(Unit(tuple(leaves), tuple(pushed), _by_rows(found, leaves, pushed)))
+        constant = sorted({j for i in leaves for j in reads[i].leaves if found.new[j] is found.state[j]})
+        units.append(Unit(tuple(leaves), tuple(pushed), tuple(constant), _by_rows(found, leaves, pushed)))
     return tuple(units)
 
 

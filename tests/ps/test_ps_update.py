@@ -112,8 +112,8 @@ def test_what_needs_a_whole_parameter_is_not_cut(name):
 
 def test_the_norm_of_all_gradients_is_the_workers():
     update, *_ = traced(ELEMENTWISE["clipped"]())
-    assert update.scalars >= 1
-    assert traced(ELEMENTWISE["adamw"]())[0].scalars == 0
+    assert update.scalar_shapes
+    assert not traced(ELEMENTWISE["adamw"]())[0].scalar_shapes
 
 
 def test_a_norm_of_all_parameters_makes_one_unit_of_them():

@@ -1,0 +1,90 @@
+"""A transport within one process, for tests: the same bytes, no socket; and faults where a test wants them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
+from jdist.ps.wire import Buffers, Spec, chunks, decode, encode
+
+Fault = Literal["lose the call", "lose the answer", "twice"]
+
+
+class FakeServer:
+    """Serves methods to channels of the same process.
+
+    Attributes:
+        address: its name.
+    """
+
+    def __init__(self, address: str, methods: Methods, *, most_bytes: int = 1 << 30):
+        self.address, self._methods, self._most_bytes = address, methods, most_bytes
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """From now on every call fails."""
+        self._stopped.set()
+
+    def answer(self, method: str, frame: bytes, payload: list[bytes]) -> tuple[bytes, list[bytes]]:
+        """What comes back for the bytes of a call."""
+        if self._stopped.is_set():
+            raise CallFailed(self.address, "unavailable")
+        header, _ = decode(frame)
+        found = self._methods[method]
+        buffers = Buffers(found.expects(header), most_bytes=self._most_bytes)
+        for chunk in payload:
+            buffers.take(chunk)
+        answer, arrays = found.run(header, buffers.arrays())
+        return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]
+
+
+class FakeChannel:
+    """Calls a `FakeServer`.
+
+    Args:
+        server: whom.
+        fault: asked before every call, with the method and header, what goes wrong with it; None: nothing.
+    """
+
+    def __init__(
+        self, server: FakeServer, *, fault: Callable[[str, Header], Fault | None] = lambda method, header: None
+    ):
+        self._server, self._fault = server, fault
+
+    @property
+    def peer(self) -> str:
+        """See `Channel`."""
+        return self._server.address
+
+    def call(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> tuple[Header, list[np.ndarray]]:
+        """See `Channel`."""
+        fault = self._fault(method, header)
+        if fault == "lose the call":
+            raise CallFailed(self.peer, "deadline")
+        frame, payload = encode(header), [bytes(chunk) for chunk in chunks(arrays)]
+        answer, received = self._server.answer(method, frame, payload)
+        if fault == "twice":
+            answer, received = self._server.answer(method, frame, payload)
+        if fault == "lose the answer":
+            raise CallFailed(self.peer, "deadline")
+        found, _ = decode(answer)
+        buffers = Buffers(expects(found), most_bytes=1 << 30)
+        for chunk in received:
+            buffers.take(chunk)
+        return found, buffers.arrays()
+
+    def close(self) -> None:
+        """See `Channel`."""

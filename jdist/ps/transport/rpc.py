@@ -1,0 +1,231 @@
+"""The transport between processes: gRPC with generic handlers, raw bytes in streams of 1 MiB."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from jdist.errors import WireError
+from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
+from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
+
+_LOG = logging.getLogger(__name__)
+_SERVICE = "jdist.ps.v1"
+_TOKEN = "jdist-token"
+_MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
+_OPTIONS = [
+    ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MOST_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second server on a taken port is an error, not a silent share of its calls
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """Who may call, and who is called.
+
+    Attributes:
+        token: a secret that every call shows; None: no call shows one.
+        certificate: this process's, PEM; None: without TLS.
+        key: its private key, PEM.
+        authority: certificates of the authority that signed everybody's, PEM.
+        name: the name in the servers' certificates, where it is not their host's.
+    """
+
+    token: str | None = None
+    certificate: bytes | None = None
+    key: bytes | None = None
+    authority: bytes | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
+        if given and len(given) < 3:
+            raise ValueError(
+                f"TLS takes `certificate`, `key` and `authority` together; given is only {' and '.join(given)}."
+            )
+
+
+class RpcServer:
+    """Serves methods over gRPC.
+
+    Attributes:
+        port: the port that it listens on.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        methods: Methods,
+        *,
+        security: Security = Security(),
+        threads: int = 16,
+        most_bytes: int = 4 << 30,
+    ):
+        """Listens.
+
+        Args:
+            address: "host:port"; port 0 takes a free one.
+            methods: what it serves.
+            security: whom it lets in.
+            threads: calls that may run at the same time; further ones wait.
+            most_bytes: of the arrays of one call.
+
+        Raises:
+            OSError: the port is taken, or the address is not this machine's.
+        """
+        self._methods, self._token, self._most_bytes = methods, security.token, most_bytes
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(threads, thread_name_prefix="jdist-rpc"), options=_OPTIONS
+        )
+        handlers = {
+            "Call": grpc.unary_unary_rpc_method_handler(self._call),
+            "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        try:
+            if security.key is None or security.certificate is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                pair = security.key, security.certificate
+                credentials = grpc.ssl_server_credentials([pair], security.authority, require_client_auth=True)
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as exc:
+            raise OSError(
+                f"cannot listen on {address}: the port is taken, or the address is not this machine's"
+            ) from exc
+        self._server.start()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends; calls under way may take `grace_s` more seconds."""
+        self._server.stop(grace_s).wait()
+
+    def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        return next(iter(self._answer(iter([request]), context)))
+
+    def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from self._answer(requests, context)
+
+    def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """What comes back for the frames of a call; whatever is wrong with it, the caller learns one word."""
+        self._check_token(context)
+        try:
+            header, first = decode(next(requests))
+            method = self._methods[header.pop("method")]
+            buffers = Buffers(method.expects(header), most_bytes=self._most_bytes)
+            buffers.take(first)
+            for chunk in requests:
+                buffers.take(chunk)
+            arrays = buffers.arrays()
+        except (WireError, KeyError, StopIteration) as exc:
+            _LOG.warning("refused a call: %s", exc)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
+        try:
+            answer, results = method.run(header, arrays)
+        except Exception:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
+            _LOG.exception("a call failed")
+            context.abort(grpc.StatusCode.INTERNAL, "failed")
+        yield from _frames(answer, results)
+
+    def _check_token(self, context: grpc.ServicerContext) -> None:
+        shown = dict(context.invocation_metadata()).get(_TOKEN, "")
+        if self._token is not None and not hmac.compare_digest(str(shown).encode(), self._token.encode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+
+
+def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
+    """Header and arrays as messages; what is small goes with the header."""
+    frame = encode(header)
+    if sum(np.asarray(x).nbytes for x in arrays) <= CHUNK_BYTES:
+        yield frame + b"".join(chunks(arrays))
+        return
+    yield frame
+    for chunk in chunks(arrays):
+        yield bytes(chunk)
+
+
+class RpcChannel:
+    """A connection to an `RpcServer`."""
+
+    def __init__(self, address: str, *, security: Security = Security()):
+        """Connects at the first call.
+
+        Args:
+            address: "host:port".
+            security: what this process shows, and whom it believes.
+        """
+        self._address = address
+        self._metadata = ((_TOKEN, security.token),) if security.token is not None else ()
+        if security.certificate is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(security.authority, security.key, security.certificate)
+            named = [("grpc.ssl_target_name_override", security.name)] if security.name else []
+            self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
+        self._small = self._channel.unary_unary(f"/{_SERVICE}/Call")
+        self._large = self._channel.stream_stream(f"/{_SERVICE}/Bulk")
+
+    @property
+    def peer(self) -> str:
+        """See `Channel`."""
+        return self._address
+
+    def call(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> tuple[Header, list[np.ndarray]]:
+        """See `Channel`."""
+        frames = _frames({**header, "method": method}, arrays)
+        first = next(frames)
+        bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
+        try:
+            if not bulk:
+                return _received(iter([self._small(first, timeout=timeout_s, metadata=self._metadata)]), expects)
+            requests = _again(first, frames)
+            return _received(self._large(requests, timeout=timeout_s, metadata=self._metadata), expects)
+        except grpc.RpcError as exc:
+            status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
+            raise CallFailed(self._address, _REASONS.get(status, "unavailable"), exc.details() or "") from exc  # type: ignore[attr-defined]  # as above
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._channel.close()
+
+
+_REASONS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
+    grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
+    grpc.StatusCode.INVALID_ARGUMENT: "refused",
+    grpc.StatusCode.INTERNAL: "refused",
+    grpc.StatusCode.UNIMPLEMENTED: "refused",
+}
+
+
+def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+def _received(answers: Iterator[bytes], expects: Callable[[Header], Sequence[Spec]]) -> tuple[Header, list[np.ndarray]]:
+    header, first = decode(next(answers))
+    buffers = Buffers(expects(header), most_bytes=1 << 40)
+    buffers.take(first)
+    for chunk in answers:
+        buffers.take(chunk)
+    return header, buffers.arrays()

@@ -1,0 +1,84 @@
+"""What every transport offers: a call with a header and arrays, answered by a header and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jdist.ps.wire import Spec
+
+Header = dict[str, Any]
+Arrays = Sequence[Any]
+
+
+class CallFailed(ConnectionError):
+    """A call got no answer: the peer is gone, did not answer by the deadline, or refused the caller.
+
+    Attributes:
+        peer: whom.
+        reason: "unavailable", "deadline", "unauthenticated", or "refused" where the peer found the call wrong.
+    """
+
+    def __init__(self, peer: str, reason: str, detail: str = ""):
+        super().__init__(f"{peer}: {reason}{f' ({detail})' if detail else ''}")
+        self.peer, self.reason = peer, reason
+
+
+@dataclass(frozen=True)
+class Method:
+    """One thing that a server does.
+
+    Attributes:
+        run: `(header, arrays) -> (header, arrays)`; may block, several run at the same time.
+        expects: the arrays that come with a call of this header; checked before memory is allocated for them.
+    """
+
+    run: Callable[[Header, list[np.ndarray]], tuple[Header, Arrays]]
+    expects: Callable[[Header], Sequence[Spec]] = lambda header: ()
+
+
+Methods = Mapping[str, Method]
+
+
+class Channel(Protocol):
+    """A connection to one server."""
+
+    @property
+    def peer(self) -> str:
+        """Whom it leads to, for messages."""
+        ...
+
+    def call(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> tuple[Header, list[np.ndarray]]:
+        """Calls a method.
+
+        Args:
+            method: its name.
+            header: plain values.
+            arrays: what goes with it.
+            timeout_s: seconds after which the call has failed; the server may still do what it was asked.
+            expects: the arrays that come with an answer of this header.
+            bulk: whether more than 1 MiB may come back.
+
+        Returns:
+            The answer's header and arrays.
+
+        Raises:
+            CallFailed: there was no answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the connection; calls under way fail."""
+        ...

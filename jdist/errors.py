@@ -17,6 +17,7 @@
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
     ├── WireError              bytes from a peer that are no message of the protocol
+    ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
@@ -142,6 +143,10 @@ class ArtifactError(JDistError, ValueError):
 
 class WireError(JDistError, ValueError):
     """Bytes from a peer are no message of the protocol, or larger than allowed."""
+
+
+class ShardLostError(JDistError, RuntimeError):
+    """A parameter server is gone, and nobody took its place in time."""
 
 
 class LaunchError(JDistError, ValueError):

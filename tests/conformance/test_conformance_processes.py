@@ -13,11 +13,12 @@ import pytest
 import jdist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, STEPS, Run
+from families import FAMILIES, GLOBAL_BATCH, ROWS, STEPS, Run
 from matrix import MULTI_WORKER, OPTIMIZERS, OPTIONS, all_cases, pairwise
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
 
+FULL_BATCHES = ROWS // GLOBAL_BATCH
 LAYOUTS = {"2x4": (2, 4), "4x1": (4, 1)}  # processes, devices of each
 CHOSEN = sorted(pairwise(all_cases(MULTI_WORKER, FAMILIES)))
 # Half of them, shared out among the layouts: processes take long to start and to compile. `make conformance` runs all of them in
@@ -53,14 +54,18 @@ def check(case: tuple[str, ...], folder: Path, processes: int) -> None:
     _, family, option, optimizer = case
     accumulate = OPTIONS[option].get("accumulate", 1) if family == "cnn_synced_batchnorm" else 1
     expected = one_device(family, optimizer, accumulate)
+    # The fourth batch has 12 rows, of which each of four processes feeds three and fills them up to four: the microbatches of
+    # that step hold other rows than those of one device, which a batch normalisation sees, as it knows no mask.
+    same = FULL_BATCHES if processes == 4 and accumulate > 1 else STEPS
     for process in range(processes):
         found = np.load(folder / f"{'-'.join(case)}.{process}.npz")
         compilations, kept = found["facts"]
         assert (compilations, kept) == (0, 1)
         assert len(found["losses"]) == STEPS
         # The tolerances of test_conformance.py, for its reasons.
-        np.testing.assert_allclose(found["losses"], expected.losses, rtol=0, atol=2e-5 if optimizer == "sgd" else 2e-4)
-        if optimizer == "sgd":
+        atol = 2e-5 if optimizer == "sgd" else 2e-4
+        np.testing.assert_allclose(found["losses"][:same], expected.losses[:same], rtol=0, atol=atol)
+        if optimizer == "sgd" and same == STEPS:
             for i, want in enumerate(jax.tree.leaves(expected.params)):
                 np.testing.assert_allclose(found[f"arr_{i}"], want, rtol=0, atol=1e-5)
 

@@ -29,7 +29,7 @@ def loss(params, batch):
 
 
 def create(tx, **extra):
-    params = {"a": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32), "b": jnp.ones(4)}
+    params = {"a": jnp.asarray(np.random.default_rng(1).normal(size=(3, 4)), jnp.float32), "b": jnp.ones(4)}
     return jdist.TrainState.create(params=params, tx=tx, rng=jax.random.key(3), **extra)
 
 

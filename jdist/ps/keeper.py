@@ -1,0 +1,229 @@
+"""A server's shell round its shard: arrays, a lock, and the commands of the state machine carried out.
+
+Nothing is decided here: `shard.receive` says what happens, this file holds what it happens to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.errors import WireError
+from jdist.ps.artifact import unpack
+from jdist.ps.messages import (
+    TRAVELLING,
+    Apply,
+    Command,
+    Cut,
+    Forget,
+    Held,
+    Message,
+    Parameters,
+    Push,
+    Replace,
+    Reply,
+    Restore,
+)
+from jdist.ps.shard import Rules, Shard, receive
+from jdist.ps.transport.seam import Header, Method
+from jdist.ps.wire import Spec, from_plain, to_plain
+
+MOST_MESSAGES = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What a shard keeps and does, as a restore brings it.
+
+    Attributes:
+        kept: its arrays; those that change come first.
+        changing: how many of them change.
+        pushes: the arrays that come with a closure.
+        pulled: places in `kept` of what a worker pulls when the version has changed.
+        pulled_once: of what it pulls besides when it has nothing yet.
+        max_staleness, on_stale, non_finite: as in `shard.Rules`.
+    """
+
+    kept: tuple[tuple[tuple[int, ...], str], ...]
+    changing: int
+    pushes: tuple[tuple[tuple[int, ...], str], ...]
+    pulled: tuple[int, ...]
+    pulled_once: tuple[int, ...]
+    max_staleness: int | None
+    on_stale: str
+    non_finite: str
+
+
+def specs(described: Sequence[tuple[tuple[int, ...], str]]) -> list[Spec]:
+    """Specs as a `Keeping` has them."""
+    return [Spec(shape, dtype) for shape, dtype in described]
+
+
+class Keeper:
+    """One shard, with its arrays.
+
+    Args:
+        allow: custom calls that a received program may have; see `artifact.unpack`.
+        wait_s: how long a push waits at a frozen shard before its call fails.
+    """
+
+    def __init__(self, *, allow: Sequence[str] = (), wait_s: float = 60.0):
+        self.incarnation = secrets.token_hex(8)
+        self._allow, self._wait_s = tuple(allow), wait_s
+        self._lock = threading.Condition()
+        self._shard = Shard()
+        self._keeping: Keeping | None = None
+        self._kept: list[jax.Array] = []
+        self._run: Callable[[Sequence[Any]], list[jax.Array]] | None = None
+        self._held: dict[int, Any] = {}  # arrays of a push, or a result's bytes, by the number that the machine knows
+        self._next_ref = 0
+        self._answers: dict[int, Any] = {}
+
+    def methods(self) -> dict[str, Method]:
+        """What a transport serves."""
+        return {
+            "status": Method(self._status),
+            "restore": Method(self._restore, self._expects_of_restore),
+            "say": Method(self._say, self._expects_of_say),
+        }
+
+    def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        with self._lock:
+            shard = self._shard
+            counts = dataclasses.asdict(shard.counts)
+            found = {"generation": shard.generation, "version": shard.version, "counts": counts}
+        return {"incarnation": self.incarnation, **found}, []
+
+    def _expects_of_restore(self, header: Header) -> list[Spec]:
+        keeping = from_plain({"Keeping": Keeping}, header.get("keeping"))
+        size = header.get("program")
+        if type(size) is not int or not 0 <= size < 1 << 32:
+            raise WireError("a program of no size")
+        return [*specs(keeping.kept), Spec((size,), "uint8")]
+
+    def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        message = from_plain({"Restore": Restore}, header.get("say"))
+        keeping = from_plain({"Keeping": Keeping}, header.get("keeping"))
+        *kept, program = arrays
+        run = unpack(program.tobytes(), donate=range(keeping.changing), allow=self._allow)
+        with self._lock:
+            rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
+            shard, commands = receive(
+                dataclasses.replace(self._shard, rules=rules), dataclasses.replace(message, call=0)
+            )
+            if any(isinstance(command, Replace) for command in commands):
+                # The block that came is kept by these arrays, which share its memory where they can.
+                self._kept = [jnp.asarray(x) for x in kept]
+                self._keeping, self._run = keeping, run
+            self._carry_out(shard, commands)
+            answer = self._answers.pop(0)
+        return {"answer": to_plain(answer)}, []
+
+    def _expects_of_say(self, header: Header) -> list[Spec]:
+        """The arrays of a push, then the bytes of its result."""
+        size = header.get("result")
+        if size is None:
+            return []
+        if type(size) is not int or not 0 <= size < 1 << 30:
+            raise WireError("a result of no size")
+        with self._lock:
+            keeping = self._keeping
+        if keeping is None:
+            raise WireError("a push to an empty shard")
+        return [*specs(keeping.pushes), Spec((size,), "uint8")]
+
+    def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Several messages of one sender, one after the other: a commit, a push and the next pull are one call."""
+        plain = header.get("say")
+        if not isinstance(plain, list) or len(plain) > MOST_MESSAGES:
+            raise WireError("no list of messages")
+        messages = [from_plain(TRAVELLING, m) for m in plain]
+        if any(isinstance(m, Restore) for m in messages) or sum(isinstance(m, Push) for m in messages) != bool(arrays):
+            raise WireError("arrays without a push, or a push without arrays")
+        answers, sent = [], []
+        deadline = time.monotonic() + self._wait_s
+        with self._lock:
+            for message in messages:
+                answer = self._ask(message, arrays, deadline)
+                answers.append(self._told(message, answer, sent))
+        return {"answers": answers}, sent
+
+    def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Any:
+        call = self._name()
+        given: dict[str, Any] = {"call": call}
+        if isinstance(message, Push):
+            *pushes, result = arrays
+            given["gradients"] = self._name(pushes)
+            given["result"] = self._name(result.tobytes()) if result.size else None
+        shard, commands = receive(self._shard, dataclasses.replace(message, **given))
+        self._carry_out(shard, commands)
+        while call not in self._answers:
+            if not self._lock.wait(deadline - time.monotonic()):
+                # The message stays where it is; whoever repeats it is answered then.
+                raise TimeoutError("the shard stayed frozen")
+        return self._answers.pop(call)
+
+    def _told(self, message: Message, answer: Any, sent: list[Any]) -> Header:
+        """An answer as it travels, and the arrays that go with it."""
+        plain, keeping = to_plain(answer), self._keeping
+        assert keeping is not None or not isinstance(answer, Parameters | Cut)  # an empty shard refuses
+        if isinstance(answer, Parameters) and keeping is not None:
+            first = getattr(message, "known", None) is None
+            places = [*(keeping.pulled if answer.changed else ()), *(keeping.pulled_once if first else ())]
+            sent.extend(np.asarray(self._kept[i]) for i in places)
+        if isinstance(answer, Cut):
+            sent.extend(np.asarray(x) for x in self._kept)
+        if isinstance(answer, Held):
+            plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
+        return plain
+
+    def _name(self, held: Any = None) -> int:
+        self._next_ref += 1
+        if held is not None:
+            self._held[self._next_ref] = held
+        return self._next_ref
+
+    def _carry_out(self, shard: Shard, commands: list[Command]) -> None:
+        """Takes over the machine's new state, and does what it says."""
+        for command in commands:
+            match command:
+                case Apply():
+                    self._apply([(self._held[ref], weight) for ref, weight in command.gradients])
+                case Forget():
+                    self._held.pop(command.ref, None)
+                case Reply():
+                    self._answers[command.call] = command.answer
+        self._shard = shard
+        self._lock.notify_all()
+
+    def _apply(self, gradients: list[tuple[list[np.ndarray], float]]) -> None:
+        assert self._run is not None  # a shard without a program is empty, and applies nothing
+        assert self._keeping is not None
+        (pushes, weight), *others = gradients
+        if others or weight != 1.0:
+            weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
+            pushes = _weighted(weights, [pushes, *(more for more, _ in others)])
+        new = self._run([*self._kept, *pushes])
+        self._kept[: self._keeping.changing] = new
+
+
+@jax.jit
+def _weighted(weights: jax.Array, gradients: list[list[jax.Array]]) -> list[jax.Array]:
+    """The weighted sum; what is no floating-point number (a flag, a count) is taken from the first."""
+
+    def one(*values: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(values[0].dtype, jnp.inexact):
+            return values[0]
+        return sum((w * x for w, x in zip(weights, values, strict=True)), jnp.zeros_like(values[0])).astype(
+            values[0].dtype
+        )
+
+    return jax.tree.map(one, *gradients)

@@ -1,0 +1,139 @@
+"""A client of all shards: the same question to each, at the same time, and what they answer put together."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jdist.errors import ShardLostError
+from jdist.ps.keeper import Keeping, specs
+from jdist.ps.messages import TRAVELLING, Cut, Message, Parameters, Restore
+from jdist.ps.transport.seam import CallFailed, Channel
+from jdist.ps.wire import Spec, from_plain, to_plain
+
+T = TypeVar("T")
+
+
+class ShardClient:
+    """One shard, as others see it.
+
+    Args:
+        channel: the connection to it.
+        keeping: what it keeps.
+        timeout_s: of one call.
+        give_up_s: how long a call is repeated before the shard counts as lost.
+    """
+
+    def __init__(self, channel: Channel, keeping: Keeping, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
+        self.channel, self.keeping = channel, keeping
+        self._timeout_s, self._give_up_s = timeout_s, give_up_s
+
+    def restore(self, message: Restore, kept: Sequence[Any], program: bytes) -> Any:
+        """Begins a new history in it."""
+        import numpy as np
+
+        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "program": len(program)}
+        arrays = [*kept, np.frombuffer(program, np.uint8)]
+        answer, _ = self._repeated(lambda t: self.channel.call("restore", header, arrays, timeout_s=t))
+        return from_plain(TRAVELLING, answer["answer"])
+
+    def say(
+        self, messages: Sequence[Message], pushes: Sequence[Any] = (), result: bytes | None = None
+    ) -> tuple[list[Any], list[Any], dict[int, bytes]]:
+        """Says several messages, one after the other, until they are answered.
+
+        Args:
+            messages: what to say; at most one push, and one that is answered by arrays.
+            pushes: the arrays of the push.
+            result: what the closure returned, if this is its home.
+
+        Returns:
+            `(answers, arrays, results by closure)`.
+
+        Raises:
+            ShardLostError: there was no answer for `give_up_s`.
+        """
+        import numpy as np
+
+        header: dict[str, Any] = {"say": [to_plain(m) for m in messages]}
+        arrays: list[Any] = []
+        if pushes:
+            result = result or b""
+            header["result"] = len(result)
+            arrays = [*pushes, np.frombuffer(result, np.uint8)]
+        expects = _Expects(self.keeping, messages)
+        answer, received = self._repeated(
+            lambda t: self.channel.call("say", header, arrays, timeout_s=t, expects=expects, bulk=expects.is_bulk)
+        )
+        answers = [from_plain(TRAVELLING, plain) for plain in _without_results(answer["answers"])]
+        results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
+        return answers, received, results
+
+    def _repeated(self, call: Callable[[float], T]) -> T:
+        end, pause = time.monotonic() + self._give_up_s, 0.05
+        while True:
+            try:
+                return call(min(self._timeout_s, max(0.1, end - time.monotonic())))
+            except CallFailed as exc:
+                if exc.reason in ("refused", "unauthenticated") or time.monotonic() + pause > end:
+                    raise ShardLostError(
+                        f"the parameter server {self.channel.peer} does not answer: {exc.reason}"
+                    ) from exc
+            time.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, 2.0)
+
+
+class _Expects:
+    """The arrays that come with the answers to some messages."""
+
+    def __init__(self, keeping: Keeping, messages: Sequence[Message]):
+        self._keeping, self._messages = keeping, messages
+        self.is_bulk = any(sum(s.size_bytes for s in specs(keeping.kept)) > 1 << 20 for _ in messages[:1])
+
+    def __call__(self, header: dict[str, Any]) -> list[Spec]:
+        kept, found = specs(self._keeping.kept), []
+        for message, plain in zip(self._messages, _without_results(header["answers"]), strict=True):
+            answer = from_plain(TRAVELLING, plain)
+            if isinstance(answer, Parameters):
+                first = getattr(message, "known", None) is None
+                changed = self._keeping.pulled if answer.changed else ()
+                found += [kept[i] for i in (*changed, *(self._keeping.pulled_once if first else ()))]
+            if isinstance(answer, Cut):
+                found += kept
+        return found
+
+
+def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in plain.items() if k != "results"} for plain in answers]
+
+
+class Together:
+    """Asks all shards at the same time.
+
+    Args:
+        clients: the shards.
+    """
+
+    def __init__(self, clients: Sequence[ShardClient]):
+        self.clients = tuple(clients)
+        self._pool = ThreadPoolExecutor(max(1, len(self.clients)), thread_name_prefix="jdist-shards")
+
+    def each(self, ask: Callable[[int, ShardClient], T]) -> list[T]:
+        """The results of `ask(number, client)`, in order; the first error, once all have come back."""
+        if len(self.clients) == 1:
+            return [ask(0, self.clients[0])]
+        under_way = [self._pool.submit(ask, i, client) for i, client in enumerate(self.clients)]
+        errors = [f.exception() for f in under_way]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [f.result() for f in under_way]
+
+    def close(self) -> None:
+        """Ends its threads and connections."""
+        self._pool.shutdown(cancel_futures=True)
+        for client in self.clients:
+            client.channel.close()

@@ -1,0 +1,212 @@
+"""A shard with its arrays, asked by a client over the fake transport."""
+
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist.errors import ShardLostError
+from jdist.ps.artifact import pack
+from jdist.ps.keeper import Keeper, Keeping
+from jdist.ps.layout import make_layout
+from jdist.ps.messages import (
+    Commit,
+    Cut,
+    Done,
+    Fence,
+    Freeze,
+    Held,
+    Parameters,
+    Pull,
+    Push,
+    Refused,
+    Restore,
+    Snapshot,
+    Stage,
+    Thaw,
+)
+from jdist.ps.partition import fixed_shards
+from jdist.ps.shards import ShardClient, Together
+from jdist.ps.transport.fake import FakeChannel, FakeServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ps_layout import raw
+from test_ps_program import BATCH, apart, create, train_step
+
+
+def keeping_of(layout, shard, **rules):
+    rules = {"max_staleness": None, "on_stale": "refuse", "non_finite": "raise", **rules}
+    return Keeping(
+        kept=tuple((s.shape, s.dtype) for s in layout.kept_specs(shard)),
+        changing=shard.changing,
+        pushes=tuple((s.shape, s.dtype) for s in layout.push_specs(shard)),
+        pulled=shard.pulled,
+        pulled_once=shard.pulled_once,
+        **rules,
+    )
+
+
+class Job:
+    """A state over keepers of this process."""
+
+    def __init__(self, num_ps, tx=None, fault=lambda method, header: None, **rules):
+        self.state = create(tx or optax.adam(0.1))
+        self.parts, *given = apart(train_step, self.state, BATCH)
+        self.given, self.leaves = given[1:], raw(self.state)
+        self.layout = make_layout(self.parts, num_ps=num_ps, partitioner=fixed_shards(num_ps))
+        self.keepers = [Keeper() for _ in self.layout.shards]
+        self.servers = [FakeServer(f"ps{i}", keeper.methods()) for i, keeper in enumerate(self.keepers)]
+        self.clients = [
+            ShardClient(FakeChannel(server, fault=fault), keeping_of(self.layout, shard, **rules), give_up_s=2)
+            for server, shard in zip(self.servers, self.layout.shards, strict=True)
+        ]
+
+    def restore(self, generation=1):
+        for client, shard in zip(self.clients, self.layout.shards, strict=True):
+            kept = [rows.cut(self.leaves[rows.of]) for rows in shard.kept]
+            program = pack(self.layout.program(shard), [*kept, *map(struct, self.layout.push_specs(shard))])
+            assert isinstance(client.restore(Restore(generation=generation), kept, program), Done)
+        return self
+
+    def computed(self):
+        pushed, scalars, _, _ = self.parts.worker([self.leaves[i] for i in self.parts.read], *self.given)
+        return [self.layout.shares(shard, pushed, scalars) for shard in self.layout.shards]
+
+    def whole(self):
+        """The state's leaves, as the shards have them."""
+        found = [np.array(x) for x in self.leaves]
+        for client, shard in zip(self.clients, self.layout.shards, strict=True):
+            client.say([Freeze(generation=1)])
+            (answer,), arrays, _ = client.say([Snapshot(generation=1)])
+            assert isinstance(answer, Cut)
+            client.say([Thaw(generation=1)])
+            for rows, x in zip(shard.kept, arrays, strict=True):
+                found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
+        return found
+
+
+def struct(spec):
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+
+def push(cls=Push, closure=0, **fields):
+    return cls(generation=1, worker=0, epoch=1, closure=closure, **fields)
+
+
+def expected(job, steps=1):
+    from test_ps_layout import one_step
+
+    leaves = job.leaves
+    for _ in range(steps):
+        pushes = one_step(job.layout, job.parts, leaves, *job.given)
+        leaves = pushes
+    return leaves
+
+
+def test_a_push_updates_and_the_next_pull_is_one_call():
+    calls = []
+    job = Job(1, fault=lambda method, header: calls.append(method)).restore()
+    calls.clear()
+    (done, pulled), arrays, _ = job.clients[0].say(
+        [push(base=0), Pull(generation=1, known=0)], job.computed()[0], b"result"
+    )
+    assert (done, pulled, calls) == (Done(version=1), Parameters(version=1, changed=True), ["say"])
+    new = expected(job)
+    shard = job.layout.shards[0]
+    for k, x in zip(shard.pulled, arrays, strict=True):
+        np.testing.assert_allclose(x, shard.kept[k].cut(new[shard.kept[k].of]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["lose the answer", "twice", "lose the call"])
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_faults_on_the_way_change_nothing(num_ps, fault):
+    faults = iter([])
+    job = Job(num_ps, fault=lambda method, header: next(faults, None)).restore()
+    shares = job.computed()
+    for client, share in zip(job.clients, shares, strict=True):
+        faults = iter([fault])
+        client.say([push(Stage if num_ps > 1 else Push, base=0)], share)
+    for client in job.clients if num_ps > 1 else ():
+        faults = iter([fault])
+        client.say([Commit(generation=1, worker=0, epoch=1, closures=(0,))])
+    faults = iter([])
+    for a, b in zip(job.whole(), expected(job), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_fence_gives_back_what_a_closure_returned():
+    job = Job(2).restore()
+    job.clients[0].say([push(Stage, base=0)], job.computed()[0], b"what it returned")
+    (held,), _, results = job.clients[0].say([Fence(generation=1, fenced=0, below=2)])
+    assert held == Held(version=0, staged=frozenset({(0, 0)}), applied=frozenset())
+    assert results == {0: b"what it returned"}
+    (answer,), _, _ = job.clients[0].say([push(Stage, closure=1, base=0)], job.computed()[0])
+    assert isinstance(answer, Refused)
+
+
+def test_arrays_of_refused_and_settled_closures_are_let_go():
+    job = Job(1, max_staleness=0).restore()
+    share = job.computed()[0]
+    for closure in range(5):
+        job.clients[0].say([push(closure=closure, base=0)], share, b"r")
+    assert len(job.keepers[0]._held) == 1  # the result of the one that was applied
+    job.clients[0].say([Pull(generation=1, settled=5)])
+    assert job.keepers[0]._held == {}
+
+
+def test_a_pull_brings_what_never_changes_only_once():
+    job = Job(1).restore()
+    (first,), arrays, _ = job.clients[0].say([Pull(generation=1)])
+    shard = job.layout.shards[0]
+    assert (first.changed, len(arrays)) == (True, len(shard.pulled) + len(shard.pulled_once))
+    assert shard.pulled_once
+    (again,), arrays, _ = job.clients[0].say([Pull(generation=1, known=0)])
+    assert (again.changed, arrays) == (False, [])
+
+
+def test_a_frozen_shard_answers_after_its_thaw():
+    job = Job(1).restore()
+    client = job.clients[0]
+    client.say([Freeze(generation=1)])
+    share, answers = job.computed()[0], []
+    thread = threading.Thread(target=lambda: answers.extend(client.say([push(base=0)], share)[0]))
+    thread.start()
+    client.say([Pull(generation=1, known=0)])
+    assert not answers
+    client.say([Thaw(generation=1)])
+    thread.join(30)
+    assert answers == [Done(version=1)]
+
+
+def test_stale_gradients_may_count_less():
+    plain, less = (Job(1, optax.sgd(0.1), **rules) for rules in ({}, {"max_staleness": 0, "on_stale": "down_weight"}))
+    for job in (plain, less):
+        job.restore()
+        share = job.computed()[0]
+        for closure in range(2):
+            job.clients[0].say([push(closure=closure, base=0)], share)
+    moved = [[a - b for a, b in zip(job.whole(), job.leaves, strict=True)] for job in (plain, less)]
+    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(plain.state)]
+    i = names.index(".params['a']")
+    np.testing.assert_allclose(moved[1][i], moved[0][i] * (1 + 1 / 2) / 2, rtol=1e-4)
+
+
+def test_a_server_that_is_gone_is_named():
+    job = Job(1).restore()
+    job.servers[0].stop()
+    with pytest.raises(ShardLostError, match="the parameter server ps0 does not answer: unavailable"):
+        job.clients[0].say([Pull(generation=1)])
+
+
+def test_all_shards_are_asked_at_the_same_time():
+    job = Job(2).restore()
+    together = Together(job.clients)
+    barrier = threading.Barrier(2, timeout=30)
+    assert together.each(lambda i, client: (barrier.wait(), i)[1]) == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        together.each(lambda i, client: 1 // i)
+    together.close()

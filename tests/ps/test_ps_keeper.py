@@ -73,7 +73,7 @@ class Job:
         return self
 
     def computed(self):
-        pushed, scalars, _, _ = self.parts.worker([self.leaves[i] for i in self.parts.read], *self.given)
+        pushed, scalars, _, _ = jax.jit(self.parts.worker)([self.leaves[i] for i in self.parts.read], *self.given)
         return [self.layout.shares(shard, pushed, scalars) for shard in self.layout.shards]
 
     def whole(self):

@@ -26,7 +26,7 @@ def raw(state):
 
 def one_step(layout, parts, leaves, batches, others, *, packed=False):
     """The new leaves after one closure, each server running its own program on its own rows."""
-    pushed, scalars, _, _ = parts.worker([leaves[i] for i in parts.read], batches, others)
+    pushed, scalars, _, _ = jax.jit(parts.worker)([leaves[i] for i in parts.read], batches, others)
     new = [np.array(x) for x in leaves]
     for shard in layout.shards:
         kept = [rows.cut(leaves[rows.of]) for rows in shard.kept]
@@ -35,7 +35,7 @@ def one_step(layout, parts, leaves, batches, others, *, packed=False):
             (s.shape, s.dtype) for s in layout.push_specs(shard)
         ]
         program = layout.program(shard)
-        run = unpack(pack(program, [*kept, *pushes])) if packed else program
+        run = unpack(pack(program, [*kept, *pushes])) if packed else jax.jit(program)
         for rows, x in zip(shard.kept, run([*kept, *pushes]), strict=False):
             new[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
     return new

@@ -125,7 +125,7 @@ def test_a_worker_of_several_devices_is_mirrored_over_them():
     read = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
     ]
-    results = [parts.worker([read[i] for i in parts.read], *given[1:]) for parts in (one, four)]
+    results = [jax.jit(parts.worker)([read[i] for i in parts.read], *given[1:]) for parts in (one, four)]
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_the_worker():
     read = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
     ]
-    assert not bool(parts.worker([read[i] for i in parts.read], bad, others)[2])
+    assert not bool(jax.jit(parts.worker)([read[i] for i in parts.read], bad, others)[2])
 
 
 def test_a_metric_of_the_updated_parameters_is_refused_by_name():

@@ -60,6 +60,7 @@ bench: setup
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/central_storage.py
 	$(BIN)/python benchmarks/multi_worker.py
+	$(BIN)/python benchmarks/restart.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf

@@ -130,6 +130,11 @@ def test_a_stall_is_blamed_on_the_one_that_had_to_be_killed():
     assert done.exit_code == 137
 
 
+def test_who_stands_still_is_killed_soon_after_the_others_have_noticed():
+    done = simulate(TWO, by_task({0: Child(after_s=25, code=75), 1: Child(leaves=None)}))
+    assert done.sent == [(30, worker(1), KILL)]
+
+
 def test_waits_grow_while_attempts_fail_at_once():
     waits = [backoff_s(quick, seed=3, attempt=0) for quick in range(1, 20)]
     assert waits == sorted(waits)

@@ -16,7 +16,7 @@ import random
 import signal
 from dataclasses import replace
 
-from jdist.cluster.exit_codes import FAILED, FINISHED
+from jdist.cluster.exit_codes import FAILED, FINISHED, PEER_LOST
 from jdist.cluster.launcher.model import (
     Asked,
     Attempt,
@@ -47,6 +47,7 @@ from jdist.cluster.launcher.verdict import (
 
 QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
 LONGEST_BACKOFF_S = 60.0
+NOTICE_S = 5.0  # between the first and the last that leave because a peer is lost
 
 
 def begin(settings: Settings, now: float) -> tuple[State, Commands]:
@@ -129,6 +130,11 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
     if kind(end) == Kind.LEFT:  # all have agreed to save and leave
         plan = _plan(end.at + state.settings.stop_timeout_s, grace_s, signal.SIGKILL)
         text = "the others may save and leave"
+    elif state.phase is Phase.RUNNING and end.code == PEER_LOST:
+        # All who are alive notice within a moment of each other. Who is left stands still, and heeds no SIGTERM.
+        leave_s = min(grace_s, NOTICE_S)
+        plan = _plan(end.at + leave_s, grace_s, signal.SIGKILL)
+        text = f"the others have {leave_s:g} s to leave as well"
     elif state.phase is Phase.RUNNING:
         plan = _plan(end.at + grace_s, grace_s, signal.SIGTERM, signal.SIGKILL)
         text = f"the others have {grace_s:g} s to end by themselves"

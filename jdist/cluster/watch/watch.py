@@ -210,12 +210,12 @@ class Watch:
         finally:
             self._line.close()
             self._bell.close()
-        with self._changed:
-            self._lost = lost
-            self._changed.notify_all()
+        self._lost = lost
         if lost is not None:
+            self._on_lost(lost)  # first: a program that is woken would only get in the way of the record
             self.exchanges.end(lost)
-            self._on_lost(lost)
+        with self._changed:
+            self._changed.notify_all()
 
     def _listen(self, selector: selectors.BaseSelector) -> PeerLostError | None:
         """Goes on until the line is closed, or a process is lost."""

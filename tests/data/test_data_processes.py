@@ -265,6 +265,57 @@ def test_an_error_in_one_source_reaches_all(prefetch):
 
 
 @pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        (
+            ([1, 2], [3]),
+            "batches 2 (from 0) of the processes differ: the number of rows is 2 on process 0, and nothing, as its source "
+            "has ended, on process 1. Every process has to make the same",
+        ),
+        (
+            ([1, 2], [3], [4, 5, 6]),
+            "batches 2 (from 0) of the processes differ: the number of rows is 2 on process 0, and 3",
+        ),
+        (
+            ([1, 2], [[3]], [4, 5]),
+            "batches 1 (from 0) of the processes differ: ['x'] is int32[rows] on process 0, and int32[",
+        ),
+        (([1, 2], OSError("disk gone"), [4, 5]), "making batch 1 (from 0) failed on process 1: OSError: disk gone"),
+    ],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_by_data_all_have_to_make_the_same_batches(second, what, prefetch):
+    seen = [[], []]
+
+    def program(process):
+        source = Plain([1, 2], [3], [4, 5]) if process == 0 else Plain(*second)
+        for batch in job.dataset(process, source, autoshard="data", prefetch=prefetch):
+            seen[process].append(batch)
+
+    job = Job(2)
+    zero, one = job.run(program)
+    assert isinstance(zero, DatasetError)
+    assert what in str(zero)
+    assert str(one) == ("disk gone" if "disk gone" in what else str(zero))
+    before = 2 if "batches 2" in what else 1  # all have handed out what was alike
+    assert list(map(len, seen)) == [before, before]
+
+
+def test_by_data_iterables_of_one_length_end_together_and_begin_again():
+    job = Job(2)
+
+    def program(process):
+        dataset = job.dataset(process, Plain([1, 2], [3, 4], [5]), autoshard="data")
+        return [real(dataset), real(dataset)]
+
+    zero, one = job.run(program)
+    assert zero == [[[1], [3], [5]]] * 2
+    assert one == [[[2], [4], []]] * 2
+    job.network.beat()
+    assert (job.network.hub.values, job.network.hub.forgotten) == ({}, {})
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"x": np.arange(3)}, "a batch has 3 rows, but a full batch of this process has 2"),

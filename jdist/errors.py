@@ -13,7 +13,8 @@
     ├── NonFiniteError         a step made the state NaN or infinite
     ├── CheckpointError        a checkpoint that cannot be written, found or read
     ├── ClusterError           the processes of a job did not come together, or did not agree
-    │   └── PeerLostError      a process of the job is gone, or stands still
+    │   ├── PeerLostError      a process of the job is gone, or stands still
+    │   └── ClusterTimeoutError others were waited for in vain; starting all again may help
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
@@ -116,6 +117,13 @@ class PeerLostError(ClusterError):
         self.address = address
         self.last_step = last_step
         self.cause = cause
+
+
+class ClusterTimeoutError(ClusterError):
+    """Other processes did not come, or did not come to the same call, within the time given for it.
+
+    A program that it ends leaves with exit code 75: once all are started again, they may come.
+    """
 
 
 class ClusterConfigError(JDistError, ValueError):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from jdist.data.prefetch import Stop
 from jdist.data.share import Share
-from jdist.errors import ClusterError, DatasetError
+from jdist.errors import ClusterTimeoutError, DatasetError
 
 T = TypeVar("T")
 # A process that is alive may take long for a batch, or pause in its loop; that one is gone is noticed long before.
@@ -111,7 +111,7 @@ class Line:
             if said is not None:
                 return said
             if time.monotonic() > deadline_s:
-                raise ClusterError(
+                raise ClusterTimeoutError(
                     f"the other processes did not come to {key!r} within {WAIT_S:g} s. All processes must make the same "
                     "datasets in the same order, and iterate over them alike; or the source of one of them stands still."
                 )

@@ -11,7 +11,15 @@ from typing import Annotated
 import tyro
 
 from jdist.cluster import exit_codes, tf_config
-from jdist.errors import ClusterTimeoutError, JDistError, NonFiniteError, PeerLostError, ReplicaDivergenceError
+from jdist.errors import (
+    CheckpointError,
+    ClusterTimeoutError,
+    JDistError,
+    NonFiniteError,
+    PeerFailedError,
+    PeerLostError,
+    ReplicaDivergenceError,
+)
 
 
 def run(
@@ -34,8 +42,8 @@ def run(
       jdist run configs/digits.yaml name=faster train.optimizer.learning_rate=3e-3 platform.cpu_devices=8
 
     Ctrl-C finishes the running step, saves, and leaves with exit code 130; SIGTERM the same with 143; a
-    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ);
-    2 what was asked for is not right; 75 another process of the job was lost, or did not come in time.
+    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ, a full
+    disk); 2 what was asked for is not right; 75 another process of the job was lost, or did not come in time.
     JDIST_TRACEBACK=1 shows where in the code an error arose.
 
     In several processes (strategy.name=multi_worker) process 0 alone reports and writes metrics. In the evaluator of
@@ -231,9 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"jdist: {exc}", file=sys.stderr)
         code = exit_codes.USAGE
-        if isinstance(exc, NonFiniteError | ReplicaDivergenceError):
+        if isinstance(exc, NonFiniteError | ReplicaDivergenceError | CheckpointError):
             code = exit_codes.FAILED
-        elif isinstance(exc, PeerLostError | ClusterTimeoutError):
+        elif isinstance(exc, PeerLostError | PeerFailedError | ClusterTimeoutError):
             code = exit_codes.PEER_LOST
     except KeyboardInterrupt:
         print("jdist: interrupted", file=sys.stderr)

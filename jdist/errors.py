@@ -14,6 +14,7 @@
     ├── CheckpointError        a checkpoint that cannot be written, found or read
     ├── ClusterError           the processes of a job did not come together, or did not agree
     │   ├── PeerLostError      a process of the job is gone, or stands still
+    │   ├── PeerFailedError    another process met an error in what all do together
     │   └── ClusterTimeoutError others were waited for in vain; starting all again may help
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     ├── LaunchError            what `jdist launch` was asked to start, or how
@@ -117,6 +118,13 @@ class PeerLostError(ClusterError):
         self.address = address
         self.last_step = last_step
         self.cause = cause
+
+
+class PeerFailedError(ClusterError):
+    """Another process met an error in what all do together; it has the whole of it.
+
+    A program that it ends leaves with exit code 75: the other's says what is to be done.
+    """
 
 
 class ClusterTimeoutError(ClusterError):

@@ -28,7 +28,7 @@ from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
-from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerFailedError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
@@ -198,6 +198,8 @@ class Runtime:
         watch.part()
         if switchboard is not None:
             switchboard.close()
+        if error is not None and code == exit_codes.PEER_LOST:  # Python itself has but one code for all errors
+            self._leaving.leave(code, logging.shutdown)
 
     def _all_failed(self, code: int) -> bool:
         """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
@@ -343,7 +345,7 @@ def _is_of_jax(error: BaseException | None) -> bool:
 
 def _code(error: BaseException) -> int:
     """The exit code of a program that an uncaught exception has ended."""
-    if isinstance(error, ClusterTimeoutError):
+    if isinstance(error, ClusterTimeoutError | PeerFailedError):
         return exit_codes.PEER_LOST
     return exit_codes.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_codes.FAILED
 

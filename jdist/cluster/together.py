@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from jdist.cluster.runtime import Runtime, started
-from jdist.errors import ClusterError
+from jdist.errors import PeerFailedError
 
 _MOST_LETTERS = 2000
 
@@ -24,7 +24,8 @@ def together(what: str, timeout_s: float, cluster: Runtime | None = None) -> Ite
 
     Raises:
         Exception: what was raised here.
-        ClusterError: what was raised on another process, if nothing was here; or not all came in time.
+        PeerFailedError: what was raised on another process, if nothing was here.
+        ClusterTimeoutError: not all came in time.
     """
     error = None
     try:
@@ -36,6 +37,6 @@ def together(what: str, timeout_s: float, cluster: Runtime | None = None) -> Ite
         said = cluster.exchange(what, None if error is None else f"{error}"[:_MOST_LETTERS], timeout_s)
         wrong = [i for i, text in enumerate(said) if text is not None]
         if error is None and wrong:
-            raise ClusterError(f"process {wrong[0]}: {said[wrong[0]]}")
+            raise PeerFailedError(f"process {wrong[0]}: {said[wrong[0]]}")
     if error is not None:
         raise error

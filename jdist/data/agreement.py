@@ -35,7 +35,8 @@ def agreed(
         Parts; None when the line was stopped before all had come: the next one goes on waiting.
 
     Raises:
-        DatasetError: another process's source failed, or a process has no row to begin with.
+        DatasetError: a process has no row to begin with.
+        PeerFailedError: another process's source failed.
         Exception: what this process's own source raised.
     """
     full = ()
@@ -70,7 +71,8 @@ def alike(batches: Iterator[PyTree], line: Line, *, bounded: Callable[[str], str
         Batches; None when the line was stopped before all had come: the next one goes on waiting.
 
     Raises:
-        DatasetError: the processes' batches differ, or another process's source failed.
+        DatasetError: the processes' batches differ.
+        PeerFailedError: another process's source failed.
         Exception: what this process's own source raised.
     """
     try:

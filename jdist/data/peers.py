@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from jdist.data.prefetch import Stop
 from jdist.data.share import Share
-from jdist.errors import ClusterTimeoutError, DatasetError
+from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
 
 T = TypeVar("T")
 # A process that is alive may take long for a batch, or pause in its loop; that one is gone is noticed long before.
@@ -60,7 +60,7 @@ class Peers:
             It, and what each process says of its own.
 
         Raises:
-            DatasetError: another process failed.
+            PeerFailedError: another process failed.
             Exception: what `make` or `describe` raised here.
         """
         failure = made = None
@@ -141,7 +141,7 @@ def raise_failure(said: list[Any], own: Exception | None, what: str) -> None:
         raise own
     for process, one in enumerate(said):
         if "error" in one:
-            raise DatasetError(f"{what} failed on process {process}: {one['error']}")
+            raise PeerFailedError(f"{what} failed on process {process}: {one['error']}")
 
 
 def check_alike(texts: list[str], what: str, remedy: str) -> None:

@@ -177,6 +177,17 @@ def test_a_program_that_waits_in_vain_says_so_by_its_exit_code_and_by_no_other(t
         assert "ClusterTimeoutError: the other processes did not come to 'k (1)'" in job.out(0)
 
 
+def test_who_fails_has_the_code_of_its_error_and_the_others_say_that_they_followed(tmp_path):
+    body = """
+from jdist.cluster.together import together
+with together("reading", 60):
+    if index == 1: raise OSError("disk gone")
+"""
+    with Job(tmp_path, LIGHT + body) as job:
+        assert job.codes() == [75, 1], job.out(0) + job.out(1)
+        assert "PeerFailedError: process 1: disk gone" in job.out(0)
+
+
 def test_after_errors_in_a_python_shell_its_end_is_no_failure(tmp_path):
     with Job(tmp_path, LIGHT, command=lambda _: [PYTHON, "-i"]) as job:
         for process in job.processes.values():

@@ -4,7 +4,7 @@ import pytest
 
 from jdist.cluster.runtime import alone
 from jdist.cluster.together import together
-from jdist.errors import CheckpointError, ClusterError
+from jdist.errors import CheckpointError, PeerFailedError
 
 
 class Cluster:
@@ -34,7 +34,7 @@ def test_ones_own_error_is_told_and_raised():
 
 def test_anothers_error_is_raised_with_its_name():
     with (
-        pytest.raises(ClusterError, match=r"^process 2: the disk is full$"),
+        pytest.raises(PeerFailedError, match=r"^process 2: the disk is full$"),
         together("a save", 1.0, Cluster(None, "the disk is full")),
     ):
         pass

@@ -11,15 +11,7 @@ from typing import Annotated
 import tyro
 
 from jdist.cluster import exit_codes, tf_config
-from jdist.errors import (
-    CheckpointError,
-    ClusterTimeoutError,
-    JDistError,
-    NonFiniteError,
-    PeerFailedError,
-    PeerLostError,
-    ReplicaDivergenceError,
-)
+from jdist.errors import JDistError
 
 
 def run(
@@ -238,11 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
         print(f"jdist: {exc}", file=sys.stderr)
-        code = exit_codes.USAGE
-        if isinstance(exc, NonFiniteError | ReplicaDivergenceError | CheckpointError):
-            code = exit_codes.FAILED
-        elif isinstance(exc, PeerLostError | PeerFailedError | ClusterTimeoutError):
-            code = exit_codes.PEER_LOST
+        code = exit_codes.of(exc)
     except KeyboardInterrupt:
         print("jdist: interrupted", file=sys.stderr)
         code = exit_codes.INTERRUPTED

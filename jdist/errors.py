@@ -123,8 +123,15 @@ class PeerLostError(ClusterError):
 class PeerFailedError(ClusterError):
     """Another process met an error in what all do together; it has the whole of it.
 
-    A program that it ends leaves with exit code 75: the other's says what is to be done.
+    A program that it ends leaves with exit code 75, as the other's says what is to be done; or with 2 if that one does.
+
+    Attributes:
+        exit_code: to which the other's error leads there.
     """
+
+    def __init__(self, message: str, *, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class ClusterTimeoutError(ClusterError):

@@ -28,7 +28,7 @@ from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
-from jdist.errors import ClusterError, ClusterTimeoutError, PeerFailedError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
@@ -345,9 +345,8 @@ def _is_of_jax(error: BaseException | None) -> bool:
 
 def _code(error: BaseException) -> int:
     """The exit code of a program that an uncaught exception has ended."""
-    if isinstance(error, ClusterTimeoutError | PeerFailedError):
-        return exit_codes.PEER_LOST
-    return exit_codes.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_codes.FAILED
+    code = exit_codes.of(error)
+    return exit_codes.FAILED if code == exit_codes.USAGE else code  # as Python itself, which knows no other
 
 
 def _end_without_others(timeout: ClusterTimeoutError) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import TreeSpec, check_same, count_rows, to_numpy, tree_spec
-from jdist.data.peers import Line, check_alike, raise_failure, shown
+from jdist.data.peers import Line, check_alike, raise_failure, told
 from jdist.data.share import Part
 from jdist.errors import BatchError, DatasetError
 
@@ -82,7 +82,7 @@ def alike(batches: Iterator[PyTree], line: Line, *, bounded: Callable[[str], str
                 batch = next(batches, None)
                 message = {"is": bounded(json.dumps(_outline(batch))), "end": batch is None}
             except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
-                failure, message = error, {"error": shown(error)}
+                failure, message = error, told(error)
             while (said := line.exchange(f"step {number}", message)) is None:
                 yield None
             raise_failure(said, failure, f"making batch {number} (from 0)")
@@ -131,7 +131,7 @@ class OwnBatches:
             rows = 0 if self._ended else self._go_on()
         except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
             self.failure = error
-            return {"error": shown(error)}
+            return told(error)
         return {"rows": rows, "end": self._ended}
 
     def _go_on(self) -> int:

@@ -53,7 +53,8 @@ def test_the_module_is_the_command(tmp_path):
         (errors.CheckpointError("No space left on device"), 1),  # starting again may help, once there is room
         (errors.NonFiniteError("a NaN", "w", 1), 1),
         (errors.ClusterTimeoutError("not all came in time"), 75),
-        (errors.PeerFailedError("process 1: disk gone"), 75),
+        (errors.PeerFailedError("process 1: disk gone", exit_code=1), 75),
+        (errors.PeerFailedError("process 1: a typo", exit_code=2), 2),
         (errors.PeerLostError(1, "a:1", 7, "it stands still"), 75),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from jdist.cluster import exit_codes, tf_config
-from jdist.errors import JDistError, NonFiniteError, PeerLostError, ReplicaDivergenceError
+from jdist.errors import JDistError
 
 
 def run(
@@ -34,9 +34,9 @@ def run(
       jdist run configs/digits.yaml name=faster train.optimizer.learning_rate=3e-3 platform.cpu_devices=8
 
     Ctrl-C finishes the running step, saves, and leaves with exit code 130; SIGTERM the same with 143; a
-    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ);
-    2 what was asked for is not right; 75 another process of the job was lost. JDIST_TRACEBACK=1 shows where in the
-    code an error arose.
+    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ, a full
+    disk); 2 what was asked for is not right; 75 another process of the job was lost, or did not come in time.
+    JDIST_TRACEBACK=1 shows where in the code an error arose.
 
     In several processes (strategy.name=multi_worker) process 0 alone reports and writes metrics. In the evaluator of
     a TF_CONFIG it evaluates the checkpoints of the job that trains, into eval.jsonl.
@@ -230,11 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
         print(f"jdist: {exc}", file=sys.stderr)
-        code = exit_codes.USAGE
-        if isinstance(exc, NonFiniteError | ReplicaDivergenceError):
-            code = exit_codes.FAILED
-        elif isinstance(exc, PeerLostError):
-            code = exit_codes.PEER_LOST
+        code = exit_codes.of(exc)
     except KeyboardInterrupt:
         print("jdist: interrupted", file=sys.stderr)
         code = exit_codes.INTERRUPTED

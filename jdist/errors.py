@@ -13,7 +13,9 @@
     ├── NonFiniteError         a step made the state NaN or infinite
     ├── CheckpointError        a checkpoint that cannot be written, found or read
     ├── ClusterError           the processes of a job did not come together, or did not agree
-    │   └── PeerLostError      a process of the job is gone, or stands still
+    │   ├── PeerLostError      a process of the job is gone, or stands still
+    │   ├── PeerFailedError    another process met an error in what all do together
+    │   └── ClusterTimeoutError others were waited for in vain; starting all again may help
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
     ├── WireError              bytes from a peer that are no message of the protocol
@@ -119,6 +121,27 @@ class PeerLostError(ClusterError):
         self.address = address
         self.last_step = last_step
         self.cause = cause
+
+
+class PeerFailedError(ClusterError):
+    """Another process met an error in what all do together; it has the whole of it.
+
+    A program that it ends leaves with exit code 75, as the other's says what is to be done; or with 2 if that one does.
+
+    Attributes:
+        exit_code: to which the other's error leads there.
+    """
+
+    def __init__(self, message: str, *, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class ClusterTimeoutError(ClusterError):
+    """Other processes did not come, or did not come to the same call, within the time given for it.
+
+    A program that it ends leaves with exit code 75: once all are started again, they may come.
+    """
 
 
 class ClusterConfigError(JDistError, ValueError):

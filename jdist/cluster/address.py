@@ -31,6 +31,17 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def same_for(address: str) -> tuple[str, int]:
+    """What is equal for two spellings of one valid address, as far as that shows without looking names up.
+
+    Example:
+        >>> same_for("[::1]:22") == same_for("[0:0::1]:0022"), same_for("N1:22")
+        (True, ('n1', 22))
+    """
+    host, port = split(address)
+    return (ipaddress.IPv6Address(host).compressed if ":" in host else host.lower()), port
+
+
 def problem(address: str) -> str | None:
     """What keeps a text from being an address `host:port`, as a sentence; None if nothing does.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jdist.cluster.address import ALLOWED, problem
+from jdist.cluster.address import ALLOWED, problem, same_for
 from jdist.cluster.refuse import refused
 from jdist.near import did_you_mean
 
@@ -73,12 +73,12 @@ def _check_known(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> Non
 
 
 def _check_unique(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> None:
-    seen: dict[str, str] = {}
+    seen: dict[tuple[str, int], str] = {}
     for name, addresses in jobs.items():
         for i, address in enumerate(addresses):
             if address is None:
                 continue
-            before = seen.setdefault(address.lower(), f"{name}[{i}]")
+            before = seen.setdefault(same_for(address), f"{name}[{i}]")
             if before != f"{name}[{i}]":
                 raise refused(
                     origin,
@@ -132,7 +132,7 @@ def check_task(
             index_from,
             task_index,
             f"from 0 to {tasks - 1}, as the cluster has {tasks} {job}",
-            f"Add the address of {job} {task_index} to the cluster, or correct the index.",
+            "Add this process's own address to the cluster, or correct the index.",
             field="task_index",
         )
 

@@ -28,7 +28,7 @@ from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
-from jdist.errors import ClusterError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
@@ -61,6 +61,7 @@ class Runtime:
         self._blocked: list[None] = []
         self._newest: jax.Array | None = None
         self._failed: int | None = None
+        self._ended = False  # whether the program has come to its end
         self._not_a_loss: BaseException | None = None
 
     @property
@@ -109,7 +110,7 @@ class Runtime:
             timeout_s: how long to wait for the others.
 
         Raises:
-            ClusterError: not all said theirs in time.
+            ClusterTimeoutError: not all said theirs in time.
             PeerLostError: a process was lost meanwhile.
         """
         if self._watch is None:
@@ -183,6 +184,7 @@ class Runtime:
             watch.close()
             self._leaving.leave(code, logging.shutdown)
         failpoints.reached(Point.AT_END)
+        self._ended = True
         with contextlib.suppress(PeerLostError):
             watch.say_bye()
         failpoints.reached(Point.IN_END)
@@ -196,6 +198,8 @@ class Runtime:
         watch.part()
         if switchboard is not None:
             switchboard.close()
+        if error is not None and code == exit_codes.PEER_LOST:  # Python itself has but one code for all errors
+            self._leaving.leave(code, logging.shutdown)
 
     def _all_failed(self, code: int) -> bool:
         """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
@@ -223,7 +227,9 @@ class Runtime:
             words.append(lambda: loss.write(lost, own, where))
         if self._switchboard is not None:
             self._switchboard.wait_until_alone(_PARTING_S)
-        self._leaving.leave(exit_codes.PEER_LOST, *words)
+        # Whoever ended while others need it is to blame, and a launcher has to see that.
+        guilty = self._ended and lost.process == own
+        self._leaving.leave(exit_codes.FAILED if guilty else exit_codes.PEER_LOST, *words)
 
 
 _lock = threading.Lock()
@@ -239,7 +245,8 @@ def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Run
         start_timeout_s: how long to wait until all processes have come.
 
     Raises:
-        ClusterError: not all came in time, JAX has been used already, or this process is in another cluster.
+        ClusterTimeoutError: not all came in time.
+        ClusterError: JAX has been used already, or this process is in another cluster.
         ClusterConfigError: a port is not allowed or taken, or `spec` is of a ps or an evaluator.
     """
     global _started
@@ -308,7 +315,9 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         with runtime.blocked():
             jax_processes.initialize(spec, bind_address, start_timeout_s)
         failpoints.reached(Point.IN_INIT)
-    except BaseException:
+    except BaseException as exc:
+        if isinstance(exc, ClusterTimeoutError):
+            atexit.register(_end_without_others, exc)
         runtime.failed(exit_codes.FAILED)  # JAX may be half started, and would wait for the others at the end
         if runtime._watch is not None:
             runtime._watch.close()
@@ -336,4 +345,14 @@ def _is_of_jax(error: BaseException | None) -> bool:
 
 def _code(error: BaseException) -> int:
     """The exit code of a program that an uncaught exception has ended."""
-    return exit_codes.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_codes.FAILED
+    code = exit_codes.of(error)
+    return exit_codes.FAILED if code == exit_codes.USAGE else code  # as Python itself, which knows no other
+
+
+def _end_without_others(timeout: ClusterTimeoutError) -> None:
+    """At the end of a program: if it was that, by which it could not start, its exit code says so."""
+    if getattr(sys, "last_value", None) is timeout and not _is_interactive():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_code(timeout))

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jdist.cluster import exit_codes
 from jdist.cluster.runtime import Runtime, alone
@@ -19,6 +20,7 @@ from jdist.errors import ClusterError
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_S = 1.0  # a scheduler may signal both a launcher, which passes it on, and what it launched
 _WATCHER = "the watcher"
+_handlers: list[dict[signal.Signals, Any]] = []  # what each block that runs has replaced, the outermost first
 
 
 class Preemption:
@@ -176,7 +178,8 @@ def preemption(
     in_main = threading.current_thread() is threading.main_thread()
     # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
-    before = {each: signal.signal(each, _nothing) for each in _SIGNALS} if in_main else {}
+    before: dict[signal.Signals, Any] = {each: signal.signal(each, _nothing) for each in _SIGNALS} if in_main else {}
+    _handlers.append(before)
     work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(made._listen, (reader, before_fd))]
     if watcher is not None:
         work.append((made._poll, (watcher, writer)))
@@ -190,6 +193,7 @@ def preemption(
             signal.set_wakeup_fd(before_fd)
         for each, handler in before.items():
             signal.signal(each, handler)
+        _handlers.remove(before)
         made._closed.set()
         _wake(writer)
         for thread in threads:
@@ -206,3 +210,15 @@ def _wake(writer: int) -> None:
 
 def _nothing(number: int, frame: object) -> None:
     """Keeps the signal from its default, which is to end the process."""
+
+
+def _forked() -> None:
+    """In a forked child, such as a data loader's: its signals are no wish of the job, and end it as they did before."""
+    replaced = next(filter(None, _handlers), None)
+    if replaced is not None:
+        signal.set_wakeup_fd(-1)  # the pipe is its parent's
+        for each, handler in replaced.items():
+            signal.signal(each, handler)
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from jdist.cluster import exit_codes
 from jdist.cluster.runtime import Runtime, started
-from jdist.errors import ClusterError
+from jdist.errors import PeerFailedError
 
 _MOST_LETTERS = 2000
 
@@ -24,7 +25,8 @@ def together(what: str, timeout_s: float, cluster: Runtime | None = None) -> Ite
 
     Raises:
         Exception: what was raised here.
-        ClusterError: what was raised on another process, if nothing was here; or not all came in time.
+        PeerFailedError: what was raised on another process, if nothing was here.
+        ClusterTimeoutError: not all came in time.
     """
     error = None
     try:
@@ -33,9 +35,11 @@ def together(what: str, timeout_s: float, cluster: Runtime | None = None) -> Ite
         error = exc
     cluster = cluster or started()
     if cluster is not None:
-        said = cluster.exchange(what, None if error is None else f"{error}"[:_MOST_LETTERS], timeout_s)
-        wrong = [i for i, text in enumerate(said) if text is not None]
+        own = None if error is None else [f"{error}"[:_MOST_LETTERS], exit_codes.of(error)]
+        said = cluster.exchange(what, own, timeout_s)
+        wrong = [(process, *one) for process, one in enumerate(said) if one is not None]
         if error is None and wrong:
-            raise ClusterError(f"process {wrong[0]}: {said[wrong[0]]}")
+            process, text, code = wrong[0]
+            raise PeerFailedError(f"process {process}: {text}", exit_code=code)
     if error is not None:
         raise error

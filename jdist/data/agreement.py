@@ -1,4 +1,4 @@
-"""Batches of which each process makes its own rows: they agree in every step on how many there are, and on the end."""
+"""Batches of several processes, which agree in every step on what each has, and on the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import TreeSpec, check_same, count_rows, to_numpy, tree_spec
-from jdist.data.peers import Line, check_alike, raise_failure, shown
+from jdist.data.peers import Line, check_alike, raise_failure, told
 from jdist.data.share import Part
 from jdist.errors import BatchError, DatasetError
 
@@ -35,7 +35,8 @@ def agreed(
         Parts; None when the line was stopped before all had come: the next one goes on waiting.
 
     Raises:
-        DatasetError: another process's source failed, or a process has no row to begin with.
+        DatasetError: a process has no row to begin with.
+        PeerFailedError: another process's source failed.
         Exception: what this process's own source raised.
     """
     full = ()
@@ -54,6 +55,56 @@ def agreed(
             yield step + 1, Part(own.rows_to_feed(), tuple(one["rows"] for one in said), full)
     finally:
         line.leave()
+
+
+def alike(batches: Iterator[PyTree], line: Line, *, bounded: Callable[[str], str]) -> Iterator[PyTree | None]:
+    """Global batches that all processes make whole; they agree that each has the same rows, leaves and end.
+
+    Else one would wait in a step for another whose loop is over, or whose array has another shape.
+
+    Args:
+        batches: the batches that this process makes, with numpy leaves.
+        line: to the other processes.
+        bounded: `Peers.bounded`.
+
+    Yields:
+        Batches; None when the line was stopped before all had come: the next one goes on waiting.
+
+    Raises:
+        DatasetError: the processes' batches differ.
+        PeerFailedError: another process's source failed.
+        Exception: what this process's own source raised.
+    """
+    try:
+        for number in itertools.count():
+            batch, failure = None, None
+            try:
+                batch = next(batches, None)
+                message = {"is": bounded(json.dumps(_outline(batch))), "end": batch is None}
+            except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
+                failure, message = error, told(error)
+            while (said := line.exchange(f"step {number}", message)) is None:
+                yield None
+            raise_failure(said, failure, f"making batch {number} (from 0)")
+            check_alike(
+                [one["is"] for one in said],
+                f"batches {number} (from 0) of the processes",
+                "Every process has to make the same; one that has rows of its own is fed by "
+                '`jdist.InputOptions(autoshard="off")`',
+            )
+            if said[0]["end"]:
+                return
+            yield batch
+    finally:
+        line.leave()
+
+
+def _outline(batch: PyTree | None) -> dict[str, str]:
+    """What has to be the same of a batch on all processes; None: there is none any more."""
+    if batch is None:
+        return {"the number of rows": "nothing, as its source has ended,"}
+    leaves = {leaf.path: str(leaf) for leaf in tree_spec(batch).leaves}
+    return {"the number of rows": f"{count_rows(batch):,}"} | leaves
 
 
 class OwnBatches:
@@ -80,7 +131,7 @@ class OwnBatches:
             rows = 0 if self._ended else self._go_on()
         except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
             self.failure = error
-            return {"error": shown(error)}
+            return told(error)
         return {"rows": rows, "end": self._ended}
 
     def _go_on(self) -> int:

@@ -23,7 +23,8 @@ class InputOptions:
         replication: for `distribute_datasets_from_function`: "per_worker" calls the function once a process, and its
             replicas take turns; "per_replica" calls it once for each replica.
         autoshard: for `distribute_dataset`, how several processes share the source; one process has it all. "data": each
-            reads the whole source, of arrays its own rows only, and keeps its rows of every global batch. "file": of
+            reads the whole source, of arrays its own rows only, and keeps its rows of every global batch; iterables whose
+            batches differ in rows, shapes or number are refused. "file": of
             `jdist.data.from_files`, file i is read by process `i % processes`, which makes its part of every global
             batch from its own files. "off": each process's source gives its own rows already. "auto": "file" where
             there are as many files as processes, else "data". What a batch holds depends on the number of processes

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from jdist.cluster import exit_codes
 from jdist.data.prefetch import Stop
 from jdist.data.share import Share
-from jdist.errors import ClusterError, DatasetError
+from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
 
 T = TypeVar("T")
 # A process that is alive may take long for a batch, or pause in its loop; that one is gone is noticed long before.
@@ -60,7 +61,7 @@ class Peers:
             It, and what each process says of its own.
 
         Raises:
-            DatasetError: another process failed.
+            PeerFailedError: another process failed.
             Exception: what `make` or `describe` raised here.
         """
         failure = made = None
@@ -68,7 +69,7 @@ class Peers:
             made = make()
             message = {"is": describe(made)}
         except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
-            failure, message = error, {"error": shown(error)}
+            failure, message = error, told(error)
         said = self.line(what).exchange("", message)
         assert said is not None, "nobody has asked it to stop"
         raise_failure(said, failure, what)
@@ -111,7 +112,7 @@ class Line:
             if said is not None:
                 return said
             if time.monotonic() > deadline_s:
-                raise ClusterError(
+                raise ClusterTimeoutError(
                     f"the other processes did not come to {key!r} within {WAIT_S:g} s. All processes must make the same "
                     "datasets in the same order, and iterate over them alike; or the source of one of them stands still."
                 )
@@ -124,16 +125,16 @@ class Line:
             self._exchanges.forget(self._prefix)
 
 
-def shown(error: Exception) -> str:
-    """An error as the other processes are told of it."""
-    return f"{type(error).__name__}: {error}"[:2000]
+def told(error: Exception) -> dict[str, Any]:
+    """What the other processes are told of an error."""
+    return {"error": f"{type(error).__name__}: {error}"[:2000], "code": exit_codes.of(error)}
 
 
 def raise_failure(said: list[Any], own: Exception | None, what: str) -> None:
     """Raises this process's own failure, else tells of another one's.
 
     Args:
-        said: what each process said; an "error" is the text of one.
+        said: what each process said; of an error what `told` gives.
         own: what happened here.
         what: failed.
     """
@@ -141,7 +142,7 @@ def raise_failure(said: list[Any], own: Exception | None, what: str) -> None:
         raise own
     for process, one in enumerate(said):
         if "error" in one:
-            raise DatasetError(f"{what} failed on process {process}: {one['error']}")
+            raise PeerFailedError(f"{what} failed on process {process}: {one['error']}", exit_code=one["code"])
 
 
 def check_alike(texts: list[str], what: str, remedy: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jdist.data.agreement import OwnBatches, agreed
+from jdist.data.agreement import OwnBatches, agreed, alike
 from jdist.data.batching import padded_rows
 from jdist.data.files import FileSource
 from jdist.data.leaves import count_rows, to_numpy
@@ -36,10 +36,12 @@ class Whole:
         source: of global batches.
         share: which rows.
         num_replicas: how many replicas all processes have.
+        peers: the processes, which agree in each step on the batches of an iterable; None: they cannot.
     """
 
-    def __init__(self, source: Source, share: Share, num_replicas: int):
-        self.source, self._share, self._num_replicas = source, share, num_replicas
+    def __init__(self, source: Source, share: Share, num_replicas: int, peers: Peers | None = None):
+        self.source, self._share, self._num_replicas, self._peers = source, share, num_replicas, peers
+        self._passes = itertools.count()
 
     @property
     def facts(self) -> Resumable | None:
@@ -63,18 +65,29 @@ class Whole:
             start: a position; 0 for an iterable.
             stop: whether to stop waiting for other processes; None is yielded then.
         """
-        del stop  # there is nobody to wait for
-        return self._of_iterable(self.source) if self.facts is None else self._from(self.source, start)
+        if self.facts is not None:  # arithmetic and a fingerprint say that all have the same
+            return self._from(self.source, start)
+        batches = _numpys(self.source)
+        if self._peers is None:
+            return self._of_iterable(batches)
+        line = self._peers.line(f"pass {next(self._passes)}", stop)
+        parts = self._of_iterable(alike(batches, line, bounded=self._peers.bounded))
+        weakref.finalize(parts, line.leave).atexit = False  # by itself it leaves only if it was begun
+        return parts
 
     def _from(self, source: Any, start: int) -> Iterator[NumberedPart]:
         rows = padded_rows(self._share.sizes(source.global_batch), num_replicas=self._num_replicas)
         return ((number + 1, read_part(source, number, self._share, rows)) for number in steps_from(source, start))
 
-    def _of_iterable(self, source: Any) -> Iterator[NumberedPart]:
-        full = self.full
-        for number, batch in enumerate(iter(source), start=1):
-            if full is None and (found := count_rows(to_numpy(batch))):
+    def _of_iterable(self, batches: Iterator[PyTree | None]) -> Iterator[NumberedPart | None]:
+        full, number = self.full, 0
+        for batch in batches:
+            if batch is None:
+                yield None
+                continue
+            if full is None and (found := count_rows(batch)):
                 full = self._share.sizes(found)
+            number += 1
             yield number, part_of(batch, self._share, padded_rows(full or (0,), num_replicas=self._num_replicas))
 
 
@@ -132,6 +145,11 @@ class Own:
         return self.source.batch_at(self.source.num_steps - 1)
 
 
+def _numpys(source: Any) -> Iterator[PyTree]:
+    """The batches of an iterable, which is asked for the first one only then."""
+    yield from map(to_numpy, source)
+
+
 def _batches(source: Source, start: int) -> Iterator[PyTree]:
     """The batches of a source from a position on; of an iterable from the first one with rows on."""
     if isinstance(source, RandomAccessSource):
@@ -175,7 +193,7 @@ def read_by(source: Source, *, share: Share, num_replicas: int, autoshard: Polic
         "the sources of the processes",
         'Every process has to make the same; one that has a part of its own is fed by `autoshard="off"`',
     )
-    return Whole(source, share, num_replicas) if autoshard == "data" else Own(own, peers, said)
+    return Whole(source, share, num_replicas, peers) if autoshard == "data" else Own(own, peers, said)
 
 
 def _own_files(source: Source, share: Share) -> FileSource:

@@ -52,7 +52,8 @@ def multi_worker(
 
     Raises:
         ClusterConfigError: the environment does not describe a cluster that this process has a place in.
-        ClusterError: not all processes came in time, or JAX was used already.
+        ClusterTimeoutError: not all processes came in time.
+        ClusterError: JAX was used already.
         StrategyError: an option is not allowed.
 
     Example:

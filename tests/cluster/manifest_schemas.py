@@ -49,7 +49,9 @@ POD = {
         "hostNetwork": bool,
         "dnsPolicy": {"ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"},
         "nodeSelector": texts,
-        "volumes": [{"name!": name, "persistentVolumeClaim": {"claimName!": name}}],
+        "volumes": [
+            {"name!": name, "persistentVolumeClaim": {"claimName!": name}, "emptyDir": {"medium": {"", "Memory"}}}
+        ],
     },
 }
 JOB = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.cluster import resolve
+from jdist.cluster import launch, resolve
 from jdist.cluster.resolvers.resolve import DEFAULT
 from jdist.errors import ClusterConfigError
 
@@ -64,3 +64,18 @@ def test_the_messages_are_as_the_guide_shows_them(environ, message):
         resolve(environ)
     shown = re.sub(r"'[a0]:?1?'", "...", message).removesuffix(" ")
     assert shown in GUIDE
+
+
+def test_the_script_goes_on_where_it_was_killed_or_stopped(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (script,) = [
+        block for block in re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE) if "x =" in block
+    ]
+    Path("train.py").write_text(script)
+    failpoints = ["process=1:step=after:term@30", "process=0:attempt=1:step=after:kill@20"]
+    failpoints += ["process=0:attempt=2:step=after:kill@45"]  # which it would come to if it began again
+    monkeypatch.setenv("JDIST_FAILPOINTS", ";".join(failpoints))
+    end = launch(["train.py"], processes=2, devices_per_process=1, log_dir="logs", max_restarts=2)
+    assert [each.guilty and each.guilty.code for each in end.attempts] == [143, -9, None]
+    out = [line for line in capfd.readouterr().out.splitlines() if "Gloo" not in line]
+    assert out == ["[0] w 3.000, b 1.000 after 80 steps"]

@@ -65,6 +65,14 @@ def test_a_manifest_runs_jdist_and_keeps_its_runs_on_a_volume(name):
             assert re.search(r"'mountPath': '/work/runs'.*'claimName': 'runs'", str(document))
 
 
+@pytest.mark.parametrize("name", ["jobset.yaml", "kubeflow_tfjob.yaml", "kubeflow_trainjob.yaml"])
+def test_pods_with_gpus_share_memory_as_nccl_needs_it(name):
+    text = str(documents(name))
+    assert "nvidia.com/gpu" in text
+    assert "{'name': 'shm', 'mountPath': '/dev/shm'}" in text
+    assert "{'name': 'shm', 'emptyDir': {'medium': 'Memory'}}" in text
+
+
 @pytest.mark.parametrize("name", ["jobset.yaml", "gke_tpu.yaml", "kubeflow_trainjob.yaml"])
 def test_exit_codes_1_and_2_end_the_job_and_others_start_it_again(name):
     spec = documents(name)[0]["spec"]
@@ -204,6 +212,14 @@ def test_slurm(programs, tmp_path):
     assert found[0].resolver == "slurm"
     assert found[0].coordinator_address.startswith("node001:")
     assert {spec.local_device_ids for spec in found} == {None}
+
+
+def test_slurm_runs_a_script_of_ones_own(programs, tmp_path):
+    program, run = programs
+    program("srun", 'printf "%s\\n" "$@" > arguments')
+    done = run(str(FOLDER / "slurm.sh"), "my train.py", "--rate", "1e-3", SLURM_JOB_ID="4711")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "arguments").read_text().splitlines()[-5:] == ["python", "-u", "my train.py", "--rate", "1e-3"]
 
 
 @pytest.mark.parametrize(

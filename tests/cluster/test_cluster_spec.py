@@ -78,6 +78,8 @@ def test_addresses_of_other_processes_may_be_unknown():
         ({"jobs": {"worker": ("a:1", 7)}}, r"`worker\[1\]` is 7; it must be a text"),
         ({"jobs": {"worker": ("a:1", "b:70000")}}, r"`worker\[1\]` is 'b:70000'.*port from 1 to 65535"),
         ({"jobs": {"worker": ("a:1", "A:1")}}, r"`worker\[1\]` is 'A:1'.*`worker\[0\]` has the same"),
+        ({"jobs": {"worker": ("a:1", "a:01")}}, r"`worker\[1\]` is 'a:01'.*`worker\[0\]` has the same"),
+        ({"jobs": {"worker": ("[::1]:1", "[0:0::1]:1")}}, r"`worker\[1\]` is .*`worker\[0\]` has the same"),
         ({"jobs": {"worker": ("a:1",), "ps": ("a:1",)}}, r"`ps\[0\]` is 'a:1'.*`worker\[0\]` has the same"),
         ({"jobs": {"worker": ("a:1",), "chief": ("b:1", "c:1")}}, "`chief` is .*one address at most"),
         ({"jobs": {"worker": ("a:1",), "evaluator": ("b:1", "c:1")}}, "`evaluator` is .*one address at most"),

@@ -71,7 +71,7 @@ def test_while_jax_starts_its_devices(tmp_path, victim, action):
 def test_before_it_has_come_the_others_give_up_in_time_and_name_it(tmp_path, point, action):
     script = LIGHT.replace('"start_timeout_s": 60', '"start_timeout_s": 4')
     with Job(tmp_path, script, failpoints=f"process=1:{point}:{action}", count=3) as job:
-        assert job.codes(0, 2, within_s=START_S) == [1, 1]
+        assert job.codes(0, 2, within_s=START_S) == [75, 75]
         for index in (0, 2):
             assert f"not all of the 3 processes came in time; missing: process 1 ({job.addresses[1]})" in job.out(index)
 
@@ -79,10 +79,10 @@ def test_before_it_has_come_the_others_give_up_in_time_and_name_it(tmp_path, poi
 def test_without_process_0_the_others_give_up_in_time(tmp_path):
     script = LIGHT.replace('"start_timeout_s": 60', '"start_timeout_s": 4')
     with Job(tmp_path, script, failpoints="process=0:connect=before:kill") as job:
-        assert job.codes(within_s=START_S) == [-signal.SIGKILL, 1]
-        assert f"process 1 did not reach process 0 at {job.addresses[0].rpartition(':')[0]}" in job.out(1) or (
-            "process 0" in job.record(1)["cause"]
-        )
+        assert job.codes(within_s=START_S) == [-signal.SIGKILL, 75]
+        # On a busy machine process 1 may have reached it before it was killed.
+        gone = f"process 1 did not reach process 0 at {job.addresses[0].rpartition(':')[0]}" in job.out(1)
+        assert gone or job.record(1)["process"] == 0, job.out(1)
 
 
 # ---- in a save, and while restoring
@@ -120,7 +120,7 @@ def test_at_the_end(tmp_path, victim, point, action):
 def test_a_program_that_ends_while_another_waits_for_it_in_a_step(tmp_path):
     body = "train(3)\nif index == 0: train(1)"
     with Job(tmp_path, STEPS + body) as job:
-        assert job.codes(within_s=START_S + BOUND_S) == [75, 75]
+        assert job.codes(within_s=START_S + BOUND_S) == [75, 1]  # by which a launcher knows who is to blame
         for index in (0, 1):
             assert job.check_lost(index, lost=1)["cause"] == "its program has ended, while process 0 waits for it"
 

@@ -7,13 +7,12 @@ import pytest
 from fault_jobs import BOUND_S, LIGHT, PYTHON, TIMEOUT_S, Job
 
 from jdist.cluster import jax_processes, runtime, simple
+from jdist.cluster.launcher.ports import free_ports
 from jdist.errors import ClusterConfigError, ClusterError
 
 
 def spec(index=0, *, host="127.0.0.1", port=None, count=2):
-    if port is None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = min(server.getsockname()[1], 65534)
+    port = free_ports(1)[0] if port is None else port
     addresses = [f"{host}:{port}", *(None for _ in range(count - 1))]
     return simple(jobs={"worker": addresses}, task_type="worker", task_index=index)
 
@@ -164,6 +163,29 @@ def test_a_program_that_fails_keeps_its_exit_code_and_ends_the_others(tmp_path, 
         assert job.codes(guilty, 1 - guilty) == [code, 75]
         record = job.check_lost(1 - guilty, lost=guilty)
     assert (record["error"], record["last_step"]) == ("PeerLostError", 7)
+
+
+def test_a_program_that_waits_in_vain_says_so_by_its_exit_code_and_by_no_other(tmp_path):
+    lonely = LIGHT.replace('"start_timeout_s": 60', '"start_timeout_s": 1')
+    caught = lonely.replace("joined = ", "try: joined = ") + "except RuntimeError: sys.exit(index)"
+    (tmp_path / "caught").mkdir()
+    for folder, script, codes in ((tmp_path, lonely, [75, 75]), (tmp_path / "caught", caught, [0, 1])):
+        with Job(folder, script, failpoints="process=2:connect=before:kill", count=3) as job:
+            assert job.codes(0, 1) == codes, job.out(1)
+    with Job(tmp_path, LIGHT + "if index: time.sleep(3)\njoined.exchange('k', 0, 1 + 9 * index)") as job:
+        assert job.codes() == [75, 75]
+        assert "ClusterTimeoutError: the other processes did not come to 'k (1)'" in job.out(0)
+
+
+def test_who_fails_has_the_code_of_its_error_and_the_others_say_that_they_followed(tmp_path):
+    body = """
+from jdist.cluster.together import together
+with together("reading", 60):
+    if index == 1: raise OSError("disk gone")
+"""
+    with Job(tmp_path, LIGHT + body) as job:
+        assert job.codes() == [75, 1], job.out(0) + job.out(1)
+        assert "PeerFailedError: process 1: disk gone" in job.out(0)
 
 
 def test_after_errors_in_a_python_shell_its_end_is_no_failure(tmp_path):

@@ -63,6 +63,29 @@ with stop.preemption() as wish:
     assert done.returncode == -signal.SIGTERM
 
 
+def test_a_forked_child_is_ended_by_a_signal_that_the_job_does_not_hear_of():
+    code = """
+import os, signal
+from jdist.cluster.stop import preemption
+with preemption() as outer, preemption() as wish:
+    there, child = os.pipe(), os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os.write(there[1], b"!")
+        while True:
+            signal.pause()
+    os.read(there[0], 1)
+    os.kill(child, signal.SIGTERM)
+    ended_by = os.WTERMSIG(os.waitpid(child, 0)[1])
+    assert ended_by == signal.SIGTERM, ended_by
+    assert wish.reason is None and outer.reason is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not wish.stops_after(1): pass
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 def test_a_watcher_gives_notice_and_training_goes_on_for_the_grace():
     calls = itertools.count()
     with preemption(watcher=lambda: next(calls) == 2, poll_s=0.01, grace_s=0.3, exit_code=7) as stop:

@@ -4,7 +4,7 @@ import pytest
 
 from jdist.cluster.runtime import alone
 from jdist.cluster.together import together
-from jdist.errors import CheckpointError, ClusterError
+from jdist.errors import CheckpointError, PeerFailedError
 
 
 class Cluster:
@@ -26,18 +26,19 @@ def test_nothing_is_raised_where_all_went_well():
 
 
 def test_ones_own_error_is_told_and_raised():
-    cluster = Cluster("another error")
+    cluster = Cluster(["another error", 1])
     with pytest.raises(CheckpointError, match="the disk is full"), together("a save", 1.0, cluster):
         raise CheckpointError("the disk is full")
-    assert cluster.said == ["the disk is full"]
+    assert cluster.said == [["the disk is full", 1]]
 
 
 def test_anothers_error_is_raised_with_its_name():
     with (
-        pytest.raises(ClusterError, match=r"^process 2: the disk is full$"),
-        together("a save", 1.0, Cluster(None, "the disk is full")),
+        pytest.raises(PeerFailedError, match=r"^process 2: no such key$") as met,
+        together("a run", 1.0, Cluster(None, ["no such key", 2])),
     ):
         pass
+    assert met.value.exit_code == 2
 
 
 def test_alone_there_is_nobody_to_tell():

@@ -314,6 +314,23 @@ def test_a_loss_ends_every_wait(job):
     assert watch.wait_for_loss(SOON_S) is lost
 
 
+def test_a_loss_is_recorded_before_the_program_is_woken(job):
+    made, was_woken = job(2).start(), queue.SimpleQueue()
+    watch = made.watches[0]
+    waiter = threading.Thread(target=watch.wait_for_loss, args=(SOON_S,))
+
+    def record(lost):
+        waiter.join(0.3)  # long enough for one that was woken
+        was_woken.put(not waiter.is_alive())
+
+    watch._on_lost = record
+    waiter.start()
+    made.watches[1].close()
+    assert was_woken.get(timeout=SOON_S) is False
+    waiter.join(SOON_S)
+    assert not waiter.is_alive()
+
+
 def silent(made, process):
     """A process that says hello and then stands still."""
     connection = made.stranger()

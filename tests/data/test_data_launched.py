@@ -89,9 +89,9 @@ def test_a_dataset_function_is_told_its_place_among_all_pipelines(two):
 
 def test_an_error_on_one_process_is_an_error_on_all(two):
     assert two[1]["errors"][0] == "OSError: disk gone"
-    assert two[0]["errors"][0] == "DatasetError: making batch 1 (from 0) failed on process 1: OSError: disk gone"
+    assert two[0]["errors"][0] == "PeerFailedError: making batch 1 (from 0) failed on process 1: OSError: disk gone"
     assert two[0]["errors"][1] == "OSError: no such folder"
-    failed = "DatasetError: the dataset function failed on process 0: OSError: no such folder"
+    failed = "PeerFailedError: the dataset function failed on process 0: OSError: no such folder"
     assert two[1]["errors"][1] == failed
     for process in two:
         assert "rows is 8 on process 0, and 9 on process 1" in process["errors"][2]

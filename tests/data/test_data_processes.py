@@ -16,7 +16,7 @@ from jdist.data import distributed_dataset, from_arrays, from_files
 from jdist.data.peers import Peers
 from jdist.data.prefetch import THREAD_NAME
 from jdist.data.share import Share
-from jdist.errors import BatchError, ClusterError, DatasetError
+from jdist.errors import BatchError, ClusterError, DatasetError, PeerFailedError
 
 
 class Job:
@@ -152,7 +152,7 @@ def test_by_file_each_process_reads_its_own_files_and_no_others(files, count, ea
     parts = Job(count).batches([source(i) for i in range(count)], autoshard="file", prefetch=0)
     own = [[i for i in range(len(files)) if i % count == process] for process in range(count)]
     if not all(sum(files[i] for i in mine) for mine in own):
-        assert all(isinstance(part, DatasetError) for part in parts), "a process without rows is refused by all"
+        assert all(isinstance(part, DatasetError | PeerFailedError) for part in parts), parts  # refused by all
         return
     assert seen == [[str(i) for i in mine] for mine in own]
     assert [flat(part) for part in parts] == [[row for i in mine for row in rows[str(i)]] for mine in own]
@@ -259,9 +259,60 @@ def test_an_error_in_one_source_reaches_all(prefetch):
     zero, one, two = job.run(program)
     assert (type(one), str(one)) == (OSError, "disk gone")
     for error in (zero, two):
-        assert type(error) is DatasetError
+        assert type(error) is PeerFailedError
         assert str(error) == "making batch 1 (from 0) failed on process 1: OSError: disk gone"
     assert [flat(batches) for batches in seen] == [[1], [4], [5]]
+
+
+@pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        (
+            ([1, 2], [3]),
+            "batches 2 (from 0) of the processes differ: the number of rows is 2 on process 0, and nothing, as its source "
+            "has ended, on process 1. Every process has to make the same",
+        ),
+        (
+            ([1, 2], [3], [4, 5, 6]),
+            "batches 2 (from 0) of the processes differ: the number of rows is 2 on process 0, and 3",
+        ),
+        (
+            ([1, 2], [[3]], [4, 5]),
+            "batches 1 (from 0) of the processes differ: ['x'] is int32[rows] on process 0, and int32[",
+        ),
+        (([1, 2], OSError("disk gone"), [4, 5]), "making batch 1 (from 0) failed on process 1: OSError: disk gone"),
+    ],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_by_data_all_have_to_make_the_same_batches(second, what, prefetch):
+    seen = [[], []]
+
+    def program(process):
+        source = Plain([1, 2], [3], [4, 5]) if process == 0 else Plain(*second)
+        for batch in job.dataset(process, source, autoshard="data", prefetch=prefetch):
+            seen[process].append(batch)
+
+    job = Job(2)
+    zero, one = job.run(program)
+    assert isinstance(zero, PeerFailedError if "disk gone" in what else DatasetError)
+    assert what in str(zero)
+    assert str(one) == ("disk gone" if "disk gone" in what else str(zero))
+    before = 2 if "batches 2" in what else 1  # all have handed out what was alike
+    assert list(map(len, seen)) == [before, before]
+
+
+def test_by_data_iterables_of_one_length_end_together_and_begin_again():
+    job = Job(2)
+
+    def program(process):
+        dataset = job.dataset(process, Plain([1, 2], [3, 4], [5]), autoshard="data")
+        return [real(dataset), real(dataset)]
+
+    zero, one = job.run(program)
+    assert zero == [[[1], [3], [5]]] * 2
+    assert one == [[[2], [4], []]] * 2
+    job.network.beat()
+    assert (job.network.hub.values, job.network.hub.forgotten) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -275,7 +326,7 @@ def test_an_error_in_one_source_reaches_all(prefetch):
 def test_a_batch_that_is_refused_on_one_process_is_an_error_on_all(wrong, message):
     results = Job(2).batches([[{"x": np.arange(2)}, wrong], [{"x": np.arange(2)}] * 2], prefetch=0)
     assert isinstance(results[0], BatchError)
-    assert isinstance(results[1], DatasetError)
+    assert isinstance(results[1], PeerFailedError)
     assert all(message in str(result) for result in results)
 
 

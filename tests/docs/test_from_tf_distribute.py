@@ -42,12 +42,20 @@ def test_every_counterpart_exists():
     assert not {name for name in NAMED if not exists(name)}
 
 
-@pytest.mark.parametrize(("program", "output"), PROGRAMS, ids=["training loop", "values"])
+@pytest.mark.parametrize(("program", "output"), PROGRAMS, ids=["training loop", "values", "several workers"])
 def test_the_programs_print_what_the_guide_says(program, output, capsys):
     exec(compile(program, "from_tf_distribute.md", "exec"), {})  # the repository's own text
     assert capsys.readouterr().out == output
 
 
-def test_there_are_two_programs():
-    assert len(PROGRAMS) == 2
-    assert GUIDE.count("```py\n") == 2
+def test_the_program_of_several_workers_runs_as_two(tmp_path, capfd):
+    program, output = PROGRAMS[2]
+    (script := tmp_path / "train.py").write_text(program)
+    assert jdist.cluster.launch([str(script)], processes=2, devices_per_process=1, log_dir=tmp_path).exit_code == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if "Gloo" not in line]
+    assert said == [f"[0] {line}" for line in output.splitlines()]
+
+
+def test_there_are_three_programs():
+    assert len(PROGRAMS) == 3
+    assert GUIDE.count("```py\n") == 3

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from jdist import cli, errors
 from jdist.cli import COMMANDS, main
 
 
@@ -42,3 +43,25 @@ def test_the_module_is_the_command(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == f"jdist: {tmp_path}/none.yaml: no such config file.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("a typo"), 2),
+        (errors.ClusterError("JAX was used already"), 2),
+        (errors.CheckpointError("No space left on device"), 1),  # starting again may help, once there is room
+        (errors.NonFiniteError("a NaN", "w", 1), 1),
+        (errors.ClusterTimeoutError("not all came in time"), 75),
+        (errors.PeerFailedError("process 1: disk gone", exit_code=1), 75),
+        (errors.PeerFailedError("process 1: a typo", exit_code=2), 2),
+        (errors.PeerLostError(1, "a:1", 7, "it stands still"), 75),
+    ],
+)
+def test_exit_codes_say_whether_to_start_again(error, code, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    assert cli.main(["run"]) == code
+    assert capsys.readouterr().err == f"jdist: {error}\n"

@@ -12,6 +12,7 @@ import pytest
 from toy_regression import CONFIG
 
 from jdist.cli import main
+from jdist.cluster.launcher.ports import free_ports
 
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
@@ -134,6 +135,17 @@ def test_one_asked_to_stop_all_stop_at_one_step_and_fewer_go_on(tmp_path, monkey
         assert main(["run", "toy.yaml", f"train.steps={end}", f"name={name}"]) == 0
     assert f"going on from step {said[1]} of {end}" in capfd.readouterr().out
     assert_alike(rows_of(tmp_path), rows_of(tmp_path, "other"))
+
+
+def test_a_process_whose_peer_does_not_come_asks_for_another_attempt(tmp_path):
+    (tmp_path / "toy.yaml").write_text(LONG)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    environ = os.environ | {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "jdist", "run", "toy.yaml", "strategy.communication.start_timeout_s=1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 75, done.stderr
+    assert "jdist: not all of the 2 processes came in time; missing: process 1 (127.0.0.1:" in done.stderr
 
 
 def test_with_a_range_it_goes_on_with_those_that_are_left(tmp_path, monkeypatch):

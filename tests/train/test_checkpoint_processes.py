@@ -96,7 +96,7 @@ def test_a_damaged_piece_is_noticed_and_the_one_before_is_read(folder, tmp_path)
 def test_a_folder_that_is_not_shared_is_named_on_both(folder, met):
     for one in met:
         assert f"does not see in {folder}/own_1 what process 0 has written" in one["not shared"]
-    assert met[0]["not shared"].startswith("ClusterError: process 1: process 1, on ")
+    assert met[0]["not shared"].startswith("PeerFailedError: process 1: process 1, on ")
     assert not (folder / "own_1").exists()
     assert not list((folder / "own_0").glob(".shared*"))
 

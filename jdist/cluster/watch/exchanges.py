@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist.cluster.watch.lines import MOST_BYTES, encode
-from jdist.errors import ClusterError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 Message = dict[str, Any]
 
@@ -38,7 +38,8 @@ class Exchanges:
             timeout_s: how long to wait.
 
         Raises:
-            ClusterError: not all said theirs in time, one of them never will, or the value is too large.
+            ClusterTimeoutError: not all said theirs in time.
+            ClusterError: one of them never will, or the value is too large.
             PeerLostError: a process was lost meanwhile.
         """
         self.say(key, value)
@@ -46,7 +47,7 @@ class Exchanges:
         if values is None:
             with self._changed:
                 del self._answers[key]
-            raise ClusterError(
+            raise ClusterTimeoutError(
                 f"the other processes did not come to {key!r} within {timeout_s:g} s. All processes must make the same calls "
                 "in the same order."
             )

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from jdist.cluster.address import join
-from jdist.errors import ClusterError
+from jdist.errors import ClusterTimeoutError
 
 _TRY_S = 2.0
 _RETRY_S = 0.2
@@ -41,7 +41,7 @@ def connect(place: Place, timeout_s: float) -> socket.socket:
     """A connection to process 0, which may not listen yet.
 
     Raises:
-        ClusterError: it was not reached in time.
+        ClusterTimeoutError: it was not reached in time.
     """
     deadline_s, last = time.monotonic() + timeout_s, "no answer"
     while (left_s := deadline_s - time.monotonic()) > 0:
@@ -50,7 +50,7 @@ def connect(place: Place, timeout_s: float) -> socket.socket:
         except OSError as exc:
             last = str(exc)
             time.sleep(min(_RETRY_S, left_s))
-    raise ClusterError(
+    raise ClusterTimeoutError(
         f"process {place.process} did not reach process 0 at {join(place.host, place.port)} within {timeout_s:g} s ({last}). "
         "Is it running, is the address right, and is the port open between the machines?"
     )

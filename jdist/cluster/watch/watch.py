@@ -21,7 +21,7 @@ from jdist.cluster.watch.bell import Bell
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 from jdist.cluster.watch.place import Place, connect
-from jdist.errors import ClusterError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _QUIET_S = 5.0  # who waits longer for the others to come says so
 _BROKEN = "its connection broke: it was killed, or has crashed"
@@ -41,7 +41,8 @@ class Watch:
         exchanges: what the processes say to all.
 
     Raises:
-        ClusterError: process 0 was not reached, or not all came, in time; or this process was refused.
+        ClusterTimeoutError: process 0 was not reached, or not all came, in time.
+        ClusterError: this process was refused.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Watch:
         self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._addresses: tuple[str, ...] = ()
-        self._no_start: str | None = None
+        self._no_start: ClusterError | None = None
         self._stopping: str | None = None
         self._stop_at: int | None = None
         self._passed, self._step = -1, 0
@@ -111,7 +112,7 @@ class Watch:
         be blocked in a step that needs this one.
 
         Raises:
-            ClusterError: process 0 did not say in time when to stop.
+            ClusterTimeoutError: process 0 did not say in time when to stop.
             PeerLostError: a process was lost meanwhile.
         """
         self._step = step
@@ -122,7 +123,7 @@ class Watch:
         self._wait_for(lambda: self._stop_at is not None, 2 * self._silence_s)
         self._raise_if_lost()
         if self._stop_at is None:
-            raise ClusterError("the processes did not agree on a step to stop at. Start all of them again.")
+            raise ClusterTimeoutError("the processes did not agree on a step to stop at. Start all of them again.")
         return step >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
@@ -170,9 +171,9 @@ class Watch:
             print(text, file=sys.stderr, flush=True)
             self._wait_for(self._settled, left_s - _QUIET_S)
         if self._no_start is not None:
-            raise ClusterError(self._no_start)
+            raise self._no_start
         if not self._addresses and self._lost is None:
-            raise ClusterError(
+            raise ClusterTimeoutError(
                 f"{self.place.label(0)} did not say within {start_timeout_s:g} s whether all processes have come."
             )
 
@@ -202,7 +203,9 @@ class Watch:
                 pass  # nothing more was to come
             elif isinstance(exc, BadMessage) and not self._addresses:
                 where = join(self.place.host, self.place.port)
-                self._no_start = f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
+                self._no_start = ClusterError(
+                    f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
+                )
             else:
                 lost = self._loss(0, _BROKEN)
         except Exception as exc:  # noqa: BLE001  # with nobody listening, the program could wait for ever
@@ -210,12 +213,12 @@ class Watch:
         finally:
             self._line.close()
             self._bell.close()
-        with self._changed:
-            self._lost = lost
-            self._changed.notify_all()
+        self._lost = lost
         if lost is not None:
+            self._on_lost(lost)  # first: a program that is woken would only get in the way of the record
             self.exchanges.end(lost)
-            self._on_lost(lost)
+        with self._changed:
+            self._changed.notify_all()
 
     def _listen(self, selector: selectors.BaseSelector) -> PeerLostError | None:
         """Goes on until the line is closed, or a process is lost."""
@@ -264,10 +267,11 @@ class Watch:
                 case {"type": "welcome", "addresses": list(addresses)}:
                     self._addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
-                    self._no_start = f"{self.place.label(0)} refused process {self.place.process}: {reason}."
+                    text = f"{self.place.label(0)} refused process {self.place.process}: {reason}."
+                    self._no_start = ClusterError(text)
                 case {"type": "absent", "processes": list(absent)}:
                     names = ", ".join(map(self.place.label, absent))
-                    self._no_start = (
+                    self._no_start = ClusterTimeoutError(
                         f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}. Look at their "
                         "logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
                     )

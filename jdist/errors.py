@@ -19,6 +19,8 @@
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
     ├── WireError              bytes from a peer that are no message of the protocol
+    ├── ClosureError           a scheduled step failed on a worker
+    │   └── ClosureCancelledError  it was never computed, as another had failed
     ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
@@ -166,6 +168,14 @@ class ArtifactError(JDistError, ValueError):
 
 class WireError(JDistError, ValueError):
     """Bytes from a peer are no message of the protocol, or larger than allowed."""
+
+
+class ClosureError(JDistError, RuntimeError):
+    """A scheduled step failed on a worker; it took no effect."""
+
+
+class ClosureCancelledError(ClosureError):
+    """A scheduled step was never computed, as another one had failed."""
 
 
 class ShardLostError(JDistError, RuntimeError):

@@ -44,9 +44,18 @@ class Spec:
     dtype: str
 
     @property
+    def numpy(self) -> np.dtype:
+        """The dtype itself.
+
+        Raises:
+            WireError: it does not travel.
+        """
+        return _dtype(self.dtype)
+
+    @property
     def size_bytes(self) -> int:
         """Its bytes, without padding."""
-        size = _dtype(self.dtype).itemsize
+        size = self.numpy.itemsize
         for n in self.shape:
             size *= n
         return size
@@ -116,7 +125,7 @@ class Buffers:
         if there != self.size_bytes:
             raise WireError(f"{there:,} bytes where {self.size_bytes:,} were announced")
         return [
-            self._block[o : o + s.size_bytes].view(_dtype(s.dtype)).reshape(s.shape)
+            self._block[o : o + s.size_bytes].view(s.numpy).reshape(s.shape)
             for o, s in zip(self._offsets, self._specs, strict=True)
         ]
 
@@ -236,6 +245,8 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
                 raise WireError(f"{where} has {len(value)} entries, not {len(args)}")
             return tuple(_typed(a, x, where) for a, x in zip(args, value, strict=True))
         return origin(_typed(args[0], x, where) for x in value)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_plain({hint.__name__: hint}, value)
     if type(value) is not hint:  # not isinstance: True is no int here
         raise WireError(f"{where} is no {hint.__name__}")
     if hint is int and not -(2**62) < value < 2**62:

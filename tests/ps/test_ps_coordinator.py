@@ -1,0 +1,196 @@
+"""A whole job in one process: coordinator, workers and shards over the fake transport."""
+
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.errors import ClosureCancelledError, ClosureError
+from jdist.ps.artifact import pack
+from jdist.ps.coordinator import Coordinator, Times
+from jdist.ps.job import job_of, keeping_of
+from jdist.ps.keeper import Keeper
+from jdist.ps.layout import make_layout
+from jdist.ps.messages import Freeze, Snapshot
+from jdist.ps.partition import fixed_shards
+from jdist.ps.shard import Rules
+from jdist.ps.shards import ShardClient
+from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.worker import WorkerServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ps_keeper import struct
+from test_ps_layout import raw
+from test_ps_program import BATCH, apart, create, train_step
+
+TIMES = Times(ping_s=0.05, lost_after_s=0.5, closure_s=60, reconnect_s=0.05)
+
+
+class Job:
+    """A job of this process.
+
+    Args:
+        num_ps, num_workers: how many there are.
+        fault: as for `FakeChannel`, of calls to shards.
+        rules: about late and non-finite gradients.
+    """
+
+    def __init__(self, num_ps, num_workers, *, tx=None, step=train_step, fault=lambda method, header: None, rules=None):
+        rules = rules or Rules()
+        self.state = create(tx or optax.sgd(0.1, 0.9))
+        self.parts, state, batches, others = apart(step, self.state, BATCH)
+        self.leaves, self.arguments = raw(state), jax.tree.leaves((batches, others))
+        treedef = jax.tree.structure((batches, others))
+        self.layout = make_layout(self.parts, num_ps=num_ps, partitioner=fixed_shards(num_ps))
+        inputs = [self.leaves[i] for i in self.parts.read]
+
+        def worker(values):
+            pushed, scalars, finite, outputs = self.parts.worker(
+                values[: len(inputs)], *jax.tree.unflatten(treedef, values[len(inputs) :])
+            )
+            return [*pushed, *scalars, finite, *outputs]
+
+        outputs = jax.eval_shape(worker, [*inputs, *self.arguments])
+        outputs = outputs[len(self.layout.pushed) + len(self.layout.update.scalar_shapes) + 1 :]
+        self.keepers = [Keeper() for _ in self.layout.shards]
+        addresses = [f"ps{i}" for i in range(num_ps)]
+        self.servers = {
+            f"ps{s.ps}": FakeServer(f"ps{s.ps}", k.methods())
+            for s, k in zip(self.layout.shards, self.keepers, strict=True)
+        }
+        keepings = [keeping_of(self.layout, shard, rules) for shard in self.layout.shards]
+        self.fault = fault
+
+        def connect(address):
+            return FakeChannel(self.servers[address], fault=self.fault)
+
+        self.workers = [WorkerServer(connect, timeout_s=2, give_up_s=5) for _ in range(num_workers)]
+        self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
+        self.clients = [
+            ShardClient(FakeChannel(self.servers[f"ps{s.ps}"]), k, give_up_s=5)
+            for s, k in zip(self.layout.shards, keepings, strict=True)
+        ]
+        self.coordinator = Coordinator(
+            [lambda i=i: FakeChannel(self.worker_servers[i]) for i in range(num_workers)],
+            self.clients,
+            times=TIMES,
+            depth=4,
+        )
+        kept = [[rows.cut(self.leaves[rows.of]) for rows in shard.kept] for shard in self.layout.shards]
+        self.coordinator.begin(
+            job_of(self.layout, addresses, self.arguments, outputs, rules),
+            keepings,
+            pack(worker, [*inputs, *self.arguments]),
+            kept=kept,
+            shard_programs=[
+                pack(self.layout.program(shard), [*mine, *map(struct, self.layout.push_specs(shard))])
+                for shard, mine in zip(self.layout.shards, kept, strict=True)
+            ],
+            generation=1,
+        )
+
+    def whole(self):
+        found = [np.array(x) for x in self.leaves]
+        for client, shard in zip(self.clients, self.layout.shards, strict=True):
+            generation = self.coordinator.generation
+            client.say([Freeze(generation=generation)])
+            _, arrays, _ = client.say([Snapshot(generation=generation)])
+            for rows, x in zip(shard.kept, arrays, strict=True):
+                found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
+        return found
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.coordinator.close()
+
+
+def one_after_the_other(job, steps):
+    step = jdist.distribute(train_step, jdist.one_device(), donate=False)
+    state, losses = job.state, []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return raw(state), losses
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_one_worker_does_what_one_device_does(num_ps):
+    with Job(num_ps, 1) as job:
+        pending = [job.coordinator.schedule(job.arguments) for _ in range(10)]
+        job.coordinator.join(60)
+        expected, losses = one_after_the_other(job, 10)
+        for a, b in zip(job.whole(), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose([float(p.wait(0)[0]) for p in pending], losses, rtol=1e-4)
+
+
+def count(job):
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
+    return [
+        int(np.asarray(k._kept[[r.of for r in s.kept].index(names.index(".step"))]))
+        for s, k in zip(job.layout.shards, job.keepers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_two_workers_count_every_closure_once_although_messages_are_lost(num_ps):
+    lock, calls = threading.Lock(), [0]
+
+    def fault(method, header):
+        with lock:
+            calls[0] += 1
+            return {0: "lose the answer", 3: "twice", 5: "lose the call"}.get(calls[0] % 11)
+
+    with Job(num_ps, 2, fault=fault) as job:
+        for _ in range(60):
+            job.coordinator.schedule(job.arguments)
+        job.coordinator.join(120)
+        assert count(job) == [60] * num_ps
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_worker_that_dies_and_one_that_takes_its_place(num_ps):
+    with Job(num_ps, 2) as job:
+        pending = [job.coordinator.schedule(job.arguments) for _ in range(40)]
+        pending[3].wait(60)
+        job.worker_servers[0].stop()
+        pending[20].wait(60)
+        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
+        job.coordinator.join(60)
+        assert count(job) == [40] * num_ps
+        assert all(np.isfinite(p.wait(0)[0]) for p in pending)
+
+
+def test_a_gradient_that_is_not_finite_fails_its_closure_and_cancels_the_queue():
+    with Job(1, 1) as job:
+        job.coordinator.schedule(job.arguments).wait(60)
+        bad = [x * np.float32("nan") if np.asarray(x).dtype == np.float32 else x for x in job.arguments]
+        failed = job.coordinator.schedule(bad)
+        later = [job.coordinator.schedule(job.arguments) for _ in range(200)]
+        with pytest.raises(ClosureError, match=r"closure 1: a gradient is NaN or infinite"):
+            job.coordinator.join(60)
+        assert isinstance(failed.error, ClosureError)
+        cancelled = sum(isinstance(p.error, ClosureCancelledError) for p in later)
+        assert cancelled > 100
+        job.coordinator.schedule(job.arguments)  # the error was told once
+        job.coordinator.join(60)
+        assert count(job) == [202 - cancelled]
+
+
+def test_closing_ends_every_thread():
+    before = set(threading.enumerate())
+    with Job(2, 2) as job:
+        job.coordinator.schedule(job.arguments).wait(60)
+    for worker in job.workers:
+        worker.close()
+    left = [t for t in threading.enumerate() if t not in before and t.name.startswith("jdist")]
+    for thread in left:
+        thread.join(10)
+        assert not thread.is_alive(), thread

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -211,7 +211,46 @@ def doctor(
     return report(examine(alone=alone, timeout_s=timeout_s), as_json=json)
 
 
-COMMANDS = {"run": run, "plan": plan, "launch": launch, "doctor": doctor}
+def serve(
+    *,
+    role: Literal["worker", "ps"],
+    address: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0",
+    grace_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
+    allow_custom_call: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
+    with_parent: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
+) -> int:
+    """Be a worker, or a parameter server, of an asynchronous job.
+
+    It holds no code of the job's: what it runs, the coordinator sends. It listens on loopback only, and serves those
+    who show the secret in JDIST_TOKEN.
+
+    For example:
+      jdist serve --role ps --address 127.0.0.1:4710
+      jdist serve --role worker
+
+    Exit codes: 0 when the coordinator says that it is over; 75 when nobody asked for anything for --grace-s.
+
+    Args:
+        role: worker or ps.
+        address: where to listen; port 0 takes a free one, which is printed.
+        grace_s: seconds without a call after which it ends.
+        allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
+        with_parent: end when standard input is closed, too.
+    """
+    from jdist.cluster.environment import TOKEN
+    from jdist.ps.serve import serve as start
+
+    return start(
+        role,
+        address,
+        token=os.environ.get(TOKEN),
+        grace_s=grace_s,
+        allow=allow_custom_call,
+        with_parent=with_parent,
+    )
+
+
+COMMANDS = {"run": run, "plan": plan, "launch": launch, "doctor": doctor, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -42,9 +42,7 @@ class LocalCluster:
         self.token = secrets.token_hex(16)
         self._processes: list[subprocess.Popen[str]] = []
         self._finalizer = weakref.finalize(self, _end, self._processes)
-        roles: list[Role] = []
-        roles += [PS] * ps
-        roles += [WORKER] * workers
+        roles = (PS,) * ps + (WORKER,) * workers
         try:
             for role in roles:
                 self._processes.append(self._start(role, grace_s))

@@ -115,7 +115,8 @@ def test_keys_of_another_kind_are_fetched_as_such():
 
 def test_init_computes_each_leaf_in_its_sharding_in_one_program():
     """No unsharded copy is made first: nothing beside the state itself is alive after it, on any device."""
-    before = {id(x) for x in jax.live_arrays()}
+    others = jax.live_arrays()  # held on to, so that no new array can have the id of one that is gone
+    before = {id(x) for x in others}
     state = TWO.init(lambda: {"w": jnp.ones((512, 64)), "b": jnp.zeros(7)})
     new = [x for x in jax.live_arrays() if id(x) not in before]
     assert sorted(x.shape for x in new) == [(7,), (512, 64)]

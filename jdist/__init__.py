@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from jdist.context import in_replica_context as in_replica_context
     from jdist.data.input_context import InputContext as InputContext
     from jdist.data.input_options import InputOptions as InputOptions
+    from jdist.gradients import grad as grad
+    from jdist.gradients import value_and_grad as value_and_grad
     from jdist.losses import compute_average_loss as compute_average_loss
     from jdist.losses import scale_regularization_loss as scale_regularization_loss
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
-    from jdist.replica import grad as grad
     from jdist.replica import mean as mean
     from jdist.replica import num_replicas as num_replicas
     from jdist.replica import replica_axes as replica_axes
     from jdist.replica import replica_id as replica_id
     from jdist.replica import replica_rng as replica_rng
-    from jdist.replica import value_and_grad as value_and_grad
     from jdist.state import TrainState as TrainState
     from jdist.state import optimizer as optimizer
     from jdist.strategies.by_name import make_strategy as make_strategy
@@ -66,7 +66,7 @@ _NAMES = {
     "distribute": "jdist.transforms.distribute",
     "first_replica_only": "jdist.aggregation",
     "get_strategy": "jdist.strategies.default",
-    "grad": "jdist.replica",
+    "grad": "jdist.gradients",
     "has_strategy": "jdist.context",
     "in_replica_context": "jdist.context",
     "make_strategy": "jdist.strategies.by_name",
@@ -83,7 +83,7 @@ _NAMES = {
     "set_strategy": "jdist.strategies.default",
     "tpu": "jdist.strategies.tpu",
     "train_and_evaluate": "jdist.train.evaluator",
-    "value_and_grad": "jdist.replica",
+    "value_and_grad": "jdist.gradients",
 }
 __all__ = [*_MODULES, *_NAMES]
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jdist import replica
+from jdist import gradients, replica
 from jdist.errors import StepError
 from jdist.strategy import Strategy
 from jdist.transforms.distribute import distribute as distribute_pure
@@ -30,7 +30,7 @@ _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all
 
 
 def value_and_grad(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: replica.GradientOp = "mean"
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
 ) -> Callable[..., Any]:
     """As `nnx.value_and_grad`, with value and gradient averaged over the replicas.
 
@@ -48,15 +48,15 @@ def value_and_grad(
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)
         if has_aux:
-            loss, grads = replica.combine_gradients(value[0], grads, op)
+            loss, grads = gradients.combine_gradients(value[0], grads, op)
             return (loss, value[1]), grads
-        return replica.combine_gradients(value, grads, op)
+        return gradients.combine_gradients(value, grads, op)
 
     return value_and_grad_of_all
 
 
 def grad(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: replica.GradientOp = "mean"
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
 ) -> Callable[..., Any]:
     """As `nnx.grad`, averaged over the replicas; see `value_and_grad` for the arguments."""
     both = value_and_grad(f, argnums=argnums, has_aux=has_aux, op=op)

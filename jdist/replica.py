@@ -1,4 +1,4 @@
-"""What a step may call: gradients, means and collectives over the replicas that run it.
+"""What a step may call: means and collectives over the replicas that run it; its gradients are in `gradients.py`.
 
 Outside a strategy every function here is plain JAX or the identity, so one step serves everywhere. The mesh axes
 come from JAX itself (the manual axes of the current mesh), cut down to those of the current strategy.
@@ -9,7 +9,6 @@ there already; a call that needs single replicas has no meaning and raises `Glob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,7 +22,6 @@ from jdist.reduction import psum
 from jdist.reduction.algorithm import apply_reduction, axes_size
 
 PyTree = Any
-GradientOp = Literal["mean", "sum"]
 ReduceOp = Literal["mean", "sum", "max", "min"]
 
 
@@ -47,7 +45,7 @@ def num_replicas() -> int:
     Raises:
         GlobalViewError: the step sees the whole batch.
     """
-    _refuse_in_global_view("num_replicas()", "use `strategy.num_replicas` if the number of devices is meant")
+    refuse_in_global_view("num_replicas()", "use `strategy.num_replicas` if the number of devices is meant")
     axes = replica_axes()
     return 1 if axes is None else axes_size(axes)
 
@@ -58,7 +56,7 @@ def replica_id() -> jax.Array:
     Raises:
         GlobalViewError: the step sees the whole batch.
     """
-    _refuse_in_global_view("replica_id()", "the whole batch is one computation here, on no replica in particular")
+    refuse_in_global_view("replica_id()", "the whole batch is one computation here, on no replica in particular")
     axes = replica_axes()
     return jnp.int32(0) if axes is None else jax.lax.axis_index(axes)
 
@@ -78,7 +76,7 @@ def replica_rng(key: jax.Array) -> jax.Array:
     trace = context.current_trace()
     if replica_axes() is not None and num_replicas() > 1:
         key = _fold_in(key, replica_id())
-    recorder = _gradient_recorder(trace)
+    recorder = gradient_recorder(trace)
     if recorder is not None and recorder.num_microbatches > 1:
         key = _fold_in(key, recorder.microbatch)
     return key
@@ -111,9 +109,9 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         StrategyError: the strategy's algorithm claims to be exact and keeps something, or returned no sum of the tree.
         GlobalViewError: `op="sum"` in a step that sees the whole batch.
     """
-    _check_op(op, get_args(ReduceOp))
+    check_op(op, get_args(ReduceOp))
     if op == "sum":
-        _refuse_in_global_view(
+        refuse_in_global_view(
             'all_reduce(..., "sum")',
             "a sum over the whole batch is `jnp.sum`, there is nothing left to add up",
         )
@@ -125,7 +123,7 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
     if axes is None:
         if trace is not None and op != "mean":
             tree = jax.tree.map(jnp.copy, tree)  # arrays of their own: what is noted is not the caller's argument
-            _note(trace, tree, op)
+            note_reduced(trace, tree, op)
         return tree
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
@@ -145,11 +143,11 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         if op == "mean":
             reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
     if trace is not None:
-        _note(trace, reduced, op)
+        note_reduced(trace, reduced, op)
     return reduced
 
 
-def _note(trace: context.ReplicaTrace, reduced: PyTree, op: str) -> None:
+def note_reduced(trace: context.ReplicaTrace, reduced: PyTree, op: str) -> None:
     leaves = jax.tree.leaves(reduced)
     trace.reduced.extend(leaves)
     trace.reduced_by.update((id(leaf), op) for leaf in leaves)
@@ -169,7 +167,7 @@ def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
         StepError: `axis` is no int, or a leaf has no such axis or is no array.
         GlobalViewError: the step sees the whole batch.
     """
-    _refuse_in_global_view("all_gather()", "the rows of the whole batch are here already")
+    refuse_in_global_view("all_gather()", "the rows of the whole batch are here already")
     axis = as_axis("jdist.all_gather", axis)
     tree = as_arrays("jdist.all_gather", tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -223,7 +221,7 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     else:
         total = jnp.where(weights != 0, weights * values, 0).sum()
     count = jax.lax.stop_gradient(weights.sum(dtype=values.dtype))
-    axes, recorder = replica_axes(), _gradient_recorder(context.current_trace())
+    axes, recorder = replica_axes(), gradient_recorder(context.current_trace())
     parts = 1 if axes is None else num_replicas()
     if recorder is not None:
         parts *= recorder.num_microbatches
@@ -233,191 +231,14 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     return total * (parts / jnp.where(count == 0, 1, count))
 
 
-def value_and_grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    op: GradientOp = "mean",
-) -> Callable[..., Any]:
-    """As `jax.value_and_grad`, with value and gradient averaged over the replicas.
-
-    This is the boundary at which strategies differ; nothing else in a step knows of them.
-
-    Args:
-        fun: a function of one replica's batch that returns a scalar loss, or `(loss, aux)`.
-        argnums: as in JAX.
-        has_aux: as in JAX; `aux` stays this replica's own.
-        holomorphic: as in JAX.
-        allow_int: as in JAX.
-        op: "mean", or "sum" where the loss is already divided by the global batch.
-
-    Returns:
-        A function that returns `(value, grads)` or `((value, aux), grads)`, the same on every replica but for `aux`.
-
-    Raises:
-        StepError: the loss is not a scalar, or `op` is neither "mean" nor "sum".
-        GlobalViewError: `op="sum"` in a step that sees the whole batch.
-
-    Example:
-        >>> import jdist
-        >>> loss, grad = jdist.value_and_grad(lambda w: w**2)(3.0)
-        >>> float(loss), float(grad)
-        (9.0, 6.0)
-    """
-    _check_op(op, get_args(GradientOp))
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = fun(*args, **kwargs)
-        if isinstance(result, tuple) != has_aux or (has_aux and len(result) != 2):
-            got = f"a tuple of {len(result)}" if isinstance(result, tuple) else "one value"
-            raise StepError(
-                f"jdist.value_and_grad: with has_aux={has_aux} the function must return "
-                f"{'a pair (loss, aux)' if has_aux else 'the loss alone'}; it returned {got}."
-            )
-        loss = result[0] if has_aux else result
-        if not isinstance(loss, float | int) and jnp.shape(loss) != ():
-            raise StepError(
-                f"jdist.value_and_grad: the loss has shape {jnp.shape(loss)}, it must be a scalar. If it holds one "
-                'loss an example, return `jdist.mean(losses, batch["mask"])`.'
-            )
-        if not holomorphic and not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            raise StepError(
-                f"jdist.value_and_grad: the loss is {jnp.result_type(loss)}, which has no gradient; it must be floating point. "
-                "A count of right answers is a metric: return it beside the loss (`has_aux=True`)."
-            )
-        return result
-
-    local = jax.value_and_grad(checked, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
-
-    def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
-        value, grads = local(*args, **kwargs)
-        if has_aux:
-            value, aux = value
-            value, grads = combine_gradients(value, grads, op)
-            return (value, aux), grads
-        return combine_gradients(value, grads, op)
-
-    return value_and_grad_of_all
-
-
-def grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    op: GradientOp = "mean",
-) -> Callable[..., Any]:
-    """As `jax.grad`, with the gradient averaged over the replicas; see `value_and_grad` for the arguments.
-
-    Returns:
-        A function that returns `grads` or `(grads, aux)`.
-    """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, op=op)
-
-    def grad_of_all(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_of_all
-
-
-def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
-    """Reduces one replica's loss and gradient over the replicas, or cuts the step here if it is being split.
-
-    Args:
-        value: this replica's loss; scalar.
-        grads: this replica's gradient; leaves without one (`float0`, integer parameters) pass through.
-        op: "mean" or "sum".
-
-    Returns:
-        `(value, grads)`, the same on every replica.
-    """
-    if op == "sum":
-        _refuse_in_global_view(
-            'value_and_grad(op="sum")', "the loss of the whole batch has its whole gradient; leave `op` out"
-        )
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    local = (value, [leaves[i][1] for i in real])
-    trace = context.current_trace()
-    recorder = _gradient_recorder(trace)
-    if recorder is not None:
-        value, combined = recorder.gradient(local, op)
-    else:
-        value, combined = reduce_gradients(*local, op)
-    out = [leaf for _, leaf in leaves]
-    for i, leaf in zip(real, combined, strict=True):
-        out[i] = leaf
-    if trace is not None and not trace.at_step_level():
-        trace.hidden.append(op)
-    elif trace is not None:
-        own_part = _own_part if recorder is None and trace.looks_at_parts else lambda x: x
-        trace.finite.append(("the loss", all_finite(value)))
-        trace.finite.extend(
-            (f"the gradient of {paths[i] or 'the parameters'}", all_finite(own_part(out[i])))
-            for i in real
-            if jnp.issubdtype(out[i].dtype, jnp.inexact)
-        )
-    return value, jax.tree_util.tree_unflatten(treedef, out)
-
-
-def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
-    """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
-
-    Args:
-        value: this replica's loss; scalar.
-        grads: this replica's gradient.
-        op: "mean" or "sum".
-
-    Returns:
-        `(value, grads)`, the same on every replica.
-
-    Raises:
-        StepError: the algorithm keeps something from step to step, which is not possible here.
-    """
-    axes, trace = replica_axes(), context.current_trace()
-    strategy = trace.strategy if trace else context.current_strategy()
-    if axes is None or strategy is None or not strategy.keeps_residuals:
-        return all_reduce((value, grads), op)
-    if trace is None or trace.residuals is None or not trace.at_step_level():
-        raise StepError(
-            f"all-reduce {strategy.reduction.name} keeps what it leaves out of a gradient for the next step, which it can do "
-            "only for gradients taken in a distributed step itself, not inside a `lax.scan`, `lax.cond` or `jax.jit` of it, "
-            'nor in `strategy.run`. Take them in the step, or use `all_reduce="psum"`.'
-        )
-    grads = trace.residuals.sum(grads, axes)
-    if op == "mean":
-        grads = jax.tree.map(lambda leaf: leaf / num_replicas(), grads)
-    _note(trace, grads, op)
-    return all_reduce(value, op), grads
-
-
-def _own_part(x: jax.Array) -> jax.Array:
-    """This replica's share of an array that all hold; the last shares overlap where it does not divide."""
-    size = -(-x.size // num_replicas())
-    return jax.lax.dynamic_slice_in_dim(x.reshape(-1), replica_id() * size, size)
-
-
-def all_finite(x: jax.Array) -> jax.Array:
-    """Whether no element of a floating-point array is NaN or infinite; bool scalar.
-
-    Zero times a finite number is zero, and NaN otherwise: on CPU a sum takes half the time of `isfinite(x).all()`.
-    """
-    return ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))
-
-
-def _check_op(op: str, allowed: tuple[str, ...]) -> None:
+def check_op(op: str, allowed: tuple[str, ...]) -> None:
+    """Refuses an `op` that is not allowed, by name."""
     if op not in allowed:
         raise StepError(f"`op` is {op!r}; allowed are {', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}")
 
 
-def _refuse_in_global_view(call: str, instead: str) -> None:
+def refuse_in_global_view(call: str, instead: str) -> None:
+    """Refuses a call that means nothing where the step sees the whole batch; says what to write instead."""
     trace = context.current_trace()
     if trace is not None and trace.strategy.transform == "jit":
         raise GlobalViewError(
@@ -426,6 +247,7 @@ def _refuse_in_global_view(call: str, instead: str) -> None:
         )
 
 
-def _gradient_recorder(trace: context.ReplicaTrace | None) -> context.Recorder | None:
+def gradient_recorder(trace: context.ReplicaTrace | None) -> context.Recorder | None:
+    """The recorder of a step that is being cut at its gradients; None where it is not."""
     recorder = None if trace is None else trace.recorder
     return recorder if recorder is not None and recorder.at == "gradient" else None

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist import replica
+from jdist import gradients, replica
 from jdist.boundary import Split, split
 from jdist.context import ReplicaTrace, Residuals, tracing
 from jdist.errors import BoundaryError
@@ -264,7 +264,7 @@ def _sum_each(cuts: list[jax.Array], sizes: tuple[int, ...]) -> list[jax.Array]:
     summed, rest = [], iter(cuts)
     for size in sizes:
         loss, *grads = (next(rest) for _ in range(size))
-        summed += jax.tree.leaves(replica.reduce_gradients(loss, grads, "sum"))
+        summed += jax.tree.leaves(gradients.reduce_gradients(loss, grads, "sum"))
     return summed
 
 

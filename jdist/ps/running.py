@@ -13,9 +13,10 @@ import numpy as np
 
 from jdist.errors import StepError
 from jdist.ps.artifact import pack
-from jdist.ps.coordinator import Coordinator, Times
+from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import job_of, keeping_of
 from jdist.ps.layout import Layout, make_layout
+from jdist.ps.link import Times
 from jdist.ps.messages import Freeze, Snapshot, Thaw
 from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts, take_apart

@@ -10,7 +10,7 @@ import jax
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
-from jdist.ps.coordinator import Times
+from jdist.ps.link import Times
 from jdist.ps.partition import Partitioner, Placement, min_size
 from jdist.ps.running import PsJob, PsOptions, PsStep, RemoteState, Servers
 from jdist.ps.shard import OnStale, Rules

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jdist.ps import dispatch as coordinator
-from jdist.ps.dispatch import Answered, Assign, Dispatch, Finish, Lost, Registered, Reported, Rollback, Scheduled, Tell
+from jdist.ps.dispatch import Dispatch
+from jdist.ps.events import Answered, Assign, Event, Finish, Lost, Registered, Reported, Rollback, Scheduled, Tell
 from jdist.ps.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
 from jdist.ps.shard import Rules, Shard, receive
 
@@ -145,7 +146,7 @@ def problem(world: World) -> str | None:
     return None
 
 
-def _tell(world: World, event: coordinator.Event) -> World:
+def _tell(world: World, event: Event) -> World:
     """An event at the coordinator."""
     dispatch, commands = coordinator.handle(world.dispatch, event)
     world = dataclasses.replace(world, dispatch=dispatch)

@@ -12,10 +12,11 @@ import pytest
 import jdist
 from jdist.errors import ClosureCancelledError, ClosureError
 from jdist.ps.artifact import pack
-from jdist.ps.coordinator import Coordinator, Times
+from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import job_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
+from jdist.ps.link import Times
 from jdist.ps.messages import Freeze, Snapshot
 from jdist.ps.partition import fixed_shards
 from jdist.ps.shard import Rules

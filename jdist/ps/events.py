@@ -1,0 +1,167 @@
+"""What happens to the coordinator, and what it asks of the shell round it; see `dispatch.handle`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jdist.ps.messages import Answer, Message, Ref
+
+Outcome = Literal["done", "void"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """Event: there are further closures.
+
+    Attributes:
+        count: how many.
+    """
+
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Registered:
+    """Event: a worker's process is connected, and holds no closure.
+
+    Attributes:
+        worker: its number.
+    """
+
+    worker: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reported:
+    """Event: a worker is through with a closure.
+
+    Attributes:
+        worker: its number.
+        epoch: under which epoch it computed.
+        generation: in which history.
+        closure: which.
+        outcome: "done"; or "void", if the closure took no effect and never will (its function failed, it had no batch).
+    """
+
+    worker: int
+    epoch: int
+    generation: int
+    closure: int
+    outcome: Outcome = "done"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Event: a worker does not answer, or its connection broke.
+
+    Attributes:
+        worker: its number.
+        epoch: the epoch of the connection.
+    """
+
+    worker: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answered:
+    """Event: a shard has answered a `Tell`.
+
+    Attributes:
+        shard: its number.
+        message: what it was told.
+        answer: what it said.
+    """
+
+    shard: int
+    message: Message
+    answer: Answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """Event: a shard's memory is gone; all go back to a snapshot.
+
+    Attributes:
+        settled: closures below this number are in the snapshot.
+        applied: and these above it.
+        version: the shards' version in it.
+        generation: the least number that the new history may have.
+    """
+
+    settled: int
+    applied: frozenset[int]
+    version: int = 0
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancelled:
+    """Event: what no worker has yet is not to be computed."""
+
+
+Event = Scheduled | Registered | Reported | Lost | Answered | Rollback | Cancelled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assign:
+    """Command: send a worker closures.
+
+    Attributes:
+        worker: its number.
+        epoch: its epoch, for the shards.
+        generation: the history, for the shards.
+        closures: their numbers.
+        settled: closures below are done.
+    """
+
+    worker: int
+    epoch: int
+    generation: int
+    closures: tuple[int, ...]
+    settled: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Command: tell a shard something, again and again until it answers.
+
+    Attributes:
+        shard: its number.
+        message: what.
+    """
+
+    shard: int
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finish:
+    """Command: a closure is done.
+
+    Attributes:
+        closure: which.
+        outcome: whether it took effect.
+        worker: whose report has its result; None where a shard kept it.
+        result: the shard's name for it; None if it is the worker's, or there is none.
+    """
+
+    closure: int
+    outcome: Outcome = "done"
+    worker: int | None = None
+    result: Ref | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rerun:
+    """Command: say that closures which were done are computed again.
+
+    Attributes:
+        count: how many.
+    """
+
+    count: int
+
+
+Command = Assign | Tell | Finish | Rerun

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.errors import ClosureCancelledError, ClosureError, JDistError
+from jdist.errors import ClosureCancelledError, ClosureError, JDistError, ShardLostError
 from jdist.ps import dispatch as machine
 from jdist.ps.dispatch import Dispatch
 from jdist.ps.events import (
@@ -33,12 +33,15 @@ from jdist.ps.keeper import Keeping, specs
 from jdist.ps.link import Times, WorkerLink
 from jdist.ps.messages import Held, Restore
 from jdist.ps.remote_value import Pending
+from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.shards import ShardClient, Together
+from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
 from jdist.ps.transport.seam import Channel
 from jdist.ps.wire import Spec, to_plain
 
 _LOG = logging.getLogger(__name__)
 MOST_QUEUED = 262_144  # as in tf.distribute
+SNAPSHOT_EVERY = 1000  # closures, whose arguments are kept until then
 
 
 @dataclasses.dataclass
@@ -76,7 +79,12 @@ class Coordinator:
         self._tells = ThreadPoolExecutor(2 * len(shards) + 2, thread_name_prefix="jdist-tell")
         self._job: Job | None = None
         self._install: Callable[[Channel], str] | None = None
-        self._restore: Callable[[int, Restore], Any] | None = None
+        self._programs: Sequence[bytes] = ()
+        self._void: set[int] = set()  # since the snapshot: closures that took no effect and never will
+        self._since = 0  # closures that have been done since the snapshot
+        self._snapshot: ClusterSnapshot | None = None
+        self._snapshotting = threading.Lock()
+        self._watches = [ShardWatch(number, client, self, times) for number, client in enumerate(shards)]
 
     def begin(
         self,
@@ -112,12 +120,48 @@ class Coordinator:
             return answer["name"]
 
         self._install = install
-        self._restore = lambda shard, message: self._shards.clients[shard].restore(
-            message, kept[shard], shard_programs[shard]
-        )
+        self._programs = shard_programs
+        self._snapshot = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=kept)
         self.handle(Rollback(settled=0, applied=frozenset(), generation=generation))
-        for link in self._links:
-            link.start()
+        for thread in (*self._watches, *self._links):
+            thread.start()
+
+    def snapshot(self) -> ClusterSnapshot:
+        """The state of all shards as it is now, to which they go back when one of them loses its memory.
+
+        Raises:
+            ShardLostError: a shard does not answer.
+        """
+        while True:
+            with self._snapshotting, self.lock:
+                generation, settled = self._dispatch.generation, self._dispatch.settled
+                void = {c for c in self._void if c < settled}
+            found = take_snapshot(
+                self._shards,
+                generation=generation,
+                settled=settled,
+                is_wanted=lambda g=generation: self.generation == g and not self.closed,
+            )
+            with self.lock:
+                if found is not None and self._dispatch.generation == generation:
+                    self._snapshot, self._since = found, 0
+                    self._void -= void
+                    for c in [c for c in self._closures if c < settled or c in found.applied]:
+                        if self._closures[c].pending.done:
+                            del self._closures[c]
+                    return found
+                self._raise_error()
+                if self.closed:
+                    raise ShardLostError("the coordinator was closed")
+
+    def memory_lost(self, shard: int) -> None:
+        """A shard has begun anew, and is empty: all shards go back to the snapshot, and what was done since runs again."""
+        with self.lock:
+            found = self._snapshot
+            assert found is not None  # the state at the beginning is one
+            done = found.applied | {c for c in self._void if c >= found.settled}
+            _LOG.warning("parameter server %d lost its memory", shard)
+            self.handle(Rollback(settled=found.settled, applied=frozenset(done), version=found.version))
 
     def schedule(self, arguments: Sequence[Any]) -> Pending:
         """Puts a closure into the queue.
@@ -183,8 +227,8 @@ class Coordinator:
             closure.pending.arrive([], ClosureCancelledError("the coordinator was closed"))
         self._shards.close()
         self._tells.shutdown(wait=False, cancel_futures=True)
-        for link in self._links:
-            link.join(self._times.lost_after_s)
+        for thread in (*self._watches, *self._links):
+            thread.join(self._times.lost_after_s)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -204,16 +248,21 @@ class Coordinator:
                         self._links[command.worker].assign(command)
                     case Tell():
                         self._tells.submit(self._tell, command)
-                    case Finish(worker=None):
+                    case Finish():
                         self._finish(command)
                     case Rerun():
                         _LOG.warning("%d closures run again", command.count)
             self.lock.notify_all()
 
     def _finish(self, command: Finish) -> None:
-        """A closure whose results did not come with a report."""
-        closure = self._closures.pop(command.closure, None)
-        if closure is None:
+        """A closure is done; if its results did not come with a report, they are here. Its arguments stay until a snapshot."""
+        if command.outcome == "void":
+            self._void.add(command.closure)
+        self._since += 1
+        if self._since >= SNAPSHOT_EVERY and self._since % SNAPSHOT_EVERY == 0:
+            self._tells.submit(self._snapshot_quietly)
+        closure = self._closures.get(command.closure)
+        if closure is None or command.worker is not None:
             return
         if command.outcome == "void":
             closure.pending.arrive([], ClosureCancelledError("another closure had failed"))
@@ -225,8 +274,9 @@ class Coordinator:
         """Tells a shard something until it answers."""
         try:
             if isinstance(command.message, Restore):
-                assert self._restore is not None  # set before the first one
-                answer = self._restore(command.shard, command.message)
+                assert self._snapshot is not None  # set before the first one
+                kept, program = self._snapshot.kept[command.shard], self._programs[command.shard]
+                answer = self._shards.clients[command.shard].restore(command.message, kept, program)
             else:
                 (answer,), _, results = self._shards.clients[command.shard].say([command.message])
                 if isinstance(answer, Held):
@@ -252,9 +302,16 @@ class Coordinator:
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None:
         """Hands a closure's results, or its error, to those who wait for them."""
         with self.lock:
-            known = self._closures.pop(number, None)
+            known = self._closures.get(number)
         if known is not None:
             known.pending.arrive(leaves, error)
+
+    def _snapshot_quietly(self) -> None:
+        """A snapshot that nobody waits for; a shard that does not answer is its watch's affair."""
+        try:
+            self.snapshot()
+        except JDistError as exc:
+            _LOG.info("no snapshot: %s", exc)
 
     def epoch_of(self, worker: int) -> int:
         """A worker's present epoch; 0 before its first."""

@@ -85,6 +85,7 @@ class Keeper:
         self._run: Callable[[Sequence[Any]], list[jax.Array]] | None = None
         self._held: dict[int, Any] = {}  # arrays of a push, or a result's bytes, by the number that the machine knows
         self._next_ref = 0
+        self._cut: list[np.ndarray] = []
         self._answers: dict[int, Any] = {}
 
     def methods(self) -> dict[str, Method]:
@@ -93,6 +94,7 @@ class Keeper:
             "status": Method(self._status),
             "restore": Method(self._restore, self._expects_of_restore),
             "say": Method(self._say, self._expects_of_say),
+            "read": Method(self._read),
         }
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
@@ -174,16 +176,23 @@ class Keeper:
     def _told(self, message: Message, answer: Any, sent: list[Any]) -> Header:
         """An answer as it travels, and the arrays that go with it."""
         plain, keeping = to_plain(answer), self._keeping
-        assert keeping is not None or not isinstance(answer, Parameters | Cut)  # an empty shard refuses
+        assert keeping is not None or not isinstance(answer, Parameters)  # an empty shard refuses
         if isinstance(answer, Parameters) and keeping is not None:
             first = getattr(message, "known", None) is None
             places = [*(keeping.pulled if answer.changed else ()), *(keeping.pulled_once if first else ())]
             sent.extend(np.asarray(self._kept[i]) for i in places)
         if isinstance(answer, Cut):
-            sent.extend(np.asarray(x) for x in self._kept)
+            # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
+            self._cut = [np.asarray(x) for x in self._kept]
         if isinstance(answer, Held):
             plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
         return plain
+
+    def _read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """The arrays of the last snapshot, which can be read once."""
+        with self._lock:
+            cut, self._cut = self._cut, []
+        return {"arrays": len(cut)}, cut
 
     def _name(self, held: Any = None) -> int:
         self._next_ref += 1

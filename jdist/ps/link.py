@@ -29,12 +29,14 @@ class Times:
         lost_after_s: without an answer, after which it counts as lost.
         closure_s: for a batch of closures.
         reconnect_s: between two attempts to reach a lost worker.
+        ps_timeout_s: for a parameter server that does not answer, or for another in its place.
     """
 
     ping_s: float = 1.0
     lost_after_s: float = 10.0
     closure_s: float = 3600.0
     reconnect_s: float = 0.5
+    ps_timeout_s: float = 120.0
 
 
 class Hub(Protocol):
@@ -151,6 +153,9 @@ class WorkerLink:
             hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how))
             if error is not None:
                 hub.fail(error)
+        if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
+            # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
+            raise CallFailed(channel.peer, "unavailable", "it gave closures up")
 
     def _ping(self, busy: Channel, lost: threading.Event) -> None:
         """Asks the worker whether it lives, over a connection of its own; if it has not answered for long, ends the other."""

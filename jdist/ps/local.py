@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import queue
 import secrets
@@ -10,13 +12,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jdist.errors import LaunchError
 from jdist.ps.serve import PS, READY, WORKER, Role
 
 START_S = 60.0
 END_S = 10.0
+MOST_RESTARTS = 10
+_LOG = logging.getLogger(__name__)
 
 
 class LocalCluster:
@@ -39,21 +43,37 @@ class LocalCluster:
         Raises:
             LaunchError: one of them did not come up; says what it wrote.
         """
-        self.token = secrets.token_hex(16)
+        self.token, self._grace_s = secrets.token_hex(16), grace_s
         self._processes: list[subprocess.Popen[str]] = []
-        self._finalizer = weakref.finalize(self, _end, self._processes)
+        self._closed = threading.Event()
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._closed)
         roles = (PS,) * ps + (WORKER,) * workers
         try:
             for role in roles:
-                self._processes.append(self._start(role, grace_s))
+                self._processes.append(_start(role, grace_s, self.token))
             addresses = [_address(p, role) for p, role in zip(self._processes, roles, strict=True)]
         except BaseException:
             self.close()
             raise
         self.ps, self.workers = addresses[:ps], addresses[ps:]
+        keeping = functools.partial(_keep, self._processes, self._closed, restart=self._restarter(addresses, ps))
+        threading.Thread(target=keeping, daemon=True, name="jdist-keep").start()
+
+    def _restarter(self, addresses: Sequence[str], ps: int) -> Callable[[int], subprocess.Popen[str]]:
+        """Starts the process of a number again, under its address; holds on to nothing of this object."""
+        token, grace_s = self.token, self._grace_s
+
+        def restart(number: int) -> subprocess.Popen[str]:
+            role: Role = PS if number < ps else WORKER
+            process = _start(role, grace_s, token, addresses[number])
+            _address(process, role)
+            return process
+
+        return restart
 
     def close(self) -> None:
         """Ends them; done by itself when the object or the process is gone."""
+        self._closed.set()
         self._finalizer()
 
     @property
@@ -61,18 +81,19 @@ class LocalCluster:
         """Process ids: first of the parameter servers, then of the workers."""
         return [p.pid for p in self._processes]
 
-    def _start(self, role: Role, grace_s: float) -> subprocess.Popen[str]:
-        environ = {**os.environ, "JDIST_TOKEN": self.token}
-        if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
-            environ["JAX_PLATFORMS"] = "cpu"
-        command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", "127.0.0.1:0"]
-        return subprocess.Popen(
-            [*command, "--grace-s", str(grace_s), "--with-parent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
+
+def _start(role: Role, grace_s: float, token: str, address: str = "127.0.0.1:0") -> subprocess.Popen[str]:
+    environ = {**os.environ, "JDIST_TOKEN": token}
+    if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
+        environ["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", address]
+    return subprocess.Popen(
+        [*command, "--grace-s", str(grace_s), "--with-parent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
 
 
 def _address(process: subprocess.Popen[str], role: Role) -> str:
@@ -102,7 +123,33 @@ def _address(process: subprocess.Popen[str], role: Role) -> str:
             )
 
 
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+def _keep(
+    processes: list[subprocess.Popen[str]],
+    closed: threading.Event,
+    *,
+    restart: Callable[[int], subprocess.Popen[str]],
+) -> None:
+    """Starts again what has ended, until all are to end; one that ends again and again after ever longer waits."""
+    ended, next_at = [0] * len(processes), [0.0] * len(processes)
+    while not closed.wait(0.2):
+        for number, process in enumerate(processes):
+            if process.poll() is None or time.monotonic() < next_at[number]:
+                continue
+            if ended[number] == MOST_RESTARTS:
+                continue
+            ended[number] += 1
+            next_at[number] = time.monotonic() + min(30.0, 2.0 ** ended[number])
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                processes[number] = restart(number)
+            except LaunchError as exc:
+                _LOG.warning("%s", exc)
+    _end(processes, closed)  # also what was started while the others were ended
+
+
+def _end(processes: Sequence[subprocess.Popen[str]], closed: threading.Event) -> None:
+    closed.set()
     for process in processes:
         if process.stdin is not None:
             process.stdin.close()

@@ -176,10 +176,10 @@ class Held(Done):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut(Done):
-    """Answer to a snapshot; the arrays are sent with it.
+    """Answer to a snapshot; the arrays can then be read.
 
     Attributes:
-        staged: closures that are staged, whose gradients are sent as well.
+        staged: closures that are staged.
         applied: closures that were applied and are not settled.
     """
 

@@ -17,7 +17,6 @@ from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import job_of, keeping_of
 from jdist.ps.layout import Layout, make_layout
 from jdist.ps.link import Times
-from jdist.ps.messages import Freeze, Snapshot, Thaw
 from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_value import RemoteValue
@@ -127,12 +126,7 @@ class PsJob:
             self._coordinator.join()
             leaves, treedef = jax.tree.flatten(state.initial)
             found = [np.array(_raw(x)) for x in leaves]
-            said = {"generation": self._coordinator.generation}
-            shards = self._coordinator.shards
-            shards.each(lambda i, client: client.say([Freeze(**said)]))
-            cuts = shards.each(lambda i, client: client.say([Snapshot(**said)])[1])
-            shards.each(lambda i, client: client.say([Thaw(**said)]))
-            for shard, arrays in zip(self._layout.shards, cuts, strict=True):
+            for shard, arrays in zip(self._layout.shards, self._coordinator.snapshot().kept, strict=True):
                 for rows, x in zip(shard.kept, arrays, strict=True):
                     found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
             typed = [

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from jdist.errors import ShardLostError
 from jdist.ps.keeper import Keeping, specs
-from jdist.ps.messages import TRAVELLING, Cut, Message, Parameters, Restore
+from jdist.ps.messages import TRAVELLING, Message, Parameters, Restore
 from jdist.ps.transport.seam import CallFailed, Channel
-from jdist.ps.wire import Spec, from_plain, to_plain
+from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 
 T = TypeVar("T")
 
@@ -72,6 +72,27 @@ class ShardClient:
         results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
         return answers, received, results
 
+    def read(self) -> list[Any]:
+        """The arrays of its last snapshot."""
+        kept = specs(self.keeping.kept)
+        header, arrays = self._repeated(
+            lambda t: self.channel.call(
+                "read", {}, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
+            )
+        )
+        if header["arrays"] != len(kept):
+            raise ShardLostError(f"the parameter server {self.channel.peer} has no snapshot any more")
+        return arrays
+
+    def status(self, timeout_s: float) -> dict[str, Any]:
+        """Its incarnation, generation, version and counts; asked once.
+
+        Raises:
+            CallFailed: there was no answer.
+        """
+        header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
+        return header
+
     def _repeated(self, call: Callable[[float], T]) -> T:
         end, pause = time.monotonic() + self._give_up_s, 0.05
         while True:
@@ -91,7 +112,7 @@ class _Expects:
 
     def __init__(self, keeping: Keeping, messages: Sequence[Message]):
         self._keeping, self._messages = keeping, messages
-        self.is_bulk = any(sum(s.size_bytes for s in specs(keeping.kept)) > 1 << 20 for _ in messages[:1])
+        self.is_bulk = _is_bulk(specs(keeping.kept))
 
     def __call__(self, header: dict[str, Any]) -> list[Spec]:
         kept, found = specs(self._keeping.kept), []
@@ -101,9 +122,11 @@ class _Expects:
                 first = getattr(message, "known", None) is None
                 changed = self._keeping.pulled if answer.changed else ()
                 found += [kept[i] for i in (*changed, *(self._keeping.pulled_once if first else ()))]
-            if isinstance(answer, Cut):
-                found += kept
         return found
+
+
+def _is_bulk(arrays: Sequence[Spec]) -> bool:
+    return sum(s.size_bytes for s in arrays) > CHUNK_BYTES
 
 
 def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.errors import WireError
+from jdist.errors import ShardLostError, WireError
 from jdist.ps.artifact import name_of, unpack
 from jdist.ps.job import KINDS, Job, ShardOfJob
 from jdist.ps.keeper import Keeping, specs
@@ -117,7 +117,7 @@ class WorkerServer:
                     if self._epoch > epoch:
                         raise Abandoned
                     results, error = job.compute(who, closure, arguments)
-                except Abandoned:
+                except (Abandoned, ShardLostError):
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue
                 outcomes.append({"closure": closure, "outcome": "void" if error else "done", "error": error})

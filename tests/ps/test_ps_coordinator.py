@@ -17,7 +17,6 @@ from jdist.ps.job import job_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
 from jdist.ps.link import Times
-from jdist.ps.messages import Freeze, Snapshot
 from jdist.ps.partition import fixed_shards
 from jdist.ps.shard import Rules
 from jdist.ps.shards import ShardClient
@@ -97,10 +96,7 @@ class Job:
 
     def whole(self):
         found = [np.array(x) for x in self.leaves]
-        for client, shard in zip(self.clients, self.layout.shards, strict=True):
-            generation = self.coordinator.generation
-            client.say([Freeze(generation=generation)])
-            _, arrays, _ = client.say([Snapshot(generation=generation)])
+        for shard, arrays in zip(self.layout.shards, self.coordinator.snapshot().kept, strict=True):
             for rows, x in zip(shard.kept, arrays, strict=True):
                 found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
         return found
@@ -167,6 +163,33 @@ def test_a_worker_that_dies_and_one_that_takes_its_place(num_ps):
         job.coordinator.join(60)
         assert count(job) == [40] * num_ps
         assert all(np.isfinite(p.wait(0)[0]) for p in pending)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num_ps):
+    with Job(num_ps, 2) as job:
+        pending = [job.coordinator.schedule(job.arguments) for _ in range(30)]
+        pending[12].wait(60)
+        before = job.coordinator.snapshot()
+        pending[20].wait(60)
+        job.keepers[-1] = Keeper()
+        name = list(job.servers)[-1]
+        job.servers[name]._methods = job.keepers[-1].methods()
+        pending += [job.coordinator.schedule(job.arguments) for _ in range(10)]
+        job.coordinator.join(60)
+        assert count(job) == [40] * num_ps
+        assert before.version >= 12
+        assert job.coordinator.generation == 2
+
+
+def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):
+    monkeypatch.setattr("jdist.ps.coordinator.SNAPSHOT_EVERY", 10)
+    with Job(2, 1) as job:
+        most = 0
+        for _ in range(80):
+            job.coordinator.schedule(job.arguments).wait(60)
+            most = max(most, len(job.coordinator._closures))
+        assert most < 40
 
 
 def test_a_gradient_that_is_not_finite_fails_its_closure_and_cancels_the_queue():

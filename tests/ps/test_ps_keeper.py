@@ -81,9 +81,10 @@ class Job:
         found = [np.array(x) for x in self.leaves]
         for client, shard in zip(self.clients, self.layout.shards, strict=True):
             client.say([Freeze(generation=1)])
-            (answer,), arrays, _ = client.say([Snapshot(generation=1)])
+            (answer,), _, _ = client.say([Snapshot(generation=1)])
             assert isinstance(answer, Cut)
             client.say([Thaw(generation=1)])
+            arrays = client.read()
             for rows, x in zip(shard.kept, arrays, strict=True):
                 found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
         return found

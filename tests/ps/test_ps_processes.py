@@ -85,6 +85,19 @@ def test_a_worker_killed_in_the_middle_costs_no_step_and_none_counts_twice(serve
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.params))
 
 
+def test_a_server_killed_in_the_middle_sends_all_back_to_the_snapshot_and_the_count_is_exact(servers):
+    make, jobs = servers
+    strategy = make(local_workers=2, local_ps=2, partitioner=jdist.ps.fixed_shards(2))
+
+    def kill(job):
+        os.kill(job.servers.pids[0], signal.SIGKILL)
+
+    handle, found, losses = run(strategy, 10, at=200, do=kill)
+    jobs.append(handle.job)
+    assert (int(found.step), len(losses), handle.job.coordinator.generation) == (400, 400, 2)
+    assert np.isfinite(losses).all()
+
+
 def test_closing_ends_every_process(servers):
     make, _ = servers
     strategy = make(local_workers=1, local_ps=1)

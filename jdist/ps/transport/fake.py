@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from jdist.errors import WireError
 from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
 from jdist.ps.wire import Buffers, Spec, chunks, decode, encode
 
@@ -33,12 +34,15 @@ class FakeServer:
         """What comes back for the bytes of a call."""
         if self._stopped.is_set():
             raise CallFailed(self.address, "unavailable")
-        header, _ = decode(frame)
-        found = self._methods[method]
-        buffers = Buffers(found.expects(header), most_bytes=self._most_bytes)
-        for chunk in payload:
-            buffers.take(chunk)
-        answer, arrays = found.run(header, buffers.arrays())
+        try:
+            header, _ = decode(frame)
+            found = self._methods[method]
+            buffers = Buffers(found.expects(header), most_bytes=self._most_bytes)
+            for chunk in payload:
+                buffers.take(chunk)
+            answer, arrays = found.run(header, buffers.arrays())
+        except WireError as exc:
+            raise CallFailed(self.address, "refused") from exc
         return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]
 
 

@@ -1,0 +1,81 @@
+"""Whether a parameter server is there, and still the one that it was."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from jdist.errors import ClosureError
+from jdist.ps.link import Times
+from jdist.ps.shards import ShardClient
+from jdist.ps.transport.seam import CallFailed
+
+
+class Hub(Protocol):
+    """What a watch needs of the coordinator; see there."""
+
+    lock: threading.Condition
+    closed: bool
+
+    def memory_lost(self, shard: int) -> None: ...
+    def fail(self, error: ClosureError) -> None: ...
+
+
+class ShardWatch:
+    """Asks a shard every second who it is.
+
+    A shard that does not answer keeps everybody waiting, and nothing is lost by that; one that answers under another
+    incarnation has an empty memory.
+
+    Args:
+        number: the shard's.
+        client: how to reach it.
+        hub: the coordinator.
+        times: how often it asks, and how long it waits.
+    """
+
+    def __init__(self, number: int, client: ShardClient, hub: Hub, times: Times):
+        self.number = number
+        self._client, self._hub, self._times = client, hub, times
+        self._incarnation: str | None = None
+        self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
+
+    def start(self) -> None:
+        """Notes who the shard is, and starts the watch.
+
+        Raises:
+            CallFailed: it does not answer.
+        """
+        self._incarnation = self._client.status(self._times.lost_after_s)["incarnation"]
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for its end, once the hub is closed."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _watch(self) -> None:
+        hub, times, last = self._hub, self._times, time.monotonic()
+        told = False
+        while True:
+            with hub.lock:
+                if hub.lock.wait_for(lambda: hub.closed, times.ping_s):
+                    return
+            try:
+                found = self._client.status(times.ping_s)["incarnation"]
+            except CallFailed as exc:
+                silent_s = time.monotonic() - last
+                if silent_s > times.ps_timeout_s and not told:
+                    told = True
+                    hub.fail(
+                        ClosureError(
+                            f"the parameter server {self._client.channel.peer} has not answered for {silent_s:.0f} s: "
+                            f"{exc.reason}. Start it again, or give it more time by `ps_timeout_s`."
+                        )
+                    )
+                continue
+            last, told = time.monotonic(), False
+            if found != self._incarnation:
+                self._incarnation = found
+                hub.memory_lost(self.number)

@@ -1,0 +1,72 @@
+"""A consistent cut of all shards: the state after some closures, each on every shard or on none."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdist.ps.messages import Cut, Freeze, Snapshot, Thaw
+from jdist.ps.shards import Together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterSnapshot:
+    """The state of all shards after some closures.
+
+    Attributes:
+        settled: closures below this number are in it.
+        applied: and these above.
+        version: the shards' version.
+        kept: each shard's arrays.
+    """
+
+    settled: int
+    applied: frozenset[int]
+    version: int
+    kept: Sequence[Sequence[Any]]
+
+
+def take_snapshot(
+    shards: Together, *, generation: int, settled: int, is_wanted: Callable[[], bool], timeout_s: float = 30.0
+) -> ClusterSnapshot | None:
+    """Takes a snapshot while the job goes on.
+
+    All shards are frozen: what is staged on all of them is still committed, nothing else is admitted. Once they say that
+    the same closures are applied, their arrays are such a cut. They are referred to, not copied; the shards are thawed
+    before these are read.
+
+    Args:
+        shards: the shards.
+        generation: their history.
+        settled: closures below this number are applied on all of them.
+        is_wanted: asked before each try; a rollback meanwhile makes the snapshot void.
+        timeout_s: how long shards may disagree, as they do while a lost worker's closures are sorted out.
+
+    Returns:
+        The snapshot; None if the shards began another history, or did not agree in time.
+
+    Raises:
+        ShardLostError: a shard does not answer.
+    """
+    said: dict[str, Any] = {"generation": generation}
+    end, cuts = time.monotonic() + timeout_s, []
+    try:
+        shards.each(lambda i, client: client.say([Freeze(**said)]))
+        while is_wanted() and time.monotonic() < end:
+            answers = shards.each(lambda i, client: client.say([Snapshot(**said)])[0][0])
+            if not all(isinstance(answer, Cut) for answer in answers):
+                return None
+            cuts = [(frozenset(c for c in a.applied if c >= settled), a.version) for a in answers]
+            if len(set(cuts)) == 1:
+                break
+            cuts = []
+            time.sleep(0.01)
+    finally:
+        shards.each(lambda i, client: client.say([Thaw(**said)]))
+    if not cuts:
+        return None
+    applied, version = cuts[0]
+    kept = shards.each(lambda i, client: client.read())
+    return ClusterSnapshot(settled=settled, applied=applied, version=version, kept=kept)

@@ -250,7 +250,8 @@ def serve(
     )
 
 
-COMMANDS = {"run": run, "plan": plan, "launch": launch, "doctor": doctor, "serve": serve}
+COMMANDS = {"run": run, "plan": plan, "launch": launch, "doctor": doctor}
+UNDER_WAY = {"serve": serve}  # not shown yet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,8 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     """Hand a known subcommand its arguments; list the subcommands otherwise."""
-    if arguments and arguments[0] in COMMANDS:
-        return tyro.cli(COMMANDS[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
+    known = {**COMMANDS, **UNDER_WAY}
+    if arguments and arguments[0] in known:
+        return tyro.cli(known[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
     app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand
     for name, command in COMMANDS.items():
         app.command(name=name, help=(command.__doc__ or "").partition("\n")[0])(command)

@@ -15,6 +15,7 @@
     ├── ClusterError           the processes of a job did not come together, or did not agree
     │   ├── PeerLostError      a process of the job is gone, or stands still
     │   ├── PeerFailedError    another process met an error in what all do together
+    │   ├── PortInUseError     a port that process 0 has to listen on is taken
     │   └── ClusterTimeoutError others were waited for in vain; starting all again may help
     ├── ClusterConfigError     a cluster's description, or a variable of the environment that it is read from
     ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
@@ -143,6 +144,13 @@ class ClusterTimeoutError(ClusterError):
     """Other processes did not come, or did not come to the same call, within the time given for it.
 
     A program that it ends leaves with exit code 75: once all are started again, they may come.
+    """
+
+
+class PortInUseError(ClusterError):
+    """A port that process 0 has to listen on is taken, perhaps by a process of an earlier job that is about to end.
+
+    A program that it ends leaves with exit code 75: the next attempt may find it free.
     """
 
 

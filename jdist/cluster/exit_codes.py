@@ -9,6 +9,7 @@ from jdist.errors import (
     NonFiniteError,
     PeerFailedError,
     PeerLostError,
+    PortInUseError,
     ReplicaDivergenceError,
 )
 
@@ -29,7 +30,7 @@ def of(error: BaseException) -> int:
     """
     if isinstance(error, PeerFailedError) and error.exit_code == USAGE:
         return USAGE  # then starting again helps nowhere
-    if isinstance(error, PeerFailedError | PeerLostError | ClusterTimeoutError):
+    if isinstance(error, PeerFailedError | PeerLostError | ClusterTimeoutError | PortInUseError):
         return PEER_LOST
     if isinstance(error, JDistError) and not isinstance(
         error, NonFiniteError | ReplicaDivergenceError | CheckpointError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from jdist.cluster import environment
 from jdist.cluster.address import join
 from jdist.cluster.refuse import refused
-from jdist.errors import ClusterError
+from jdist.errors import ClusterError, PortInUseError
 
 WATCH_PORT = "JDIST_WATCH_PORT"
 _POD_S = 30.0  # a pod may start before its name is known to the cluster's DNS
@@ -66,12 +67,13 @@ def listen(address: str, port: int) -> socket.socket:
         port: which port.
 
     Raises:
-        ClusterError: the port is taken, or the address is not this machine's.
+        PortInUseError: the port is taken.
+        ClusterError: the address is not this machine's.
     """
     try:
         return _server(address, port)
     except OSError as exc:
-        raise ClusterError(
+        raise _refusal(exc)(
             f"process 0 cannot listen on {join(address, port)}, where jdist watches the processes: {exc}. The coordinator's "
             f"host must be an address of process 0's machine; for another port set {WATCH_PORT} on all processes."
         ) from exc
@@ -81,16 +83,22 @@ def check_free(address: str, port: int) -> None:
     """Tries the coordinator's port: JAX itself would share one that another JAX job listens on.
 
     Raises:
-        ClusterError: it is taken, or the address is not this machine's.
+        PortInUseError: it is taken, perhaps because another process claims to be process 0, too.
+        ClusterError: the address is not this machine's.
     """
     try:
         with contextlib.closing(_server(address, port)):
             return
     except OSError as exc:
-        raise ClusterError(
+        raise _refusal(exc)(
             f"JAX's coordinator cannot listen on {join(address, port)}: {exc}. The address of process 0 must be one of its own "
-            "machine, and the port free there; the processes of an earlier job may still hold it."
+            "machine, and the port free there; an earlier job, or another process that is told to be process 0, may hold it."
         ) from exc
+
+
+def _refusal(exc: OSError) -> type[ClusterError]:
+    """A port that is taken may be free soon; an address that is not this machine's stays so."""
+    return PortInUseError if exc.errno == errno.EADDRINUSE else ClusterError
 
 
 def _server(address: str, port: int) -> socket.socket:

@@ -38,6 +38,7 @@ def examine(*, alone: bool, timeout_s: float) -> list[Finding]:
         return found
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("clocks", lambda: together.clocks(strategy, timeout_s)),
+        ("folder", lambda: together.folder(strategy, Path("runs"), timeout_s)),
         ("devices", lambda: together.devices(strategy, timeout_s)),
         ("all-reduce", lambda: together.all_reduce(strategy)),
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jdist.doctor.finding import Finding, failed, passed, warned
@@ -44,6 +46,26 @@ def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
     if apart_s > _CLOCKS_S:
         return [warned("clocks", text, "Run a time service (chrony) on all machines.")]
     return [passed("clocks", text)]
+
+
+def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
+    """Whether all processes see one folder of that name, as checkpoints need."""
+    from jdist.train.shared_folder import open_shared
+
+    cluster = strategy.cluster
+    if cluster is None or cluster.num_processes == 1:
+        return []
+    made = [p for p in (path, *path.parents) if not p.exists()] if cluster.is_chief else []
+    try:
+        open_shared(path, cluster, timeout_s, "doctor: folder")
+    except JDistError as exc:
+        remedy = "Start all processes in one folder of a file system that they share: checkpoints go to its runs/."
+        return [failed("folder", str(exc), remedy)]
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # something is in it by now
+                folder.rmdir()
+    return [passed("folder", f"all processes see the same {path.absolute()}")]
 
 
 def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:

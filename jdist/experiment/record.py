@@ -90,7 +90,8 @@ def open_folder(path: Path) -> Iterator[RunFolder]:
                 stack.enter_context(hold(folder.lock))
             except BlockingIOError:
                 raise ConfigError(
-                    f"{path}: another process is writing this run. Wait for it or stop it, or give this run another name."
+                    f"{path}: another process is writing this run. Wait for it or stop it, or give this run another name; "
+                    "if it is another process of the same job, say strategy.name=multi_worker."
                 ) from None
         strangers = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
         if strangers and not (path / "config.yaml").exists():

@@ -72,13 +72,16 @@ def multi_worker(
         raise StrategyError(
             f"`cluster` is a {type(spec).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
         )
-    joined = runtime.start(spec, timeout_s=options.timeout_s, start_timeout_s=options.start_timeout_s)
+    if spec.task_type == "evaluator":  # takes no part in the job: its own devices, and nobody to wait for
+        joined = runtime.alone()
+    else:
+        joined = runtime.start(spec, timeout_s=options.timeout_s, start_timeout_s=options.start_timeout_s)
     with joined.blocked():  # each process tells the others of its devices
         devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     failpoints.reached(Point.AFTER_INIT)
-    if jax.process_count() != spec.num_processes:
+    if jax.process_count() != joined.num_processes:
         raise StrategyError(
-            f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {spec.num_processes}. On a Cloud "
+            f"JAX runs as {jax.process_count()} processes, but the cluster ({spec}) has {joined.num_processes}. On a Cloud "
             "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
         )
     reduction = _reduction(all_reduce, options, devices)

@@ -54,6 +54,7 @@ def test_none_applies_one_process():
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_COORDINATOR_ADDRESS"),
         (POD, "JOB_COMPLETION_INDEX"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS"),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS"),
         ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "PMI_SIZE"),
     ],
 )

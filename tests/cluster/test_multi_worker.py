@@ -17,6 +17,12 @@ def test_without_a_cluster_it_is_one_process_with_all_its_devices(monkeypatch):
     assert strategy.cluster.is_chief
 
 
+def test_in_the_evaluator_it_has_its_own_devices_and_waits_for_nobody():
+    jobs = {"worker": ["127.0.0.1:2222", "127.0.0.1:2224"]}
+    strategy = jdist.multi_worker(simple(jobs=jobs, task_type="evaluator", task_index=0))
+    assert (strategy.num_replicas, strategy.cluster.num_processes) == (len(jax.devices()), 1)
+
+
 def test_it_may_be_called_again_with_other_options():
     first = jdist.multi_worker(ALONE)
     again = jdist.multi_worker(ALONE, communication={"bytes_per_pack": 1000, "timeout_s": 60})

@@ -158,5 +158,6 @@ def test_a_cluster_of_two(tmp_path):
     assert "fail" not in {each["status"] for each in found}
     texts = " ".join(each["text"] for each in found)
     assert "all 2 processes came" in texts
+    assert "all processes see the same" in texts
     assert "16 MiB over 2 replicas" in texts
     assert "clocks are at most" in texts

@@ -30,6 +30,7 @@ def unplaced(environ: Mapping[str, str]) -> None:
         mend = f"Set {ADDRESS} and {COUNT} in the manifest, as configs/cluster/jobset.yaml does. {_ALONE}"
         raise refused(COMPLETION_INDEX, index, f"set together with {ADDRESS} and {COUNT}", mend)
     for variable, mend in (
+        ("SLURM_STEP_NUM_TASKS", f"Start every process by srun, which also sets {NODES}. {_ALONE}"),
         ("SLURM_NTASKS", f"Start every process by srun, which also sets {NODES}. {_ALONE}"),
         ("PMI_SIZE", f"Set {ADDRESS}, {COUNT} and {INDEX} for each rank (Open MPI's ranks are found). {_ALONE}"),
     ):

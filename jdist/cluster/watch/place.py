@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from jdist.errors import ClusterTimeoutError
 
 _TRY_S = 2.0
 _RETRY_S = 0.2
+_QUIET_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,17 @@ def connect(place: Place, timeout_s: float) -> socket.socket:
         ClusterTimeoutError: it was not reached in time.
     """
     deadline_s, last = time.monotonic() + timeout_s, "no answer"
+    speak_at_s = time.monotonic() + _QUIET_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             return socket.create_connection((place.host, place.port), min(_TRY_S, left_s))
         except OSError as exc:
             last = str(exc)
+            if time.monotonic() > speak_at_s:
+                speak_at_s = deadline_s
+                to = join(place.host, place.port)
+                text = f"process {place.process} waits for process 0 at {to}, up to {timeout_s:g} s ({last})"
+                print(f"jdist: {text}", file=sys.stderr, flush=True)
             time.sleep(min(_RETRY_S, left_s))
     raise ClusterTimeoutError(
         f"process {place.process} did not reach process 0 at {join(place.host, place.port)} within {timeout_s:g} s ({last}). "

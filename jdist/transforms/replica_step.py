@@ -87,9 +87,10 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
     """
     strategy, options, traced, name = spec.strategy, spec.options, spec.traced, spec.name
     # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
-    # On devices with a memory of their own that exchange takes longer than reading all.
+    # On devices with a memory of their own, or of several processes, that exchange takes longer than reading all.
     bound = strategy.axes if strategy.num_replicas > 1 and strategy.transform != "jit" else ()
-    shares_memory = bool(bound) and strategy.devices[0].platform == "cpu"
+    one_process = len({device.process_index for device in strategy.devices}) == 1
+    shares_memory = bool(bound) and one_process and strategy.devices[0].platform == "cpu"
 
     def plain(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         state, residuals = Opened.of(strategy, name, state)

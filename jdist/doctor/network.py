@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from importlib import metadata
 
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN
@@ -12,6 +13,7 @@ from jdist.cluster.listen import check_free, listen, resolved, watch_port
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
+from jdist.doctor.tls import tls
 from jdist.errors import ClusterConfigError, ClusterError
 
 
@@ -76,13 +78,7 @@ def security(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list
     )
     if loopback:
         return [passed("security", "the cluster is on this machine alone")]
-    found = [
-        warned(
-            "tls",
-            "multi_worker sends gradients as JAX does, unencrypted",
-            "Keep the machines in a network of their own; SECURITY.md says what listens where.",
-        )
-    ]
+    found = [tls(environ, metadata.version("jax"))]
     if not environ.get(TOKEN, "").strip():
         remedy = f"Set {TOKEN} to the same secret on all processes."
         found.append(warned("security", "whoever reaches the watch port could end the job", remedy))

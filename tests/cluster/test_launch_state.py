@@ -226,6 +226,7 @@ def test_the_evaluator_ends_with_the_job():
 def test_an_evaluator_that_stays_is_asked_to_leave():
     done = simulate(WITH_EVALUATOR, by_task({"evaluator": Child()}))
     assert (done.exit_code, done.sent) == (0, [(400, EVALUATOR, TERM)])
+    assert "the job has ended; the evaluator has 300 s to come to its last checkpoint" in done.said
 
 
 def test_an_evaluator_that_fails_does_not_stop_the_job_but_is_told():

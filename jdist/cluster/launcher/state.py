@@ -121,7 +121,9 @@ def _ended(state: State, event: Ended) -> tuple[State, Commands]:
     if state.phase is Phase.RUNNING and all(task.type == EVALUATOR for task in state.running):
         plan = _plan(event.at + state.settings.stop_timeout_s, state.settings.grace_s, signal.SIGTERM, signal.SIGKILL)
         state = replace(state, phase=Phase.FINISHING, plan=plan, wake_at=None)
-        text = f"the job has ended; the evaluator has {state.settings.stop_timeout_s:g} s to come to its last checkpoint"
+        text = (
+            f"the job has ended; the evaluator has {state.settings.stop_timeout_s:g} s to come to its last checkpoint"
+        )
         commands = (*commands, Say(text))
     return state, commands
 

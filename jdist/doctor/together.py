@@ -62,9 +62,9 @@ def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
         remedy = "Start all processes in one folder of a file system that they share: checkpoints go to its runs/."
         return [failed("folder", str(exc), remedy)]
     finally:
-        for folder in made:
+        for each in made:
             with contextlib.suppress(OSError):  # something is in it by now
-                folder.rmdir()
+                each.rmdir()
     return [passed("folder", f"all processes see the same {path.absolute()}")]
 
 

@@ -38,14 +38,12 @@ class Worker:
         state: "absent", "ready", or "fencing": lost, and its closures are not sorted out yet.
         waits: whether a new incarnation is connected, which may begin once the old one is sorted out.
         closures: what it has.
-        losses: how often it was lost.
     """
 
     epoch: int = 0
     state: Literal["absent", "ready", "fencing"] = "absent"
     waits: bool = False
     closures: tuple[int, ...] = ()
-    losses: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,8 @@ class Recovery:
 
     Attributes:
         held: what each shard that has answered the fence has of them.
-        commit: closures that all shards commit; None until all have answered.
+        commit: closures that all shards commit; known once all have answered the fence.
+        drop: the others, which go back into the queue.
         unanswered: shards that have not answered the present question.
         asks: the question.
     """
@@ -202,7 +201,7 @@ def _lost(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
         return _with(dispatch, event.worker, waits=False), []
     if known.state != "ready" or event.epoch != known.epoch:
         return dispatch, []
-    dispatch = _with(dispatch, event.worker, state="fencing", waits=False, losses=known.losses + 1)
+    dispatch = _with(dispatch, event.worker, state="fencing", waits=False)
     fence = Fence(generation=dispatch.generation, fenced=event.worker, below=known.epoch + 1)
     return _ask(dispatch, event.worker, Recovery(), fence)
 

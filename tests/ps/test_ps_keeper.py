@@ -11,7 +11,8 @@ import pytest
 
 from jdist.errors import ShardLostError
 from jdist.ps.artifact import pack
-from jdist.ps.keeper import Keeper, Keeping
+from jdist.ps.job import keeping_of
+from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
 from jdist.ps.messages import (
     Commit,
@@ -30,24 +31,13 @@ from jdist.ps.messages import (
     Thaw,
 )
 from jdist.ps.partition import fixed_shards
+from jdist.ps.shard import Rules
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_layout import raw
 from test_ps_program import BATCH, apart, create, train_step
-
-
-def keeping_of(layout, shard, **rules):
-    rules = {"max_staleness": None, "on_stale": "refuse", "non_finite": "raise", **rules}
-    return Keeping(
-        kept=tuple((s.shape, s.dtype) for s in layout.kept_specs(shard)),
-        changing=shard.changing,
-        pushes=tuple((s.shape, s.dtype) for s in layout.push_specs(shard)),
-        pulled=shard.pulled,
-        pulled_once=shard.pulled_once,
-        **rules,
-    )
 
 
 class Job:
@@ -61,7 +51,7 @@ class Job:
         self.keepers = [Keeper() for _ in self.layout.shards]
         self.servers = [FakeServer(f"ps{i}", keeper.methods()) for i, keeper in enumerate(self.keepers)]
         self.clients = [
-            ShardClient(FakeChannel(server, fault=fault), keeping_of(self.layout, shard, **rules), give_up_s=2)
+            ShardClient(FakeChannel(server, fault=fault), keeping_of(self.layout, shard, Rules(**rules)), give_up_s=2)
             for server, shard in zip(self.servers, self.layout.shards, strict=True)
         ]
 

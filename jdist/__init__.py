@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jdist import data as data
     from jdist import errors as errors
     from jdist import nnx as nnx
+    from jdist import ps as ps
     from jdist import reduction as reduction
     from jdist.aggregation import aggregate as aggregate
     from jdist.aggregation import first_replica_only as first_replica_only
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from jdist.strategies.mirrored import mirrored as mirrored
     from jdist.strategies.multi_worker import multi_worker as multi_worker
     from jdist.strategies.one_device import one_device as one_device
+    from jdist.strategies.parameter_server import parameter_server as parameter_server
     from jdist.strategies.tpu import tpu as tpu
     from jdist.strategy import Strategy as Strategy
     from jdist.train.evaluator import train_and_evaluate as train_and_evaluate
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("cluster", "data", "errors", "nnx", "reduction")
+_MODULES = ("cluster", "data", "errors", "nnx", "ps", "reduction")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "InputContext": "jdist.data.input_context",
@@ -76,6 +78,7 @@ _NAMES = {
     "num_replicas": "jdist.replica",
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",
+    "parameter_server": "jdist.strategies.parameter_server",
     "replica_axes": "jdist.replica",
     "replica_id": "jdist.replica",
     "replica_rng": "jdist.replica",

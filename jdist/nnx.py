@@ -109,7 +109,15 @@ class NNXStep:
     def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any]):
         functools.update_wrapper(self, step)
         args = ("static", "state", "batch")
-        self._distributed: DistributedStep = distribute_pure(_pure(step), strategy, args=args, **options)
+        distributed = distribute_pure(_pure(step), strategy, args=args, **options)
+        if not isinstance(distributed, DistributedStep):
+            raise StepError(
+                f"under {strategy.name} the state lives in other processes and is updated there later, so objects of this one "
+                "cannot be changed in place. Split them, `graphdef, state = nnx.split((model, optimizer))`, keep "
+                "`strategy.init(lambda: state)`, merge them in the step, `model, optimizer = nnx.merge(graphdef, state)`, "
+                "return `nnx.state((model, optimizer))` as the new state, and use `jdist.distribute`."
+            )
+        self._distributed: DistributedStep = distributed
         # nnx objects have no room for residuals, so the step holds them.
         self._residuals: dict[str, Any] | None = {} if strategy.keeps_residuals else None
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jdist.data.input_context import InputContext
     from jdist.data.input_options import InputOptions
     from jdist.data.source import RandomAccessSource
+    from jdist.ps.cluster_coordinator import ClusterCoordinator
 
 PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -63,6 +64,7 @@ class Strategy:
         reduction: the all-reduce algorithm.
         operations: the functions behind the methods.
         cluster: the processes that take part; None for a strategy that is this process's alone.
+        coordinator: what schedules functions on the workers of a parameter server; None elsewhere.
         topology: what the devices are part of if they are not here, such as "v5p:8x8x8"; None for devices
             that are. Under such a strategy a step can be lowered and compiled, and nothing can be run.
     """
@@ -75,6 +77,7 @@ class Strategy:
     reduction: Reduction
     operations: Operations = field(repr=False)
     cluster: Runtime | None = None
+    coordinator: ClusterCoordinator | None = None
     topology: str | None = None
 
     @property

@@ -39,6 +39,8 @@ NAMES = [
     "num_replicas",
     "one_device",
     "optimizer",
+    "parameter_server",
+    "ps",
     "reduction",
     "replica_axes",
     "replica_id",

@@ -28,11 +28,11 @@ from jdist.ps.events import (
     Scheduled,
     Tell,
 )
-from jdist.ps.job import Job
-from jdist.ps.keeper import Keeping, specs
-from jdist.ps.link import Times, WorkerLink
+from jdist.ps.job import Function
+from jdist.ps.keeper import specs
+from jdist.ps.link import Batch, Times, WorkerLink
 from jdist.ps.messages import Held, Restore
-from jdist.ps.remote_value import Pending
+from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
@@ -41,21 +41,38 @@ from jdist.ps.wire import Spec, to_plain
 
 _LOG = logging.getLogger(__name__)
 MOST_QUEUED = 262_144  # as in tf.distribute
+MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
 SNAPSHOT_EVERY = 1000  # closures, whose arguments are kept until then
+MOST_LOGGED_BYTES = 256 << 20  # of the arguments that are kept, beyond which a snapshot is due earlier
+
+
+@dataclasses.dataclass(frozen=True)
+class _Installable:
+    """A function as it travels to workers, and what it returns."""
+
+    function: Function
+    program: np.ndarray
+    outputs: list[Spec]
 
 
 @dataclasses.dataclass
 class _Closure:
+    function: int
     arguments: list[np.ndarray]
     pending: Pending
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(x.nbytes for x in self.arguments)
+
 
 class Coordinator:
-    """Drives one job over its workers and shards.
+    """Drives functions over workers and shards.
 
     Args:
         workers: makes a channel to each worker.
-        shards: the shards, in the order of `job.shards`, not yet restored.
+        shards: the shards that keep the state, not yet restored.
+        addresses: theirs, by which workers reach them.
         times: how long it waits.
         depth: closures that a worker gets at a time.
     """
@@ -65,66 +82,61 @@ class Coordinator:
         workers: Sequence[Callable[[], Channel]],
         shards: Sequence[ShardClient],
         *,
+        addresses: Sequence[str],
         times: Times,
         depth: int = 16,
     ):
         self._times = times
-        self._shards = Together(shards)
+        self._shards, self._addresses = Together(shards), list(addresses)
         self.lock = threading.Condition()
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth)
+        self._functions: list[_Installable] = []
         self._closures: dict[int, _Closure] = {}
+        self._to_come = 0  # closures that wait for arguments
+        self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
         self._error: ClosureError | None = None
         self.closed = False
         self._links = [WorkerLink(number, connect, self, times) for number, connect in enumerate(workers)]
         self._tells = ThreadPoolExecutor(2 * len(shards) + 2, thread_name_prefix="jdist-tell")
-        self._job: Job | None = None
-        self._install: Callable[[Channel], str] | None = None
-        self._programs: Sequence[bytes] = ()
-        self._void: set[int] = set()  # since the snapshot: closures that took no effect and never will
+        self._programs: Sequence[Sequence[bytes]] = ()
+        self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
         self._since = 0  # closures that have been done since the snapshot
         self._snapshot: ClusterSnapshot | None = None
         self._snapshotting = threading.Lock()
         self._watches = [ShardWatch(number, client, self, times) for number, client in enumerate(shards)]
 
     def begin(
-        self,
-        job: Job,
-        keepings: Sequence[Keeping],
-        program: bytes,
-        *,
-        kept: Sequence[Sequence[Any]],
-        shard_programs: Sequence[bytes],
-        generation: int,
+        self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
     ) -> None:
         """Gives the shards their state and starts the workers.
 
         Args:
-            job: the step.
-            keepings: what each shard keeps.
-            program: the workers' function, packed.
             kept: each shard's arrays.
-            shard_programs: each shard's function, packed.
+            programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
+            first: the first closure's number.
             generation: the least number of the history that begins.
         """
-        self._job = job
-        packed = np.frombuffer(program, np.uint8)
-
-        def install(channel: Channel) -> str:
-            header = {
-                "job": to_plain(job),
-                "keepings": [to_plain(k) for k in keepings],
-                "program": len(program),
-                "as": str(generation),
-            }
-            answer, _ = channel.call("install", header, [packed], timeout_s=self._times.lost_after_s)
-            return answer["name"]
-
-        self._install = install
-        self._programs = shard_programs
-        self._snapshot = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=kept)
-        self.handle(Rollback(settled=0, applied=frozenset(), generation=generation))
+        self._programs = programs
+        self._snapshot = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
+        self._dispatch = dataclasses.replace(self._dispatch, scheduled=first, next=first)
+        self.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
         for thread in (*self._watches, *self._links):
             thread.start()
+
+    def add(self, function: Function, program: bytes) -> int:
+        """Makes a function known, to be installed on each worker that gets a closure of it.
+
+        Args:
+            function: what it is.
+            program: the function, packed.
+
+        Returns:
+            The number that `schedule` takes.
+        """
+        with self.lock:
+            packed = np.frombuffer(program, np.uint8)
+            self._functions.append(_Installable(function, packed, specs(function.outputs)))
+            return len(self._functions) - 1
 
     def snapshot(self) -> ClusterSnapshot:
         """The state of all shards as it is now, to which they go back when one of them loses its memory.
@@ -148,7 +160,8 @@ class Coordinator:
                     self._void -= void
                     for c in [c for c in self._closures if c < settled or c in found.applied]:
                         if self._closures[c].pending.done:
-                            del self._closures[c]
+                            self._logged_bytes -= self._closures.pop(c).size_bytes
+                    self.lock.notify_all()
                     return found
                 self._raise_error()
                 if self.closed:
@@ -161,13 +174,19 @@ class Coordinator:
             assert found is not None  # the state at the beginning is one
             done = found.applied | {c for c in self._void if c >= found.settled}
             _LOG.warning("parameter server %d lost its memory", shard)
+            # What is not in the snapshot is queued again; closures without effect are not kept once they are done.
+            again = [closure for c, closure in self._closures.items() if c >= found.settled and c not in done]
+            self._queued_bytes = sum(closure.size_bytes for closure in again)
+            self._logged_bytes = sum(closure.size_bytes for closure in self._closures.values()) - self._queued_bytes
             self.handle(Rollback(settled=found.settled, applied=frozenset(done), version=found.version))
 
-    def schedule(self, arguments: Sequence[Any]) -> Pending:
-        """Puts a closure into the queue.
+    def schedule(self, function: int, arguments: Sequence[Any]) -> Pending:
+        """Puts a closure into the queue; waits while the queue is full.
 
         Args:
-            arguments: the arrays of its call, as `job.arguments` describes them.
+            function: the number that `add` returned.
+            arguments: the arrays of its call, as `Function.arguments` describes them, cast to their dtypes; those that are a
+                `RemoteValue` are waited for behind the scenes.
 
         Returns:
             Its results, when they are there.
@@ -175,17 +194,51 @@ class Coordinator:
         Raises:
             ClosureError: an earlier closure failed; what was in the queue is cancelled, and the error then forgotten.
         """
-        copies = [np.array(x) for x in arguments]
+        pending = Pending()
         with self.lock:
             self._raise_error()
-            while self._dispatch.scheduled - self._dispatch.settled >= MOST_QUEUED and not self.closed:
+            while self._is_full() and not self.closed:
                 self.lock.wait()
                 self._raise_error()
-            number = self._dispatch.scheduled
-            pending = Pending(number)
-            self._closures[number] = _Closure(copies, pending)
-            self.handle(Scheduled(count=1))
+            if self.closed:
+                raise ClosureCancelledError("the coordinator was closed")
+            self._to_come += 1
+        given = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
+        when_all_arrived(
+            [p for x in given if isinstance(x, RemoteValue) for p in x.pending],
+            lambda: self._put(function, given, pending),
+        )
         return pending
+
+    def _put(self, function: int, arguments: list[Any], pending: Pending) -> None:
+        """Puts a closure whose arguments are there into the queue."""
+        failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
+        with self.lock:
+            self._to_come -= 1
+            if self.closed or failed:
+                because = f"an argument of it failed: {failed[0]}" if failed else "the coordinator was closed"
+                pending.arrive([], ClosureCancelledError(because))
+                self.lock.notify_all()
+                return
+            described = specs(self._functions[function].function.arguments)
+            given = [np.asarray(x, spec.numpy) for x, spec in zip(arguments, described, strict=True)]
+            if wrong := [i for i, (x, spec) in enumerate(zip(given, described, strict=True)) if x.shape != spec.shape]:
+                i = wrong[0]
+                problem = (
+                    f"argument {i} has the shape {given[i].shape}; its function was traced for {described[i].shape}"
+                )
+                pending.arrive([], ClosureError(problem))
+                self.lock.notify_all()
+                return
+            closure = _Closure(function, given, pending)
+            pending.number = self._dispatch.scheduled
+            self._closures[pending.number] = closure
+            self._queued_bytes += closure.size_bytes
+            self.handle(Scheduled(count=1))
+
+    def _is_full(self) -> bool:
+        many = self._dispatch.scheduled - self._dispatch.settled >= MOST_QUEUED
+        return many or self._queued_bytes > MOST_QUEUED_BYTES or self._logged_bytes > 2 * MOST_LOGGED_BYTES
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until every closure is done.
@@ -195,8 +248,8 @@ class Coordinator:
             ClosureError: one of them failed.
         """
         with self.lock:
-            if not self.lock.wait_for(lambda: self._dispatch.is_idle or self.closed, timeout_s):
-                left = self._dispatch.scheduled - self._dispatch.settled
+            if not self.lock.wait_for(lambda: self.done or self.closed, timeout_s):
+                left = self._dispatch.scheduled - self._dispatch.settled + self._to_come
                 raise TimeoutError(f"up to {left:,} closures are not done after {timeout_s:g} s")
             self._raise_error()
 
@@ -204,7 +257,13 @@ class Coordinator:
     def done(self) -> bool:
         """Whether every closure that was scheduled is done."""
         with self.lock:
-            return self._dispatch.is_idle
+            return self._dispatch.is_idle and not self._to_come
+
+    @property
+    def scheduled(self) -> int:
+        """How many closures were scheduled; the number of the next."""
+        with self.lock:
+            return self._dispatch.scheduled
 
     @property
     def generation(self) -> int:
@@ -232,7 +291,7 @@ class Coordinator:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            self.lock.wait_for(lambda: self._dispatch.is_idle or self.closed)
+            self.lock.wait_for(lambda: self.done or self.closed)
             error, self._error = self._error, None
             raise error
 
@@ -241,42 +300,60 @@ class Coordinator:
         with self.lock:
             if self.closed:
                 return
-            self._dispatch, commands = machine.handle(self._dispatch, event)
-            for command in commands:
-                match command:
-                    case Assign():
-                        self._links[command.worker].assign(command)
-                    case Tell():
-                        self._tells.submit(self._tell, command)
-                    case Finish():
-                        self._finish(command)
-                    case Rerun():
-                        _LOG.warning("%d closures run again", command.count)
+            self._carry_out(event)
+            if self._error is not None and not isinstance(event, Cancelled):
+                self._cancel()  # what came back meanwhile, from a worker that was lost
             self.lock.notify_all()
+
+    def _carry_out(self, event: Event) -> None:
+        self._dispatch, commands = machine.handle(self._dispatch, event)
+        for command in commands:
+            match command:
+                case Assign():
+                    self._links[command.worker].assign(command)
+                case Tell():
+                    self._tells.submit(self._tell, command)
+                case Finish():
+                    self._finish(command)
+                case Rerun():
+                    _LOG.warning("%d closures run again", command.count)
+
+    def _cancel(self) -> None:
+        dispatch = self._dispatch
+        if dispatch.next < dispatch.scheduled or dispatch.returned:
+            self._carry_out(
+                Cancelled(spare=frozenset(c for c, closure in self._closures.items() if closure.pending.done))
+            )
 
     def _finish(self, command: Finish) -> None:
         """A closure is done; if its results did not come with a report, they are here. Its arguments stay until a snapshot."""
-        if command.outcome == "void":
+        if command.outcome != "done":
             self._void.add(command.closure)
-        self._since += 1
-        if self._since >= SNAPSHOT_EVERY and self._since % SNAPSHOT_EVERY == 0:
-            self._tells.submit(self._snapshot_quietly)
         closure = self._closures.get(command.closure)
+        self._since += 1
+        before = self._logged_bytes
+        if closure is not None:
+            self._queued_bytes -= closure.size_bytes
+            if command.outcome == "done":
+                self._logged_bytes += closure.size_bytes
+            else:
+                del self._closures[command.closure]
+        if self._since % SNAPSHOT_EVERY == 0 or before <= MOST_LOGGED_BYTES < self._logged_bytes:
+            self._tells.submit(self._snapshot_quietly)
         if closure is None or command.worker is not None:
             return
         if command.outcome == "void":
             closure.pending.arrive([], ClosureCancelledError("another closure had failed"))
         else:
-            assert self._job is not None  # there are closures of a job only
-            closure.pending.arrive(_from_bytes(command.result or b"", specs(self._job.outputs)))
+            closure.pending.arrive(_from_bytes(command.result or b"", self._functions[closure.function].outputs))
 
     def _tell(self, command: Tell) -> None:
         """Tells a shard something until it answers."""
         try:
             if isinstance(command.message, Restore):
                 assert self._snapshot is not None  # set before the first one
-                kept, program = self._snapshot.kept[command.shard], self._programs[command.shard]
-                answer = self._shards.clients[command.shard].restore(command.message, kept, program)
+                kept, programs = self._snapshot.kept[command.shard], self._programs[command.shard]
+                answer = self._shards.clients[command.shard].restore(command.message, kept, programs)
             else:
                 (answer,), _, results = self._shards.clients[command.shard].say([command.message])
                 if isinstance(answer, Held):
@@ -287,17 +364,31 @@ class Coordinator:
             return
         self.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
-    def install(self, channel: Channel) -> str:
-        """Gives a worker the job; its name there."""
-        assert self._install is not None  # set before any link is started
-        return self._install(channel)
+    def attach(self, channel: Channel) -> None:
+        """Tells a worker where the state is."""
+        keepings = [to_plain(client.keeping) for client in self._shards.clients]
+        header = {"addresses": self._addresses, "keepings": keepings}
+        channel.call("attach", header, timeout_s=self._times.lost_after_s)
 
-    def batch(self, numbers: Sequence[int]) -> tuple[int, list[tuple[int, list[np.ndarray]]], list[Spec]]:
-        """What is settled, the arguments of closures that are still wanted, and what each of them returns."""
-        assert self._job is not None  # there are closures of a job only
+    def install(self, channel: Channel, number: int) -> str:
+        """Gives a worker a function; its name there."""
+        found = self._functions[number]
+        header = {"function": to_plain(found.function), "program": found.program.size, "number": number}
+        answer, _ = channel.call("install", header, [found.program], timeout_s=self._times.install_s)
+        return answer["name"]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Closures out of these that are still wanted."""
         with self.lock:
-            wanted = [(c, self._closures[c].arguments) for c in numbers if c in self._closures]
-            return self._dispatch.settled, wanted, specs(self._job.outputs)
+            wanted = [(c, self._closures[c]) for c in numbers if c in self._closures]
+            return Batch(
+                settled=self._dispatch.settled,
+                closures=[c for c, _ in wanted],
+                functions=[closure.function for _, closure in wanted],
+                arguments=[x for _, closure in wanted for x in closure.arguments],
+                outputs=[self._functions[closure.function].outputs for _, closure in wanted],
+                updates=[self._functions[closure.function].function.updates for _, closure in wanted],
+            )
 
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None:
         """Hands a closure's results, or its error, to those who wait for them."""
@@ -323,7 +414,8 @@ class Coordinator:
         """Tells the user of an error at the next call, and cancels what no worker has."""
         with self.lock:
             self._error = self._error or error
-            self.handle(Cancelled())
+            self._cancel()
+            self.lock.notify_all()
 
 
 def _from_bytes(data: bytes, described: Sequence[Spec]) -> list[np.ndarray]:

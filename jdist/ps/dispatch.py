@@ -133,8 +133,9 @@ def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
         case Rollback():
             return _rollback(dispatch, event)
         case Cancelled():
-            dropped = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
-            dispatch = dataclasses.replace(dispatch, next=dispatch.scheduled, returned=())
+            dropped = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)} - event.spare
+            spared = tuple(c for c in dispatch.returned if c in event.spare)
+            dispatch = dataclasses.replace(dispatch, next=dispatch.scheduled, returned=spared)
             return _finish(dispatch, dropped), [Finish(closure=c, outcome="void") for c in sorted(dropped)]
 
 
@@ -211,6 +212,8 @@ def _ask(dispatch: Dispatch, worker: int, recovery: Recovery, message: Message) 
     shards = range(dispatch.num_shards)
     recovery = dataclasses.replace(recovery, asks=message, unanswered=frozenset(shards))
     dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+    if not shards:  # of functions without a state there is nobody to ask
+        return _next_question(dispatch, worker, recovery)
     return dispatch, [Tell(shard=shard, message=message) for shard in shards]
 
 
@@ -259,6 +262,8 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
 
 def _takes_effect(closure: int, held: Any) -> bool:
     """Whether a lost worker's closure is committed: applied somewhere, or one attempt of it staged everywhere."""
+    if not held:
+        return False
     everywhere = frozenset.intersection(*(shard.staged for shard in held))
     return any(closure in shard.applied for shard in held) or closure in {c for c, _ in everywhere}
 

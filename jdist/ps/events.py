@@ -7,7 +7,8 @@ from typing import Literal
 
 from jdist.ps.messages import Answer, Message, Ref
 
-Outcome = Literal["done", "void"]
+# "read": it changed nothing and was not to. "void": it took no effect and never will.
+Outcome = Literal["done", "read", "void"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Reported:
         epoch: under which epoch it computed.
         generation: in which history.
         closure: which.
-        outcome: "done"; or "void", if the closure took no effect and never will (its function failed, it had no batch).
+        outcome: "done"; "read", if its function changes nothing; or "void", if it took no effect and never will (it failed).
     """
 
     worker: int
@@ -98,7 +99,13 @@ class Rollback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cancelled:
-    """Event: what no worker has yet is not to be computed."""
+    """Event: what no worker has is not to be computed.
+
+    Attributes:
+        spare: closures that are, all the same: they had been done before a rollback.
+    """
+
+    spare: frozenset[int] = frozenset()
 
 
 Event = Scheduled | Registered | Reported | Lost | Answered | Rollback | Cancelled

@@ -1,4 +1,4 @@
-"""What a worker is told of a step, once: the function, where its inputs come from, where its results go."""
+"""What servers and workers are told: what is kept where, and for each function where inputs come from and results go."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jdist.ps.keeper import Keeping
+from jdist.ps.keeper import Described, Keeping, StepView
 from jdist.ps.layout import Layout, Rows, ShardLayout
-from jdist.ps.shard import Rules
+from jdist.ps.shard import NonFinite, Rules
 from jdist.ps.wire import Spec
-
-Described = tuple[tuple[int, ...], str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,47 +28,52 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardOfJob:
-    """A shard, as a worker needs it.
+class ShardOfFunction:
+    """A shard, as a function's worker needs it.
 
     Attributes:
-        address: of its server.
         pulled: for each array that is pulled when the version has changed, which rows of which input it is.
         pulled_once: the same of what is pulled besides at first.
         pushes: which rows of which pushed array go there; the scalars come behind.
     """
 
-    address: str
     pulled: tuple[Place, ...]
     pulled_once: tuple[Place, ...]
     pushes: tuple[Place, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """A step, as a worker needs it. The function takes inputs, then arguments; it returns pushed arrays, scalars, whether all
-    gradients are finite, and outputs.
+class Function:
+    """A function as a worker needs it: it takes inputs, then arguments.
+
+    Of a step it returns pushed arrays, scalars, whether all gradients are finite, and outputs; else outputs alone.
 
     Attributes:
-        inputs: the leaves that it reads, whole.
+        inputs: the leaves of the state that it reads, whole.
         arguments: batch and other arguments of a closure.
         outputs: what a closure returns.
+        view: which step's view of the shards it has; None for a function that has no part in the state.
+        updates: whether it pushes.
+        takes_index: whether its first argument is the worker's number, which no closure brings.
         num_pushed: how many arrays it pushes.
         num_scalars: how many scalars.
         shards: where they go.
-        non_finite: what happens to gradients that are not finite, as in `shard.Rules`.
+        non_finite: what happens to gradients that are not finite, as in `jdist.distribute`.
     """
 
-    inputs: tuple[Described, ...]
+    inputs: tuple[Described, ...] = ()
     arguments: tuple[Described, ...]
     outputs: tuple[Described, ...]
-    num_pushed: int
-    num_scalars: int
-    shards: tuple[ShardOfJob, ...]
-    non_finite: str
+    view: int | None = None
+    updates: bool = False
+    takes_index: bool = False
+    num_pushed: int = 0
+    num_scalars: int = 0
+    shards: tuple[ShardOfFunction, ...] = ()
+    non_finite: NonFinite = "raise"
 
 
-KINDS: dict[str, type] = {kind.__name__: kind for kind in (Job, ShardOfJob, Place, Keeping)}
+FUNCTION: dict[str, type] = {kind.__name__: kind for kind in (Function, ShardOfFunction, Place)}
 
 
 def described(arrays: Sequence[Any]) -> tuple[Described, ...]:
@@ -83,48 +86,53 @@ def keeping_of(layout: Layout, shard: ShardLayout, rules: Rules) -> Keeping:
     return Keeping(
         kept=_described(layout.kept_specs(shard)),
         changing=shard.changing,
-        pushes=_described(layout.push_specs(shard)),
-        pulled=shard.pulled,
-        pulled_once=shard.pulled_once,
+        views=tuple(
+            StepView(
+                pushes=_described(layout.push_specs(shard, step)), pulled=view.pulled, pulled_once=view.pulled_once
+            )
+            for step, view in enumerate(shard.views)
+        ),
         max_staleness=rules.max_staleness,
         on_stale=rules.on_stale,
         non_finite=rules.non_finite,
     )
 
 
-def job_of(
-    layout: Layout, addresses: Sequence[str], arguments: Sequence[Any], outputs: Sequence[Any], rules: Rules
-) -> Job:
+def function_of(
+    layout: Layout, step: int, arguments: Sequence[Any], outputs: Sequence[Any], non_finite: NonFinite
+) -> Function:
     """What a worker is told of a step.
 
     Args:
         layout: the state over its servers.
-        addresses: of all servers, by number.
+        step: which of its steps.
         arguments: arrays or structs of a closure's arguments.
         outputs: of what it returns.
-        rules: about late and non-finite gradients.
+        non_finite: what happens to gradients that are not finite.
     """
-    read, pushed = ({i: n for n, i in enumerate(numbers)} for numbers in (layout.read, layout.pushed))
+    parts = layout.steps[step]
+    read, pushed = ({i: n for n, i in enumerate(numbers)} for numbers in (parts.read, parts.pushed))
 
     def places(rows: Sequence[Rows], numbers: dict[int, int]) -> tuple[Place, ...]:
         return tuple(Place(of=numbers[r.of], start=r.start, stop=r.stop) for r in rows)
 
-    return Job(
-        inputs=described([layout.update.shapes[i] for i in layout.read]),
+    return Function(
+        inputs=described([layout.shapes[i] for i in parts.read]),
         arguments=described(arguments),
         outputs=described(outputs),
-        num_pushed=len(layout.pushed),
-        num_scalars=len(layout.update.scalar_shapes),
+        view=step,
+        updates=bool(parts.update.reads),
+        num_pushed=len(parts.pushed),
+        num_scalars=len(parts.update.scalar_shapes),
         shards=tuple(
-            ShardOfJob(
-                address=addresses[shard.ps],
-                pulled=places([shard.kept[k] for k in shard.pulled], read),
-                pulled_once=places([shard.kept[k] for k in shard.pulled_once], read),
-                pushes=places(shard.pushes, pushed),
+            ShardOfFunction(
+                pulled=places([shard.kept[k] for k in shard.views[step].pulled], read),
+                pulled_once=places([shard.kept[k] for k in shard.views[step].pulled_once], read),
+                pushes=places(shard.views[step].pushes, pushed),
             )
             for shard in layout.shards
         ),
-        non_finite=rules.non_finite,
+        non_finite=non_finite,
     )
 
 

@@ -27,6 +27,7 @@ from jdist.ps.messages import (
     Held,
     Message,
     Parameters,
+    Pull,
     Push,
     Replace,
     Reply,
@@ -37,6 +38,26 @@ from jdist.ps.transport.seam import Header, Method
 from jdist.ps.wire import Spec, from_plain, to_plain
 
 MOST_MESSAGES = 4096
+MOST_PROGRAM_BYTES = 1 << 32
+Program = Callable[[Sequence[Any]], list[jax.Array]]
+
+
+Described = tuple[tuple[int, ...], str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepView:
+    """What one step takes from a shard, and brings to it.
+
+    Attributes:
+        pushes: the arrays that come with a closure.
+        pulled: places in `Keeping.kept` of what a worker pulls when the version has changed.
+        pulled_once: of what it pulls besides when it has nothing yet.
+    """
+
+    pushes: tuple[Described, ...]
+    pulled: tuple[int, ...]
+    pulled_once: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,23 +67,33 @@ class Keeping:
     Attributes:
         kept: its arrays; those that change come first.
         changing: how many of them change.
-        pushes: the arrays that come with a closure.
-        pulled: places in `kept` of what a worker pulls when the version has changed.
-        pulled_once: of what it pulls besides when it has nothing yet.
+        views: for each step.
         max_staleness, on_stale, non_finite: as in `shard.Rules`.
     """
 
-    kept: tuple[tuple[tuple[int, ...], str], ...]
+    kept: tuple[Described, ...]
     changing: int
-    pushes: tuple[tuple[tuple[int, ...], str], ...]
-    pulled: tuple[int, ...]
-    pulled_once: tuple[int, ...]
+    views: tuple[StepView, ...]
     max_staleness: int | None
     on_stale: str
     non_finite: str
 
+    def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
+        """Places in `kept` of the arrays that answer a pull.
 
-def specs(described: Sequence[tuple[tuple[int, ...], str]]) -> list[Spec]:
+        Raises:
+            WireError: there is no such view.
+        """
+        if not 0 <= view < len(self.views):
+            raise WireError(f"there is no view {view}")
+        found = self.views[view]
+        return [*(found.pulled if changed else ()), *(found.pulled_once if first else ())]
+
+
+KEEPING: dict[str, type] = {"Keeping": Keeping, "StepView": StepView}
+
+
+def specs(described: Sequence[Described]) -> list[Spec]:
     """Specs as a `Keeping` has them."""
     return [Spec(shape, dtype) for shape, dtype in described]
 
@@ -82,8 +113,9 @@ class Keeper:
         self._shard = Shard()
         self._keeping: Keeping | None = None
         self._kept: list[jax.Array] = []
-        self._run: Callable[[Sequence[Any]], list[jax.Array]] | None = None
-        self._held: dict[int, Any] = {}  # arrays of a push, or a result's bytes, by the number that the machine knows
+        self._programs: list[Program] = []
+        # A push's view and arrays, or a result's bytes, by the number that the machine knows.
+        self._held: dict[int, Any] = {}
         self._next_ref = 0
         self._cut: list[np.ndarray] = []
         self._answers: dict[int, Any] = {}
@@ -105,17 +137,20 @@ class Keeper:
         return {"incarnation": self.incarnation, **found}, []
 
     def _expects_of_restore(self, header: Header) -> list[Spec]:
-        keeping = from_plain({"Keeping": Keeping}, header.get("keeping"))
-        size = header.get("program")
-        if type(size) is not int or not 0 <= size < 1 << 32:
+        keeping = from_plain(KEEPING, header.get("keeping"))
+        sizes = header.get("programs")
+        if not isinstance(sizes, list) or len(sizes) != len(keeping.views):
+            raise WireError("not a program for each view")
+        if any(type(size) is not int or not 0 <= size < MOST_PROGRAM_BYTES for size in sizes):
             raise WireError("a program of no size")
-        return [*specs(keeping.kept), Spec((size,), "uint8")]
+        return [*specs(keeping.kept), *(Spec((size,), "uint8") for size in sizes)]
 
     def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         message = from_plain({"Restore": Restore}, header.get("say"))
-        keeping = from_plain({"Keeping": Keeping}, header.get("keeping"))
-        *kept, program = arrays
-        run = unpack(program.tobytes(), donate=range(keeping.changing), allow=self._allow)
+        keeping = from_plain(KEEPING, header.get("keeping"))
+        kept, packed = arrays[: len(keeping.kept)], arrays[len(keeping.kept) :]
+        donate = range(keeping.changing)
+        programs = [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
         with self._lock:
             rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
             shard, commands = receive(
@@ -124,7 +159,7 @@ class Keeper:
             if any(isinstance(command, Replace) for command in commands):
                 # The block that came is kept by these arrays, which share its memory where they can.
                 self._kept = [jnp.asarray(x) for x in kept]
-                self._keeping, self._run = keeping, run
+                self._keeping, self._programs = keeping, programs
             self._carry_out(shard, commands)
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []
@@ -138,9 +173,12 @@ class Keeper:
             raise WireError("a result of no size")
         with self._lock:
             keeping = self._keeping
-        if keeping is None:
-            raise WireError("a push to an empty shard")
-        return [*specs(keeping.pushes), Spec((size,), "uint8")]
+        views = [
+            m.get("view") for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage")
+        ]
+        if keeping is None or len(views) != 1 or type(views[0]) is not int or not 0 <= views[0] < len(keeping.views):
+            raise WireError("a push to an empty shard, or of no step that it knows")
+        return [*specs(keeping.views[views[0]].pushes), Spec((size,), "uint8")]
 
     def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Several messages of one sender, one after the other: a commit, a push and the next pull are one call."""
@@ -163,7 +201,7 @@ class Keeper:
         given: dict[str, Any] = {"call": call}
         if isinstance(message, Push):
             *pushes, result = arrays
-            given["gradients"] = self._name(pushes)
+            given["gradients"] = self._name((message.view, pushes))
             given["result"] = self._name(result.tobytes()) if result.size else None
         shard, commands = receive(self._shard, dataclasses.replace(message, **given))
         self._carry_out(shard, commands)
@@ -178,8 +216,8 @@ class Keeper:
         plain, keeping = to_plain(answer), self._keeping
         assert keeping is not None or not isinstance(answer, Parameters)  # an empty shard refuses
         if isinstance(answer, Parameters) and keeping is not None:
-            first = getattr(message, "known", None) is None
-            places = [*(keeping.pulled if answer.changed else ()), *(keeping.pulled_once if first else ())]
+            assert isinstance(message, Pull)  # nothing else is answered by parameters
+            places = keeping.sent(message.view, changed=answer.changed, first=message.known is None)
             sent.extend(np.asarray(self._kept[i]) for i in places)
         if isinstance(answer, Cut):
             # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
@@ -213,15 +251,19 @@ class Keeper:
         self._shard = shard
         self._lock.notify_all()
 
-    def _apply(self, gradients: list[tuple[list[np.ndarray], float]]) -> None:
-        assert self._run is not None  # a shard without a program is empty, and applies nothing
-        assert self._keeping is not None
-        (pushes, weight), *others = gradients
+    def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]]) -> None:
+        assert self._keeping is not None  # an empty shard applies nothing
+        ((view, pushes), weight), *others = gradients
         if others or weight != 1.0:
             weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
-            pushes = _weighted(weights, [pushes, *(more for more, _ in others)])
-        new = self._run([*self._kept, *pushes])
+            pushes = _weighted(weights, [pushes, *(more for (_, more), _ in others)])
+        new = self._programs[view]([*self._kept, *pushes])
         self._kept[: self._keeping.changing] = new
+
+
+def _nothing(values: Sequence[Any]) -> list[jax.Array]:
+    """The program of a step that updates nothing."""
+    raise WireError("a push of a step that updates nothing")
 
 
 @jax.jit

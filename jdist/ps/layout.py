@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from jdist.ps.groups import Groups, changed_in, make_groups, units_in
 from jdist.ps.partition import Partitioner, Piece, Placement, place
 from jdist.ps.program import StepParts
-from jdist.ps.update import Update
 from jdist.ps.wire import Spec
 
 
@@ -33,6 +33,10 @@ class Rows:
         """These rows of the array."""
         return array if self.stop is None else array[self.start : self.stop]
 
+    def put(self, array: np.ndarray, rows: Any) -> None:
+        """Writes these rows of the array."""
+        array[... if self.stop is None else slice(self.start, self.stop)] = rows
+
     def spec(self, shape: Any) -> Spec:
         """Shape and dtype of these rows, from those of the array."""
         rows = shape.shape if self.stop is None else (self.stop - self.start, *shape.shape[1:])
@@ -40,26 +44,37 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class View:
+    """What one step takes from a server, and brings to it.
+
+    Attributes:
+        pushes: what it brings of a worker's arrays; the worker's scalars come behind.
+        pulled: places in `kept` of what workers read and what changes.
+        pulled_once: places in `kept` of what workers read and what never changes.
+    """
+
+    pushes: tuple[Rows, ...]
+    pulled: tuple[int, ...]
+    pulled_once: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ShardLayout:
-    """What one server keeps, takes and gives.
+    """What one server keeps.
 
     Attributes:
         ps: the server's number.
         kept: its arrays; those that change come first.
         changing: how many of them change.
-        pushes: what it gets of a worker's arrays; the worker's scalars come behind.
-        pulled: places in `kept` of what workers read and what changes.
-        pulled_once: places in `kept` of what workers read and what never changes.
-        units: places in `update.units` of its pieces, with their rows.
+        pieces: what it keeps of the groups.
+        views: for each step.
     """
 
     ps: int
     kept: tuple[Rows, ...]
     changing: int
-    pushes: tuple[Rows, ...]
-    pulled: tuple[int, ...]
-    pulled_once: tuple[int, ...]
-    units: tuple[tuple[int, int, int | None], ...]
+    pieces: tuple[Piece, ...]
+    views: tuple[View, ...]
 
 
 @dataclass(frozen=True)
@@ -67,118 +82,139 @@ class Layout:
     """A state over its servers.
 
     Attributes:
-        update: the update part.
-        read: the leaves that a worker reads.
-        pushed: the arrays that it pushes.
+        steps: the steps that use it.
+        groups: its leaves by where they are kept.
         shards: a layout for each server that keeps any part of the state; the others take no part.
     """
 
-    update: Update
-    read: tuple[int, ...]
-    pushed: tuple[int, ...]
+    steps: tuple[StepParts, ...]
+    groups: Groups
     shards: tuple[ShardLayout, ...]
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shape and dtype of each leaf of the state."""
+        return self.steps[0].update.shapes
 
     def kept_specs(self, shard: ShardLayout) -> list[Spec]:
         """Of the arrays that a server keeps."""
-        return [rows.spec(self.update.shapes[rows.of]) for rows in shard.kept]
+        return [rows.spec(self.shapes[rows.of]) for rows in shard.kept]
 
-    def push_specs(self, shard: ShardLayout) -> list[Spec]:
-        """Of the arrays, and then the scalars, that a server gets with a closure."""
-        arrays = [rows.spec(self.update.pushed_shapes[rows.of]) for rows in shard.pushes]
-        return arrays + [Spec((), np.dtype(shape.dtype).name) for shape in self.update.scalar_shapes]
+    def push_specs(self, shard: ShardLayout, step: int) -> list[Spec]:
+        """Of the arrays, and then the scalars, that a server gets with a closure of a step."""
+        update = self.steps[step].update
+        arrays = [rows.spec(update.pushed_shapes[rows.of]) for rows in shard.views[step].pushes]
+        return arrays + [Spec((), np.dtype(shape.dtype).name) for shape in update.scalar_shapes]
 
-    def program(self, shard: ShardLayout) -> Callable[[list[Any]], list[Any]]:
+    def program(self, shard: ShardLayout, step: int) -> Callable[[list[Any]], list[Any]]:
         """What a server does with a push: from its arrays and what it was pushed to those of its arrays that change."""
-        update = self.update
+        update, view = self.steps[step].update, shard.views[step]
 
         def run(values: list[Any]) -> list[Any]:
             kept = dict(zip(shard.kept, values, strict=False))
             rest = values[len(shard.kept) :]
-            pushes = dict(zip(shard.pushes, rest, strict=False))
-            scalars = rest[len(shard.pushes) :]
-            shared = {i: kept[Rows(i)] for i in (*update.everywhere, *update.constant) if Rows(i) in kept}
-            new = {Rows(i): x for i, x in update.new_everywhere(shared, scalars).items()}
-            for number, start, stop in shard.units:
-                unit = update.units[number]
-                made = update.new_unit(
-                    unit,
-                    {**shared, **{i: kept[Rows(i, start, stop)] for i in unit.leaves}},
-                    {j: pushes[Rows(j, start, stop)] for j in unit.pushed},
+            pushes = dict(zip(view.pushes, rest, strict=False))
+            scalars = rest[len(view.pushes) :]
+            whole = (*self.groups.everywhere, *self.groups.constant)
+            shared = {i: kept[Rows(i)] for i in whole if Rows(i) in kept}
+            new = kept | {Rows(i): x for i, x in update.new_leaves(self._everywhere(step), shared, {}, scalars).items()}
+            for piece in shard.pieces:
+                group = self.groups.groups[piece.leaf]
+                made = update.new_leaves(
+                    changed_in(update, group),
+                    {**shared, **{i: kept[Rows(i, piece.start, piece.stop)] for i in group.leaves}},
+                    {
+                        j: pushes[Rows(j, piece.start, piece.stop)]
+                        for unit in units_in(update, group)
+                        for j in unit.pushed
+                    },
                     scalars,
                 )
-                new |= {Rows(i, start, stop): x for i, x in made.items()}
+                new |= {Rows(i, piece.start, piece.stop): x for i, x in made.items()}
             return [new[rows] for rows in shard.kept[: shard.changing]]
 
         return run
 
-    def shares(self, shard: ShardLayout, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """A server's part of what a worker computed.
+    def shares(self, shard: ShardLayout, step: int, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """A server's part of what a worker computed for a step: the arrays `pushed`, and the scalars."""
+        by_number = dict(zip(self.steps[step].pushed, arrays, strict=True))
+        return [rows.cut(by_number[rows.of]) for rows in shard.views[step].pushes] + list(scalars)
 
-        Args:
-            shard: the server's layout.
-            arrays: the arrays `pushed`.
-            scalars: the scalars.
-        """
-        by_number = dict(zip(self.pushed, arrays, strict=True))
-        return [rows.cut(by_number[rows.of]) for rows in shard.pushes] + list(scalars)
+    def shared_out(self, leaves: Sequence[Any]) -> list[list[np.ndarray]]:
+        """What each server keeps of whole leaves."""
+        return [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.kept] for shard in self.shards]
+
+    def put_together(self, kept: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[np.ndarray]:
+        """Whole leaves, from what each server keeps; `leaves` has those that no server keeps."""
+        known = {rows.of for shard in self.shards for rows in shard.kept}
+        found = [
+            np.empty(shape.shape, shape.dtype) if i in known else np.asarray(leaves[i])
+            for i, shape in enumerate(self.shapes)
+        ]
+        for shard, arrays in zip(self.shards, kept, strict=True):
+            for rows, x in zip(shard.kept, arrays, strict=True):
+                rows.put(found[rows.of], x)
+        return found
+
+    def _everywhere(self, step: int) -> tuple[int, ...]:
+        return tuple(i for i in self.groups.everywhere if i in self.steps[step].update.reads)
 
 
 def make_layout(
-    parts: StepParts, *, num_ps: int, partitioner: Partitioner, placement: Placement = "round_robin"
+    steps: Sequence[StepParts], *, num_ps: int, partitioner: Partitioner, placement: Placement = "round_robin"
 ) -> Layout:
     """Shares a state out over servers.
 
     Args:
-        parts: the step that will update it.
+        steps: the steps that will read and update it.
         num_ps: how many servers there are.
-        partitioner: into how many pieces a unit is cut whose update allows it.
+        partitioner: into how many pieces leaves are cut whose updates allow it.
         placement: which server gets the next piece, as for `partition.place`.
 
     Raises:
         StrategyError: as `partition.place`.
     """
-    update = parts.update
-    shapes = [update.shapes[unit.leaves[0]] for unit in update.units]
+    groups, shapes = make_groups([step.update for step in steps]), steps[0].update.shapes
+    firsts = [shapes[group.leaves[0]] for group in groups.groups]
     pieces = place(
-        [(tuple(shape.shape), np.dtype(shape.dtype)) for shape in shapes],
+        [(tuple(shape.shape), np.dtype(shape.dtype)) for shape in firsts],
         num_ps=num_ps,
         partitioner=partitioner,
-        whole=[not unit.by_rows for unit in update.units],
+        whole=[not group.by_rows for group in groups.groups],
         placement=placement,
     )
     by_ps: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in pieces:
         by_ps[piece.ps].append(piece)
     used = sorted(by_ps) or [0]
-    return Layout(
-        update,
-        parts.read,
-        parts.pushed,
-        tuple(_shard(parts, ps, by_ps[ps], is_first=ps == used[0]) for ps in used),
-    )
+    shards = tuple(_shard(steps, groups, ps, by_ps[ps], is_first=ps == used[0]) for ps in used)
+    return Layout(tuple(steps), groups, shards)
 
 
-def _shard(parts: StepParts, ps: int, pieces: Sequence[Piece], *, is_first: bool) -> ShardLayout:
-    update = parts.update
-    kept = [Rows(i) for i in update.everywhere]
-    pushes: list[Rows] = []
+def _shard(
+    steps: Sequence[StepParts], groups: Groups, ps: int, pieces: Sequence[Piece], *, is_first: bool
+) -> ShardLayout:
+    kept = [Rows(i) for i in groups.everywhere]
     for piece in pieces:
-        unit = update.units[piece.leaf]
-        kept += [Rows(i, piece.start, piece.stop) for i in unit.leaves]
-        pushes += [Rows(j, piece.start, piece.stop) for j in unit.pushed]
-    changing = len(kept)
-    constant = {*update.everywhere_reads, *(i for piece in pieces for i in update.units[piece.leaf].constant)}
+        kept += [Rows(i, piece.start, piece.stop) for i in groups.groups[piece.leaf].leaves]
+    changing, here = len(kept), {rows.of for rows in kept}
+    needed = {j for step in steps for i, reads in step.update.reads.items() if i in here for j in reads}
     if is_first:  # which gives workers what they read
-        constant |= {i for i in update.constant if i in parts.read}
-    kept += [Rows(i) for i in sorted(constant)]
-    everywhere = {*update.everywhere}
-    pulled = [k for k, rows in enumerate(kept[:changing]) if rows.of in parts.read]
-    return ShardLayout(
-        ps,
-        tuple(kept),
-        changing,
-        tuple(pushes),
-        tuple(k for k in pulled if is_first or kept[k].of not in everywhere),
-        tuple(k for k in range(changing, len(kept)) if is_first and kept[k].of in parts.read),
-        tuple((piece.leaf, piece.start, piece.stop) for piece in pieces),
-    )
+        needed |= {i for step in steps for i in step.read}
+    kept += [Rows(i) for i in groups.constant if i in needed]
+
+    def view(step: StepParts) -> View:
+        pushes = [
+            Rows(j, piece.start, piece.stop)
+            for piece in pieces
+            for unit in units_in(step.update, groups.groups[piece.leaf])
+            for j in unit.pushed
+        ]
+        pulled = [k for k, rows in enumerate(kept) if rows.of in step.read]
+        return View(
+            tuple(pushes),
+            tuple(k for k in pulled if k < changing and (is_first or kept[k].of not in groups.everywhere)),
+            tuple(k for k in pulled if k >= changing and is_first),
+        )
+
+    return ShardLayout(ps, tuple(kept), changing, tuple(pieces), tuple(map(view, steps)))

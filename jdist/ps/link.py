@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from jdist.ps.events import Assign, Event, Lost, Registered, Reported
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import Spec
 
+MOST_REFUSALS = 3
 _LOG = logging.getLogger(__name__)
 
 
@@ -27,6 +28,7 @@ class Times:
     Attributes:
         ping_s: between two questions whether a worker lives.
         lost_after_s: without an answer, after which it counts as lost.
+        install_s: for a function to be taken in.
         closure_s: for a batch of closures.
         reconnect_s: between two attempts to reach a lost worker.
         ps_timeout_s: for a parameter server that does not answer, or for another in its place.
@@ -34,9 +36,36 @@ class Times:
 
     ping_s: float = 1.0
     lost_after_s: float = 10.0
+    install_s: float = 60.0
     closure_s: float = 3600.0
     reconnect_s: float = 0.5
     ps_timeout_s: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Closures to be sent together.
+
+    Attributes:
+        settled: closures below this number are done.
+        closures: their numbers.
+        functions: the number of each one's function.
+        arguments: the arrays of all, one after the other.
+        outputs: what each returns.
+        updates: whether each changes the state.
+    """
+
+    settled: int
+    closures: list[int]
+    functions: list[int]
+    arguments: list[np.ndarray]
+    outputs: list[list[Spec]]
+    updates: list[bool]
+
+    def returned(self, header: dict[str, Any]) -> list[Spec]:
+        """The arrays that come with an answer: the outputs of what is done."""
+        found = zip(header["outcomes"], self.outputs, strict=True)
+        return [spec for outcome, outputs in found if outcome["outcome"] == "done" for spec in outputs]
 
 
 class Hub(Protocol):
@@ -47,8 +76,9 @@ class Hub(Protocol):
 
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
-    def install(self, channel: Channel) -> str: ...
-    def batch(self, numbers: Sequence[int]) -> tuple[int, list[tuple[int, list[np.ndarray]]], list[Spec]]: ...
+    def attach(self, channel: Channel) -> None: ...
+    def install(self, channel: Channel, number: int) -> str: ...
+    def batch(self, numbers: Sequence[int]) -> Batch: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
     def epoch_of(self, worker: int) -> int: ...
 
@@ -66,6 +96,7 @@ class WorkerLink:
     def __init__(self, number: int, connect: Callable[[], Channel], hub: Hub, times: Times):
         self.number = number
         self._connect, self._hub, self._times = connect, hub, times
+        self._refusals = 0
         self._assigned: collections.deque[Assign] = collections.deque()
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
@@ -87,12 +118,13 @@ class WorkerLink:
         while not hub.closed:
             channel = self._connect()
             try:
-                job = hub.install(channel)
+                hub.attach(channel)
                 hub.handle(Registered(worker=self.number))
-                self._serve(channel, job)
+                self._serve(channel)
             except CallFailed as exc:
                 if not hub.closed:
                     _LOG.info("worker %d: %s", self.number, exc)
+                    self._count_refusal(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
@@ -103,8 +135,16 @@ class WorkerLink:
                 hub.handle(Lost(worker=self.number, epoch=hub.epoch_of(self.number)))
                 hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
 
-    def _serve(self, channel: Channel, job: str) -> None:
-        hub, lost = self._hub, threading.Event()
+    def _count_refusal(self, exc: CallFailed) -> None:
+        """A worker that has begun anew refuses once what it does not know; of one that goes on the user has to hear."""
+        self._refusals = self._refusals + 1 if exc.reason in ("refused", "unauthenticated") else 0
+        if self._refusals >= MOST_REFUSALS:
+            self._refusals = 0
+            why = "shows no or another token or certificate" if exc.reason == "unauthenticated" else "see what it wrote"
+            self._hub.fail(ClosureError(f"worker {self.number} at {exc.peer} refuses what it is asked; {why}"))
+
+    def _serve(self, channel: Channel) -> None:
+        hub, lost, names = self._hub, threading.Event(), dict[int, str]()
         pinging = threading.Thread(
             target=self._ping, args=(channel, lost), name=f"jdist-ping-{self.number}", daemon=True
         )
@@ -121,36 +161,42 @@ class WorkerLink:
                     self._assigned.clear()
                 newest = assigned[-1]  # those of an older history are no closures of this one
                 numbers = [c for a in assigned if a.generation == newest.generation for c in a.closures]
-                self._execute(channel, job, newest, numbers, lost)
+                self._execute(channel, names, newest, numbers, lost)
         finally:
             lost.set()
             pinging.join(self._times.lost_after_s)
 
     def _execute(
-        self, channel: Channel, job: str, newest: Assign, numbers: Sequence[int], lost: threading.Event
+        self, channel: Channel, names: dict[int, str], newest: Assign, numbers: Sequence[int], lost: threading.Event
     ) -> None:
         hub = self._hub
-        settled, closures, outputs = hub.batch(numbers)
+        batch = hub.batch(numbers)
+        for function in batch.functions:
+            if function not in names:
+                names[function] = hub.install(channel, function)
         said = {"epoch": newest.epoch, "generation": newest.generation}
+        closures = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
         answer, results = channel.call(
             "execute",
-            {**said, "worker": self.number, "job": job, "settled": settled, "closures": [c for c, _ in closures]},
-            [x for _, arguments in closures for x in arguments],
+            {**said, **closures, "worker": self.number, "settled": batch.settled},
+            batch.arguments,
             timeout_s=self._times.closure_s,
-            expects=lambda header: outputs * sum(o["outcome"] == "done" for o in header["outcomes"]),
-            bulk=sum(s.size_bytes for s in outputs) * len(closures) > 1 << 19,
+            expects=batch.returned,
+            bulk=sum(s.size_bytes for outputs in batch.outputs for s in outputs) > 1 << 19,
         )
+        self._refusals = 0
         if lost.is_set():
             raise CallFailed(channel.peer, "unavailable", "it does not answer")
         arrays = iter(results)
-        for outcome in answer["outcomes"]:
+        for outcome, outputs, updates in zip(answer["outcomes"], batch.outputs, batch.updates, strict=True):
             closure, how = outcome["closure"], outcome["outcome"]
             if how == "abandoned":
                 continue
             leaves = [next(arrays) for _ in outputs] if how == "done" else []
             error = ClosureError(f"closure {closure}: {outcome['error']}") if outcome.get("error") else None
             hub.arrived(closure, leaves, error)
-            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how))
+            took_effect = "void" if how == "void" else "done" if updates else "read"
+            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=took_effect))
             if error is not None:
                 hub.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):

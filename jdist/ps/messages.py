@@ -37,9 +37,11 @@ class Pull(Message):
 
     Attributes:
         known: the version that the sender has; None if it has none.
+        view: which of the shard's arrays it wants: those that one step reads.
     """
 
     known: int | None = None
+    view: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Push(Message):
         attempt: how often this worker has computed the closure before; a later attempt takes the place of an earlier one.
         base: the version of this shard that the gradients were computed at.
         gradients: the received arrays.
+        view: of which step they are.
         finite: whether the gradients of all shards are finite.
         result: what the closure returned, on its home shard; None elsewhere.
     """
@@ -58,6 +61,7 @@ class Push(Message):
     closure: int
     attempt: int = 0
     base: int
+    view: int = 0
     gradients: Ref | None = None
     finite: bool = True
     result: Ref | None = None

@@ -7,6 +7,7 @@ worker's function: parameters and a batch in; gradients, metrics and a few scala
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,11 @@ class StepParts:
     outputs_treedef: Any
     _spec: ProgramSpec
     _traced: _Traced
+
+    @functools.cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for steps that read, push and update alike, also where they were traced for batches of other sizes."""
+        return self.read, self.pushed, self.update.identity
 
     def worker(
         self, read: Sequence[Any], batches: PyTree, others: PyTree
@@ -169,8 +175,16 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -
         state,
         batches,
         others,
+        needs_cut=False,
         otherwise="use `jdist.mirrored()`, which does not split a step",
     )
+    if plan.parts.carried and not plan.parts.cuts:
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        raise BoundaryError(
+            f"the step computes {', '.join(paths[i] or 'its state' for i in plan.parts.carried)} from the batch without "
+            "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others have "
+            "written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a metric."
+        )
     leaves, treedef = jax.tree.flatten(state)
     impls = tuple(jax.random.key_impl(x) if _is_key(x) else None for x in leaves)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)

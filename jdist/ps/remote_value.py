@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,20 +16,35 @@ class Pending:
     """The results of one closure, which arrive once.
 
     Attributes:
-        number: the closure's.
+        number: the closure's; None while it waits for its arguments.
     """
 
-    def __init__(self, number: int):
+    def __init__(self, number: int | None = None):
         self.number = number
         self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], None]] = []
         self._leaves: list[Any] = []
         self._error: BaseException | None = None
 
     def arrive(self, leaves: list[Any], error: BaseException | None = None) -> None:
         """Sets the results, or the error; only the first time counts."""
-        if not self._arrived.is_set():
+        with self._lock:
+            if self._arrived.is_set():
+                return
             self._leaves, self._error = leaves, error
             self._arrived.set()
+            then, self._then = self._then, []
+        for call in then:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Calls something once the results are there, or at once."""
+        with self._lock:
+            if not self._arrived.is_set():
+                self._then.append(call)
+                return
+        call()
 
     def wait(self, timeout_s: float | None) -> list[Any]:
         """The results.
@@ -52,42 +69,76 @@ class Pending:
         return self._error
 
 
+def when_all_arrived(pending: Sequence[Pending], call: Callable[[], None]) -> None:
+    """Calls something once the results of all of these closures are there, or at once."""
+    if not pending:
+        call()
+        return
+    first, *rest = pending
+    first.then(lambda: when_all_arrived(rest, call))
+
+
 class RemoteValue:
-    """An array that a worker computes, or has computed. `float(value)` and `numpy.asarray(value)` wait for it.
+    """An array that workers compute, or have computed. `float(value)` and `numpy.asarray(value)` wait for it.
+
+    Attributes:
+        pending: the closures that compute it.
+        struct: its shape and dtype, as a `jax.ShapeDtypeStruct`; None where only its arrival tells them.
 
     Source: `tf.distribute.experimental.coordinator.RemoteValue`.
     """
 
-    def __init__(self, pending: Pending, leaf: int):
-        self._pending, self._leaf = pending, leaf
+    def __init__(
+        self,
+        pending: Sequence[Pending],
+        leaf: int,
+        make: Callable[[list[np.ndarray]], Any] | None = None,
+        *,
+        struct: Any = None,
+    ):
+        """Stands for a result.
+
+        Args:
+            pending: the closures that compute it.
+            leaf: which of their results.
+            make: from the closures' results to the array; None: the only one's.
+            struct: its shape and dtype, if they are known before it is there.
+        """
+        self.pending, self._leaf, self._make, self.struct = tuple(pending), leaf, make, struct
 
     def result(self, timeout_s: float | None = None) -> np.ndarray:
         """The array.
 
         Args:
-            timeout_s: seconds to wait; None: as long as it takes.
+            timeout_s: seconds to wait for each of its closures; None: as long as it takes.
 
         Raises:
             TimeoutError: it was not there in time.
             ClosureCancelledError: the closure was cancelled, as another had failed.
             ClosureError: the closure failed.
         """
-        return self._pending.wait(timeout_s)[self._leaf]
+        found = [p.wait(timeout_s)[self._leaf] for p in self.pending]
+        return found[0] if self._make is None else self._make(found)
+
+    def map(self, function: Callable[[np.ndarray], Any]) -> RemoteValue:
+        """A function of the array, applied on the host once it is there."""
+        make = self._make or operator.itemgetter(0)
+        return RemoteValue(self.pending, self._leaf, lambda found: function(make(found)))
 
     @property
     def done(self) -> bool:
         """Whether it is there, or will never be."""
-        return self._pending.done
+        return all(p.done for p in self.pending)
 
     @property
     def error(self) -> BaseException | None:
         """Why it will never be there; None if it is, or is still to come."""
-        return self._pending.error
+        return next((p.error for p in self.pending if p.error is not None), None)
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the closure was cancelled before a worker had it."""
-        return isinstance(self._pending.error, ClosureCancelledError)
+        """Whether a closure of it was cancelled before a worker had it."""
+        return isinstance(self.error, ClosureCancelledError)
 
     def __float__(self) -> float:
         return float(self.result())
@@ -100,4 +151,15 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         state = "failed" if self.error is not None else "done" if self.done else "pending"
-        return f"RemoteValue(closure {self._pending.number}, {state})"
+        numbers = ", ".join(str(p.number) for p in self.pending)
+        return f"RemoteValue(closure {numbers}, {state})"
+
+
+def stacked(values: Sequence[RemoteValue]) -> RemoteValue:
+    """Several closures' results of one name, along a new first axis."""
+    first = values[0]
+    make = first._make or operator.itemgetter(0)
+    pending = [p for value in values for p in value.pending]
+    size = len(first.pending)
+    parts = range(0, len(pending), size)
+    return RemoteValue(pending, first._leaf, lambda found: np.stack([make(found[i : i + size]) for i in parts]))

@@ -1,35 +1,29 @@
-"""A step under a parameter server: taken apart at its first call, then scheduled call by call."""
+"""What runs of one strategy: the servers, the state that they have now, and the steps that use it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jdist.errors import StepError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
-from jdist.ps.job import job_of, keeping_of
-from jdist.ps.layout import Layout, make_layout
+from jdist.ps.job import Function, function_of, keeping_of
+from jdist.ps.keeper import Keeping
+from jdist.ps.layout import Layout, ShardLayout, make_layout
 from jdist.ps.link import Times
 from jdist.ps.partition import Partitioner, Placement
-from jdist.ps.program import StepParts, take_apart
-from jdist.ps.remote_value import RemoteValue
-from jdist.ps.shard import Rules
+from jdist.ps.program import StepParts
+from jdist.ps.remote_state import RemoteState
+from jdist.ps.remote_value import Pending
+from jdist.ps.shard import NonFinite, Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.seam import Channel
-from jdist.strategy import Strategy
-from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.guard import Watched
-from jdist.transforms.options import StepOptions
-from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.results import Traced
-from jdist.transforms.trees import check_arrays
 
 PyTree = Any
 
@@ -63,183 +57,195 @@ class PsOptions:
     times: Times
 
 
-class RemoteState:
-    """A state that lives on parameter servers; `strategy.fetch(state)` brings it here.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A step for batches of one size, ready to be shipped.
 
-    Before the first step it is still here: only a step tells which of its leaves are updated together.
+    Attributes:
+        parts: the step, taken apart.
+        function: what a worker computes, of a flat list of arrays.
+        arguments: shapes of a closure's arguments.
+        outputs: shapes of what it returns.
+        non_finite: what happens to gradients that are not finite.
     """
 
-    def __init__(self, job: PsJob, initial: PyTree):
-        self.job, self.initial = job, initial
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}`."
-        )
-
-    def __repr__(self) -> str:
-        return f"RemoteState({jax.tree.structure(self.initial)!s:.80})"
+    parts: StepParts
+    function: Callable[[list[Any]], list[Any]]
+    arguments: Sequence[Any]
+    outputs: Sequence[Any]
+    non_finite: NonFinite
 
 
 class PsJob:
     """What is running of one strategy."""
 
-    def __init__(self, servers: Servers, options: PsOptions):
-        self.servers, self.options = servers, options
+    def __init__(self, start: Callable[[], Servers], options: PsOptions):
+        self._start, self.options = start, options
+        self._servers: Servers | None = None
         self._lock = threading.RLock()
         self._coordinator: Coordinator | None = None
         self._layout: Layout | None = None
-        self._step: PsStep | None = None
         self._state: RemoteState | None = None
+        self._functions: dict[Any, int] = {}  # known to the coordinator
+        self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
+        self._updating: bool | None = None  # whether what was scheduled last updates the state
 
-    def begin(self, step: PsStep, state: RemoteState, parts: StepParts, arguments: Sequence[Any], treedef: Any) -> None:
-        """Places the state and starts the workers; later calls of the same step and state do nothing.
-
-        Raises:
-            StepError: another step, or another state, is running.
-        """
+    @property
+    def servers(self) -> Servers:
+        """Where it runs; started when they are first asked for."""
         with self._lock:
-            if self._coordinator is not None:
-                if step is not self._step or state is not self._state:
-                    raise StepError(
-                        "a parameter server runs one step with one state so far; another one is running. Fetch that state, and "
-                        "begin a new strategy with it."
-                    )
-                return
-            self._coordinator, self._layout = self._started(state, parts, arguments, treedef)
-            self._step, self._state = step, state
+            if self._servers is None:
+                self._servers = self._start()
+            return self._servers
 
     @property
     def coordinator(self) -> Coordinator:
-        """The coordinator of the running step."""
-        assert self._coordinator is not None  # asked for after `begin`
+        """The coordinator of the running state."""
+        assert self._coordinator is not None  # asked for once a step was scheduled
         return self._coordinator
 
-    def fetch(self, state: RemoteState) -> PyTree:
-        """The whole state, after every scheduled closure."""
+    def schedule(self, state: RemoteState, traced: Traced, arguments: Sequence[Any]) -> Pending:
+        """Schedules a closure of a step; brings the state to the servers first, if it is not there.
+
+        A step that reads waits for those that update, and the other way round: what it reads is the state after all steps
+        before it.
+
+        Returns:
+            The closure's results, when they are there.
+        """
         with self._lock:
-            if self._coordinator is None or state is not self._state:
-                return jax.tree.map(np.asarray, state.initial)
-            assert self._layout is not None  # set with the coordinator
+            steps = self._layout.steps if self._layout is not None and state is self._state else ()
+            known = [step.identity for step in steps]
+            if traced.parts.identity not in known:
+                self._place(state, [*steps, traced.parts])
+                known.append(traced.parts.identity)
+            number = self._number(traced, lambda: self._shipped(traced, known.index(traced.parts.identity)))
+            updating = bool(traced.parts.update.reads)
+            if self._updating not in (None, updating):
+                self.coordinator.join()
+            self._updating = updating
+            return self.coordinator.schedule(number, arguments)
+
+    def schedule_function(
+        self, key: Any, make: Callable[[], tuple[Function, bytes]], arguments: Sequence[Any]
+    ) -> Pending:
+        """Schedules a closure of a function that has no part in the state.
+
+        Args:
+            key: names the function.
+            make: gives it, if it is not known yet.
+            arguments: the closure's.
+
+        Returns:
+            The closure's results, when they are there.
+        """
+        with self._lock:
+            if self._coordinator is None:
+                self._coordinator = self._connected([], [])
+                self._coordinator.begin([], [])
+            return self._coordinator.schedule(self._number(key, make), arguments)
+
+    def _number(self, key: Any, make: Callable[[], tuple[Function, bytes]]) -> int:
+        if key not in self._functions:
+            self._functions[key] = self.coordinator.add(*make())
+        return self._functions[key]
+
+    def _shipped(self, traced: Traced, step: int) -> tuple[Function, bytes]:
+        assert self._layout is not None  # the state has been placed
+        inputs = [self._layout.shapes[i] for i in traced.parts.read]
+        function = function_of(self._layout, step, traced.arguments, traced.outputs, traced.non_finite)
+        return function, pack(traced.function, [*inputs, *traced.arguments])
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits for every closure; raises what failed."""
+        with self._lock:
+            if self._coordinator is not None:
+                self._coordinator.join(timeout_s)
+
+    @property
+    def done(self) -> bool:
+        """Whether every closure is done."""
+        coordinator = self._coordinator
+        return coordinator is None or coordinator.done
+
+    def fetch(self, state: RemoteState) -> list[np.ndarray]:
+        """The leaves of a state, after every closure."""
+        with self._lock:
+            if self._coordinator is None or self._layout is None or state is not self._state:
+                return [np.asarray(x) for x in state.leaves]
             self._coordinator.join()
-            leaves, treedef = jax.tree.flatten(state.initial)
-            found = [np.array(_raw(x)) for x in leaves]
-            for shard, arrays in zip(self._layout.shards, self._coordinator.snapshot().kept, strict=True):
-                for rows, x in zip(shard.kept, arrays, strict=True):
-                    found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
-            typed = [
-                jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(old)) if _is_key(old) else x
-                for x, old in zip(found, leaves, strict=True)
-            ]
-            return jax.tree.unflatten(treedef, typed)
+            return self._layout.put_together(self._coordinator.snapshot().kept, state.leaves)
+
+    def num_skipped(self) -> int:
+        """How many closures of the running state were left out, as a gradient was not finite."""
+        with self._lock:
+            if self._coordinator is None or self._layout is None:
+                return 0
+            self._coordinator.join()
+            client = self._coordinator.shards.clients[0]
+            return client.status(self.options.times.lost_after_s)["counts"]["skipped"]
 
     def close(self) -> None:
         """Ends the workers' threads, the connections and what was started."""
         with self._lock:
-            if self._coordinator is not None:
-                self._coordinator.close()
-                self._coordinator = None
-            self.servers.close()
+            self._leave()
+            if self._servers is not None:
+                self._servers.close()
 
-    def _started(
-        self, state: RemoteState, parts: StepParts, arguments: Sequence[Any], treedef: Any
-    ) -> tuple[Coordinator, Layout]:
+    def _leave(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._coordinator = self._layout = self._state = self._updating = None
+        self._functions.clear()
+
+    def _place(self, state: RemoteState, steps: Sequence[StepParts]) -> None:
+        """Lays a state out for these steps. Another state that is on the servers is brought here first."""
         servers, options = self.servers, self.options
-        leaves = [_raw(x) for x in jax.tree.leaves(state.initial)]
+        if self._state is not None:
+            self._state.leaves = list(self.fetch(self._state))
+        first = 0
+        if self._coordinator is not None:
+            self._coordinator.join()
+            first = self._coordinator.scheduled
+        self._leave()
         layout = make_layout(
-            parts, num_ps=len(servers.ps), partitioner=options.partitioner, placement=options.placement
+            steps, num_ps=len(servers.ps), partitioner=options.partitioner, placement=options.placement
         )
-        inputs = [leaves[i] for i in parts.read]
-
-        def worker(values: list[Any]) -> list[Any]:
-            pushed, scalars, finite, outputs = parts.worker(
-                values[: len(inputs)], *jax.tree.unflatten(treedef, values[len(inputs) :])
-            )
-            return [*pushed, *scalars, finite, *outputs]
-
-        results = jax.eval_shape(worker, [*inputs, *arguments])
-        outputs = results[len(layout.pushed) + len(layout.update.scalar_shapes) + 1 :]
         keepings = [keeping_of(layout, shard, options.rules) for shard in layout.shards]
-        kept = [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.kept] for shard in layout.shards]
-        clients = [
-            ShardClient(servers.connect(servers.ps[shard.ps]), keeping)
-            for shard, keeping in zip(layout.shards, keepings, strict=True)
-        ]
-        coordinator = Coordinator(
-            [lambda address=address: servers.connect(address) for address in servers.workers],
-            clients,
-            times=options.times,
-        )
+        addresses = [servers.ps[shard.ps] for shard in layout.shards]
+        coordinator = self._connected(addresses, keepings)
+        clients = coordinator.shards.clients
+        generation = 1 + max(client.status(options.times.lost_after_s)["generation"] for client in clients)
         coordinator.begin(
-            job_of(layout, servers.ps, arguments, outputs, options.rules),
-            keepings,
-            pack(worker, [*inputs, *arguments]),
-            kept=kept,
-            shard_programs=[
-                pack(
-                    layout.program(shard),
-                    [*mine, *(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.push_specs(shard))],
-                )
-                for shard, mine in zip(layout.shards, kept, strict=True)
-            ],
-            generation=1 + max(_generation(client) for client in clients),
+            layout.shared_out(state.leaves),
+            [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards],
+            first=first,
+            generation=generation,
         )
-        return coordinator, layout
+        self._coordinator, self._layout, self._state = coordinator, layout, state
+        kept = {rows.of for shard in layout.shards for rows in shard.kept}
+        state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
 
+    def _connected(self, addresses: Sequence[str], keepings: Sequence[Keeping]) -> Coordinator:
+        servers = self.servers
+        clients = [
+            ShardClient(servers.connect(address), keeping) for address, keeping in zip(addresses, keepings, strict=True)
+        ]
+        return Coordinator(
+            [functools.partial(servers.connect, address) for address in servers.workers],
+            clients,
+            addresses=addresses,
+            times=self.options.times,
+        )
 
-class PsStep:
-    """A step under a parameter server; called like the step, it schedules a closure and returns at once."""
-
-    def __init__(self, strategy: Strategy, on_worker: Strategy, job: PsJob, step: Step, options: StepOptions):
-        self.__name__ = getattr(step, "__name__", "the step")
-        self.strategy, self.options = strategy, options
-        self._on_worker, self._job, self._step = on_worker, job, step
-        self._signature = Signature(step, options)
-        self._parts: dict[Call, tuple[StepParts, Traced]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        if not isinstance(state, RemoteState):
-            raise StepError(
-                f"{self.__name__} got a state of type {type(state).__name__}; under a parameter server it is what "
-                "`strategy.init` returned: `state = strategy.init(lambda: my_state)`."
-            )
-        arguments, treedef = jax.tree.flatten((batches, others))
-        if call not in self._parts:
-            check_arrays(batches, "the batch")
-            traced = Traced()
-            spec = ProgramSpec(self._step, self._on_worker, self.options, call, traced, Watched(), self.__name__)
-            parts = take_apart(spec, state.initial, batches, others)
-            self._job.begin(self, state, parts, arguments, treedef)
-            self._parts[call] = parts, traced
-        parts, traced = self._parts[call]
-        pending = self._job.coordinator.schedule(arguments)
-        values = [RemoteValue(pending, i) for i in range(parts.outputs_treedef.num_leaves)]
-        outputs = jax.tree.unflatten(parts.outputs_treedef, values)
-        return _result(state, outputs, traced)
-
-    def wait(self) -> None:
-        """Waits for every closure."""
-        self._job.coordinator.join()
-
-
-def _result(state: RemoteState, outputs: tuple[PyTree, ...], traced: Traced) -> Any:
-    if "state" in traced.returns:
-        i = traced.returns.index("state")
-        outputs = (*outputs[:i], state, *outputs[i:])
-    return outputs[0] if traced.bare else outputs
-
-
-def _generation(client: ShardClient) -> int:
-    header, _ = client.channel.call("status", {}, timeout_s=20.0)
-    return header["generation"]
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _raw(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    def _program(self, layout: Layout, shard: ShardLayout, step: int) -> bytes:
+        """What a server does for a step, packed; empty if the step changes nothing."""
+        parts = layout.steps[step]
+        if not parts.update.reads:
+            return b""
+        key = (parts.identity, layout.groups, shard.kept, shard.changing, shard.pieces)
+        if key not in self._packed:
+            specs = [*layout.kept_specs(shard), *layout.push_specs(shard, step)]
+            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in specs]
+            self._packed[key] = pack(layout.program(shard, step), structs)
+        return self._packed[key]

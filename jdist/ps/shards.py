@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jdist.errors import ShardLostError
 from jdist.ps.keeper import Keeping, specs
-from jdist.ps.messages import TRAVELLING, Message, Parameters, Restore
+from jdist.ps.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 
@@ -31,23 +33,22 @@ class ShardClient:
         self.channel, self.keeping = channel, keeping
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
 
-    def restore(self, message: Restore, kept: Sequence[Any], program: bytes) -> Any:
-        """Begins a new history in it."""
-        import numpy as np
-
-        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "program": len(program)}
-        arrays = [*kept, np.frombuffer(program, np.uint8)]
+    def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
+        """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
+        sizes = [len(program) for program in programs]
+        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "programs": sizes}
+        arrays = [*kept, *(np.frombuffer(program, np.uint8) for program in programs)]
         answer, _ = self._repeated(lambda t: self.channel.call("restore", header, arrays, timeout_s=t))
         return from_plain(TRAVELLING, answer["answer"])
 
     def say(
-        self, messages: Sequence[Message], pushes: Sequence[Any] = (), result: bytes | None = None
+        self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
     ) -> tuple[list[Any], list[Any], dict[int, bytes]]:
         """Says several messages, one after the other, until they are answered.
 
         Args:
             messages: what to say; at most one push, and one that is answered by arrays.
-            pushes: the arrays of the push.
+            pushes: the arrays of the push, if there is one among the messages.
             result: what the closure returned, if this is its home.
 
         Returns:
@@ -56,11 +57,9 @@ class ShardClient:
         Raises:
             ShardLostError: there was no answer for `give_up_s`.
         """
-        import numpy as np
-
         header: dict[str, Any] = {"say": [to_plain(m) for m in messages]}
         arrays: list[Any] = []
-        if pushes:
+        if pushes is not None:
             result = result or b""
             header["result"] = len(result)
             arrays = [*pushes, np.frombuffer(result, np.uint8)]
@@ -118,10 +117,9 @@ class _Expects:
         kept, found = specs(self._keeping.kept), []
         for message, plain in zip(self._messages, _without_results(header["answers"]), strict=True):
             answer = from_plain(TRAVELLING, plain)
-            if isinstance(answer, Parameters):
-                first = getattr(message, "known", None) is None
-                changed = self._keeping.pulled if answer.changed else ()
-                found += [kept[i] for i in (*changed, *(self._keeping.pulled_once if first else ()))]
+            if isinstance(answer, Parameters) and isinstance(message, Pull):
+                places = self._keeping.sent(message.view, changed=answer.changed, first=message.known is None)
+                found += [kept[i] for i in places]
         return found
 
 

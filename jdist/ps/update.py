@@ -9,11 +9,12 @@ scalar, and the worker computes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist import dataflow
 from jdist.transforms.spread_equations import ELEMENTWISE, RESHAPING, apply_stored
@@ -28,13 +29,11 @@ class Unit:
     Attributes:
         leaves: their numbers in the state.
         pushed: numbers of the pushed arrays that the update reads.
-        constant: leaves that it reads and nobody changes.
         by_rows: whether the update may be computed for some of the rows alone; all arrays then have one shape.
     """
 
     leaves: tuple[int, ...]
     pushed: tuple[int, ...]
-    constant: tuple[int, ...]
     by_rows: bool
 
 
@@ -46,8 +45,8 @@ class Update:
         constant: leaves of the state that it leaves as they are.
         everywhere: small leaves that depend on nothing a worker pushes (a counter, a key): each server has its own copy,
             and after the same number of updates, in whatever order, all copies are the same.
-        everywhere_reads: constant leaves that these depend on.
         units: the rest.
+        reads: of each leaf that it changes, the leaves that the new value depends on.
         scalar_shapes: of the scalars that a worker computes from its gradients alone and pushes to every server.
         shapes: shape and dtype of each leaf of the state.
         pushed_shapes: of each array that can be pushed: gradients and what else the gradient part gives.
@@ -55,12 +54,18 @@ class Update:
 
     constant: tuple[int, ...]
     everywhere: tuple[int, ...]
-    everywhere_reads: tuple[int, ...]
     units: tuple[Unit, ...]
+    reads: Mapping[int, frozenset[int]]
     scalar_shapes: tuple[jax.ShapeDtypeStruct, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     pushed_shapes: tuple[jax.ShapeDtypeStruct, ...]
     _sorted: _Sorted
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for updates that compute the same."""
+        closed = self._sorted.closed
+        return str(closed.jaxpr), tuple(np.asarray(x).tobytes() for x in closed.consts)
 
     def worker_scalars(self, pushed: Sequence[Any]) -> list[Any]:
         """The scalars, from what a worker computed; traced on the worker, behind the gradient part."""
@@ -77,28 +82,24 @@ class Update:
         v = self._sorted.late[which]
         return not dataflow.is_literal(v) and v in self._sorted.of_state
 
-    def new_everywhere(self, old: dict[int, Any], scalars: Sequence[Any]) -> dict[int, Any]:
-        """The new values of the leaves that every server has, from the old ones and `constant` ones."""
-        return self._run(self.everywhere, old, {}, scalars)
-
-    def new_unit(
-        self, unit: Unit, old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]
+    def new_leaves(
+        self, leaves: Sequence[int], old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]
     ) -> dict[int, Any]:
-        """The new leaves of a unit.
+        """The new values of leaves that are updated together.
 
         Args:
-            unit: which.
-            old: the unit's old leaves, those that are everywhere and the constant ones, by number; of a unit `by_rows` as
-                many rows as there are.
-            pushed: the unit's pushed arrays, the same rows of them.
+            leaves: whole units of this update.
+            old: what they are computed from, by number: they themselves, those that are everywhere and the constant ones;
+                of units that are all `by_rows` as many rows as there are.
+            pushed: the units' pushed arrays, the same rows of them.
             scalars: what `worker_scalars` gave.
 
         Returns:
             The leaves, by number.
         """
-        if not unit.by_rows or old[unit.leaves[0]].shape == self.shapes[unit.leaves[0]].shape:
-            return self._run(unit.leaves, old, pushed, scalars)
-        return self._run_rows(unit.leaves, old, pushed, scalars, old[unit.leaves[0]].shape)
+        if not leaves or old[leaves[0]].shape == self.shapes[leaves[0]].shape:
+            return self._run(leaves, old, pushed, scalars)
+        return self._run_rows(leaves, old, pushed, scalars, old[leaves[0]].shape)
 
     def _given(self, old: dict[int, Any], pushed: dict[int, Any], scalars: Sequence[Any]) -> dict[Any, Any]:
         found = self._sorted
@@ -201,8 +202,8 @@ def sort_update(closed: Any, num_leaves: int) -> Update:
     return Update(
         constant,
         everywhere,
-        tuple(i for i in constant if any(i in reads[j].leaves for j in everywhere)),
         units,
+        {i: found.leaves for i, found in reads.items()},
         _shapes(scalars),
         _shapes(state),
         _shapes(pushed),
@@ -270,8 +271,7 @@ def _units(found: _Sorted, placed: list[int], reads: dict[int, _Reads]) -> tuple
     units = []
     for leaves in members.values():
         pushed = sorted({j for i in leaves for j in reads[i].pushed})
-        constant = sorted({j for i in leaves for j in reads[i].leaves if found.new[j] is found.state[j]})
-        units.append(Unit(tuple(leaves), tuple(pushed), tuple(constant), _by_rows(found, leaves, pushed)))
+        units.append(Unit(tuple(leaves), tuple(pushed), _by_rows(found, leaves, pushed)))
     return tuple(units)
 
 

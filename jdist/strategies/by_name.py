@@ -13,6 +13,7 @@ from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.multi_worker import multi_worker
 from jdist.strategies.one_device import one_device
+from jdist.strategies.parameter_server import parameter_server
 from jdist.strategies.tpu import tpu
 from jdist.strategy import Strategy
 
@@ -23,6 +24,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "tpu": tpu,
     "multi_worker": multi_worker,
     "central_storage": central_storage,
+    "parameter_server": parameter_server,
 }
 
 
@@ -30,7 +32,8 @@ def make_strategy(name: str, /, **options: Any) -> Strategy:
     """Builds a strategy by name.
 
     Args:
-        name: "default", "one_device", "mirrored", "tpu", "multi_worker" or "central_storage".
+        name: "default", "one_device", "mirrored", "tpu", "multi_worker", "central_storage" or
+            "parameter_server".
         **options: arguments of the function of that name.
 
     Returns:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
+from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.link import Times
 from jdist.ps.partition import Partitioner, Placement, min_size
-from jdist.ps.running import PsJob, PsOptions, PsStep, RemoteState, Servers
+from jdist.ps.remote_state import RemoteState
+from jdist.ps.running import PsJob, PsOptions, Servers
 from jdist.ps.shard import OnStale, Rules
+from jdist.ps.step import PsStep
 from jdist.reduction import psum
+from jdist.remote import fetched
 from jdist.strategies.one_device import one_device
 from jdist.strategy import Operations, Strategy
 from jdist.transforms.feed import settle
@@ -47,26 +54,33 @@ def parameter_server(
 
     Raises:
         StrategyError: an argument is not allowed.
-        LaunchError: a process did not come up.
+
+    The processes are started when they are first needed, and end with this one.
     """
     for name, number in (("local_workers", local_workers), ("local_ps", local_ps)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
+    rules = Rules(
+        max_staleness=max_staleness, on_stale=on_stale, non_finite="skip"
+    )  # workers do not push what is refused
+    options = PsOptions(partitioner=partitioner or min_size(), placement=placement, rules=rules, times=Times())
+    return _strategy(PsJob(functools.partial(_local, local_workers, local_ps), options))
+
+
+def _local(workers: int, ps: int) -> Servers:
+    """Processes of this machine."""
     from jdist.ps.local import LocalCluster
     from jdist.ps.transport.rpc import RpcChannel, Security
 
-    cluster = LocalCluster(workers=local_workers, ps=local_ps)
+    cluster = LocalCluster(workers=workers, ps=ps)
     security = Security(token=cluster.token)
-    servers = Servers(
+    return Servers(
         workers=tuple(cluster.workers),
         ps=tuple(cluster.ps),
         connect=lambda address: RpcChannel(address, security=security),
         close=cluster.close,
         pids=tuple(cluster.pids),
     )
-    rules = Rules(max_staleness=max_staleness, on_stale=on_stale)
-    options = PsOptions(partitioner=partitioner or min_size(), placement=placement, rules=rules, times=Times())
-    return _strategy(PsJob(servers, options))
 
 
 def _strategy(job: PsJob) -> Strategy:
@@ -75,11 +89,11 @@ def _strategy(job: PsJob) -> Strategy:
     def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> RemoteState:
         return RemoteState(job, jax.device_get(jax.jit(fn)(*args)))
 
-    def fetch(strategy: Strategy, state: RemoteState) -> PyTree:
-        return job.fetch(state)
+    def fetch(strategy: Strategy, state: PyTree) -> PyTree:
+        return jax.tree.map(_on_host, fetched(state))
 
-    def check(strategy: Strategy, state: RemoteState) -> None:
-        job.coordinator.join()
+    def check(strategy: Strategy, state: PyTree) -> None:
+        job.join()
 
     def feed(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
         chosen = settle(options["options"], options["prefetch"])
@@ -102,6 +116,7 @@ def _strategy(job: PsJob) -> Strategy:
     return Strategy(
         name="parameter_server",
         reduction=psum(),
+        coordinator=ClusterCoordinator(job),
         operations=Operations(
             init=init,
             fetch=fetch,
@@ -112,3 +127,8 @@ def _strategy(job: PsJob) -> Strategy:
             distribute=distribute,
         ),
     )
+
+
+def _on_host(x: Any) -> Any:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x if is_key else np.asarray(x)

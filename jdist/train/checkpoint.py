@@ -31,6 +31,7 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone
 from jdist.cluster.together import together
 from jdist.errors import CheckpointError
+from jdist.remote import fetched, shapes_of
 from jdist.train import checkpoint_arrays as arrays
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
@@ -183,7 +184,7 @@ class Checkpointer:
             "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
             "metadata": disk.plain("metadata", metadata or {}),
         }
-        leaves = codec.flatten(state)
+        leaves = codec.flatten(fetched(state))
         self.wait()
         failpoints.reached(Point.BEFORE_SAVE)
         for path, leaf in leaves.items():
@@ -250,6 +251,7 @@ class Checkpointer:
             CheckpointError: `like` does not fit, no checkpoint can be read, or `step` is not there.
         """
         self.wait()
+        like = shapes_of(like)
         wanted = codec.flatten(like)
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.described(path, leaf) for path, leaf in wanted.items()]

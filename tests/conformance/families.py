@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 import jdist
+from jdist.remote import RemoteTree, shapes_of
 from jdist.values import without_residuals
 
 ROWS, GLOBAL_BATCH, EPOCHS, CLASSES = 60, 16, 5, 3
@@ -66,7 +67,7 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
         compiled += counted.count if i else 0
         losses.append(np.ravel(metrics["loss"]))
     kept = shardings(without_residuals(state)) == laid_out
-    assert jax.tree.structure(state) == jax.tree.structure(train_step.last_state)
+    assert jax.tree.structure(shapes_of(state)) == jax.tree.structure(shapes_of(train_step.last_state))
     fetched = strategy.fetch(state)
     params = (
         [s.params for s in jax.tree.leaves(fetched, is_leaf=is_train_state)]
@@ -77,6 +78,8 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
 
 
 def shardings(state: Any) -> list[Any]:
+    if isinstance(state, RemoteTree):
+        return jax.tree.leaves(state.shapes)
     return [leaf.sharding for leaf in jax.tree.leaves(state)]
 
 

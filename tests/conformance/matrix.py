@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,6 +15,12 @@ import jdist
 
 def half() -> int:
     return max(1, len(jax.local_devices()) // 2)
+
+
+@functools.cache
+def parameter_server() -> jdist.Strategy:
+    """Asynchronous, but with one worker every gradient is one of the newest parameters. Its processes serve all cases."""
+    return jdist.parameter_server(local_workers=1, local_ps=2, partitioner=jdist.ps.fixed_shards(2))
 
 
 STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
@@ -33,6 +40,7 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "mirrored_bf16": lambda: jdist.mirrored(all_reduce=jdist.reduction.compressed("bf16")),
     "mirrored_int8": lambda: jdist.mirrored(all_reduce=jdist.reduction.compressed("int8")),
     "central_storage": jdist.central_storage,
+    "parameter_server": parameter_server,
     # tpu() is left out: it needs a TPU. Its steps are mirrored's, on a mesh in another order (tests/test_tpu.py).
 }
 
@@ -75,7 +83,9 @@ Case = tuple[str, str, str, str]
 
 def all_cases(strategies: Iterable[str], families: Iterable[str]) -> list[Case]:
     """Every combination: strategy, family, option, optimiser."""
-    return list(itertools.product(strategies, families, OPTIONS, OPTIMIZERS))
+    every = itertools.product(strategies, families, OPTIONS, OPTIMIZERS)
+    # Objects of this process cannot be changed in place by others; tests/ps/test_ps_step.py has nnx as a pure step.
+    return [case for case in every if case[:2] != ("parameter_server", "nnx_mlp")]
 
 
 def is_light(case: Case) -> bool:

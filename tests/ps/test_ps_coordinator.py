@@ -13,7 +13,7 @@ import jdist
 from jdist.errors import ClosureCancelledError, ClosureError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
-from jdist.ps.job import job_of, keeping_of
+from jdist.ps.job import function_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
 from jdist.ps.link import Times
@@ -24,7 +24,7 @@ from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.worker import WorkerServer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_ps_keeper import struct
+from test_ps_keeper import program
 from test_ps_layout import raw
 from test_ps_program import BATCH, apart, create, train_step
 
@@ -41,12 +41,12 @@ class Job:
     """
 
     def __init__(self, num_ps, num_workers, *, tx=None, step=train_step, fault=lambda method, header: None, rules=None):
-        rules = rules or Rules()
+        rules = rules or Rules(non_finite="skip")
         self.state = create(tx or optax.sgd(0.1, 0.9))
         self.parts, state, batches, others = apart(step, self.state, BATCH)
         self.leaves, self.arguments = raw(state), jax.tree.leaves((batches, others))
         treedef = jax.tree.structure((batches, others))
-        self.layout = make_layout(self.parts, num_ps=num_ps, partitioner=fixed_shards(num_ps))
+        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps))
         inputs = [self.leaves[i] for i in self.parts.read]
 
         def worker(values):
@@ -56,9 +56,8 @@ class Job:
             return [*pushed, *scalars, finite, *outputs]
 
         outputs = jax.eval_shape(worker, [*inputs, *self.arguments])
-        outputs = outputs[len(self.layout.pushed) + len(self.layout.update.scalar_shapes) + 1 :]
+        outputs = outputs[len(self.parts.pushed) + len(self.parts.update.scalar_shapes) + 1 :]
         self.keepers = [Keeper() for _ in self.layout.shards]
-        addresses = [f"ps{i}" for i in range(num_ps)]
         self.servers = {
             f"ps{s.ps}": FakeServer(f"ps{s.ps}", k.methods())
             for s, k in zip(self.layout.shards, self.keepers, strict=True)
@@ -78,28 +77,24 @@ class Job:
         self.coordinator = Coordinator(
             [lambda i=i: FakeChannel(self.worker_servers[i]) for i in range(num_workers)],
             self.clients,
+            addresses=[f"ps{s.ps}" for s in self.layout.shards],
             times=TIMES,
             depth=4,
         )
-        kept = [[rows.cut(self.leaves[rows.of]) for rows in shard.kept] for shard in self.layout.shards]
         self.coordinator.begin(
-            job_of(self.layout, addresses, self.arguments, outputs, rules),
-            keepings,
-            pack(worker, [*inputs, *self.arguments]),
-            kept=kept,
-            shard_programs=[
-                pack(self.layout.program(shard), [*mine, *map(struct, self.layout.push_specs(shard))])
-                for shard, mine in zip(self.layout.shards, kept, strict=True)
-            ],
+            self.layout.shared_out(self.leaves),
+            [[program(self.layout, shard)] for shard in self.layout.shards],
             generation=1,
         )
+        self.step = self.coordinator.add(
+            function_of(self.layout, 0, self.arguments, outputs, "raise"), pack(worker, [*inputs, *self.arguments])
+        )
+
+    def schedule(self, arguments=None):
+        return self.coordinator.schedule(self.step, self.arguments if arguments is None else arguments)
 
     def whole(self):
-        found = [np.array(x) for x in self.leaves]
-        for shard, arrays in zip(self.layout.shards, self.coordinator.snapshot().kept, strict=True):
-            for rows, x in zip(shard.kept, arrays, strict=True):
-                found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
-        return found
+        return self.layout.put_together(self.coordinator.snapshot().kept, self.leaves)
 
     def __enter__(self):
         return self
@@ -120,7 +115,7 @@ def one_after_the_other(job, steps):
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_one_worker_does_what_one_device_does(num_ps):
     with Job(num_ps, 1) as job:
-        pending = [job.coordinator.schedule(job.arguments) for _ in range(10)]
+        pending = [job.schedule() for _ in range(10)]
         job.coordinator.join(60)
         expected, losses = one_after_the_other(job, 10)
         for a, b in zip(job.whole(), expected, strict=True):
@@ -147,7 +142,7 @@ def test_two_workers_count_every_closure_once_although_messages_are_lost(num_ps)
 
     with Job(num_ps, 2, fault=fault) as job:
         for _ in range(60):
-            job.coordinator.schedule(job.arguments)
+            job.schedule()
         job.coordinator.join(120)
         assert count(job) == [60] * num_ps
 
@@ -155,7 +150,7 @@ def test_two_workers_count_every_closure_once_although_messages_are_lost(num_ps)
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_worker_that_dies_and_one_that_takes_its_place(num_ps):
     with Job(num_ps, 2) as job:
-        pending = [job.coordinator.schedule(job.arguments) for _ in range(40)]
+        pending = [job.schedule() for _ in range(40)]
         pending[3].wait(60)
         job.worker_servers[0].stop()
         pending[20].wait(60)
@@ -168,14 +163,14 @@ def test_a_worker_that_dies_and_one_that_takes_its_place(num_ps):
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num_ps):
     with Job(num_ps, 2) as job:
-        pending = [job.coordinator.schedule(job.arguments) for _ in range(30)]
+        pending = [job.schedule() for _ in range(30)]
         pending[12].wait(60)
         before = job.coordinator.snapshot()
         pending[20].wait(60)
         job.keepers[-1] = Keeper()
         name = list(job.servers)[-1]
         job.servers[name]._methods = job.keepers[-1].methods()
-        pending += [job.coordinator.schedule(job.arguments) for _ in range(10)]
+        pending += [job.schedule() for _ in range(10)]
         job.coordinator.join(60)
         assert count(job) == [40] * num_ps
         assert before.version >= 12
@@ -187,23 +182,23 @@ def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):
     with Job(2, 1) as job:
         most = 0
         for _ in range(80):
-            job.coordinator.schedule(job.arguments).wait(60)
+            job.schedule().wait(60)
             most = max(most, len(job.coordinator._closures))
         assert most < 40
 
 
 def test_a_gradient_that_is_not_finite_fails_its_closure_and_cancels_the_queue():
     with Job(1, 1) as job:
-        job.coordinator.schedule(job.arguments).wait(60)
+        job.schedule().wait(60)
         bad = [x * np.float32("nan") if np.asarray(x).dtype == np.float32 else x for x in job.arguments]
-        failed = job.coordinator.schedule(bad)
-        later = [job.coordinator.schedule(job.arguments) for _ in range(200)]
+        failed = job.schedule(bad)
+        later = [job.schedule() for _ in range(200)]
         with pytest.raises(ClosureError, match=r"closure 1: a gradient is NaN or infinite"):
             job.coordinator.join(60)
         assert isinstance(failed.error, ClosureError)
         cancelled = sum(isinstance(p.error, ClosureCancelledError) for p in later)
         assert cancelled > 100
-        job.coordinator.schedule(job.arguments)  # the error was told once
+        job.schedule()  # the error was told once
         job.coordinator.join(60)
         assert count(job) == [202 - cancelled]
 
@@ -211,7 +206,7 @@ def test_a_gradient_that_is_not_finite_fails_its_closure_and_cancels_the_queue()
 def test_closing_ends_every_thread():
     before = set(threading.enumerate())
     with Job(2, 2) as job:
-        job.coordinator.schedule(job.arguments).wait(60)
+        job.schedule().wait(60)
     for worker in job.workers:
         worker.close()
     left = [t for t in threading.enumerate() if t not in before and t.name.startswith("jdist")]

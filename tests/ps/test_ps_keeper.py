@@ -40,6 +40,11 @@ from test_ps_layout import raw
 from test_ps_program import BATCH, apart, create, train_step
 
 
+def program(layout, shard):
+    specs = [*layout.kept_specs(shard), *layout.push_specs(shard, 0)]
+    return pack(layout.program(shard, 0), list(map(struct, specs)))
+
+
 class Job:
     """A state over keepers of this process."""
 
@@ -47,7 +52,7 @@ class Job:
         self.state = create(tx or optax.adam(0.1))
         self.parts, *given = apart(train_step, self.state, BATCH)
         self.given, self.leaves = given[1:], raw(self.state)
-        self.layout = make_layout(self.parts, num_ps=num_ps, partitioner=fixed_shards(num_ps))
+        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps))
         self.keepers = [Keeper() for _ in self.layout.shards]
         self.servers = [FakeServer(f"ps{i}", keeper.methods()) for i, keeper in enumerate(self.keepers)]
         self.clients = [
@@ -58,13 +63,13 @@ class Job:
     def restore(self, generation=1):
         for client, shard in zip(self.clients, self.layout.shards, strict=True):
             kept = [rows.cut(self.leaves[rows.of]) for rows in shard.kept]
-            program = pack(self.layout.program(shard), [*kept, *map(struct, self.layout.push_specs(shard))])
-            assert isinstance(client.restore(Restore(generation=generation), kept, program), Done)
+            packed = program(self.layout, shard)
+            assert isinstance(client.restore(Restore(generation=generation), kept, [packed]), Done)
         return self
 
     def computed(self):
         pushed, scalars, _, _ = jax.jit(self.parts.worker)([self.leaves[i] for i in self.parts.read], *self.given)
-        return [self.layout.shares(shard, pushed, scalars) for shard in self.layout.shards]
+        return [self.layout.shares(shard, 0, pushed, scalars) for shard in self.layout.shards]
 
     def whole(self):
         """The state's leaves, as the shards have them."""

@@ -73,12 +73,12 @@ def together(parts, state, batches, others):
     assert bool(finite)
     update, pushed = parts.update, dict(zip(parts.pushed, pushed, strict=True))
     given = {i: raw[i] for i in (*update.constant, *update.everywhere)}
-    new = {**given, **update.new_everywhere(given, scalars)}
+    new = {**given, **update.new_leaves(update.everywhere, given, {}, scalars)}
     for unit in update.units:
         cuts = [slice(0, 1), slice(1, None)] if unit.by_rows else [...]
         made = [
-            update.new_unit(
-                unit,
+            update.new_leaves(
+                unit.leaves,
                 {**given, **{i: raw[i][cut] for i in unit.leaves}},
                 {j: pushed[j][cut] for j in unit.pushed},
                 scalars,

@@ -48,14 +48,14 @@ def in_pieces(update, leaves, grads, rows):
     """The new leaves, each unit by itself and where that is possible by rows."""
     scalars = update.worker_scalars(grads)
     everywhere = {i: leaves[i] for i in (*update.everywhere, *update.constant)}
-    new = {**everywhere, **update.new_everywhere(everywhere, scalars)}
+    new = {**everywhere, **update.new_leaves(update.everywhere, everywhere, {}, scalars)}
     for unit in update.units:
         size = leaves[unit.leaves[0]].shape[0] if unit.by_rows else None
         cuts = [slice(i, i + rows) for i in range(0, size, rows)] if unit.by_rows else [...]
         parts = []
         for cut in cuts:
             old = {**everywhere, **{i: leaves[i][cut] for i in unit.leaves}}
-            parts.append(update.new_unit(unit, old, {j: grads[j][cut] for j in unit.pushed}, scalars))
+            parts.append(update.new_leaves(unit.leaves, old, {j: grads[j][cut] for j in unit.pushed}, scalars))
         for i in unit.leaves:
             new[i] = np.concatenate([part[i] for part in parts]) if unit.by_rows else parts[0][i]
     return [new[i] for i in range(len(leaves))]

@@ -1,0 +1,158 @@
+"""`strategy.coordinator`: any pure function on the workers of a parameter server, scheduled by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.errors import StepError
+from jdist.ps.artifact import pack
+from jdist.ps.job import Function, described
+from jdist.ps.remote_value import RemoteValue
+from jdist.ps.running import PsJob
+from jdist.transforms.trees import check_arrays
+
+PyTree = Any
+_INDEX: contextvars.ContextVar[Any] = contextvars.ContextVar("worker_index", default=None)
+
+
+def worker_index() -> jax.Array:
+    """The number of the worker that computes; to be called in a function that `strategy.coordinator.schedule` was given.
+
+    Returns:
+        An int32 scalar, from 0.
+
+    Raises:
+        StepError: it was called elsewhere.
+
+    Source: `tf.distribute.coordinator.experimental_get_current_worker_index`.
+    """
+    found = _INDEX.get()
+    if found is None:
+        raise StepError(
+            "`jdist.ps.worker_index()` is known only in a function that was given to `strategy.coordinator.schedule`."
+        )
+    return found
+
+
+class ClusterCoordinator:
+    """Schedules pure functions on the workers, beside the steps or without any.
+
+    Each function runs on one worker, whichever is free; one that was lost with its worker runs again on another, so it may
+    run more than once, and its result is there once.
+
+    Source: `tf.distribute.coordinator.ClusterCoordinator`.
+    """
+
+    def __init__(self, job: PsJob):
+        self._job = job
+        self._traced: dict[Any, _Traced] = {}
+
+    def schedule(
+        self, fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> PyTree:
+        """Puts a call of a function into the queue, and returns at once unless the queue is full (262,144 calls or 512 MiB).
+
+        Args:
+            fn: a pure function of trees of arrays, returning one. It is traced here, once for each form of its arguments, and
+                compiled once on each worker; pass the same function object again rather than a new lambda.
+            args: its arguments; in the place of an array there may be a `RemoteValue`, also one that is still to come.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The tree that `fn` returns, with a `RemoteValue` for each array.
+
+        Raises:
+            ClosureError: a function that was scheduled before has failed. What was in the queue is cancelled, nothing is left
+                running, and the next call begins anew.
+            StepError: an argument or a result is no array.
+            ArtifactError: the function calls the host (a print, a callback), which cannot be sent to workers.
+        """
+        leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs or {})))
+        leaves = [x.result() if isinstance(x, RemoteValue) and x.struct is None else x for x in leaves]
+        check_arrays([x for x in leaves if not isinstance(x, RemoteValue)], "the arguments")
+        shapes = tuple(_shape(x) for x in leaves)
+        key = fn, treedef, shapes
+        if key not in self._traced:
+            self._traced[key] = _Traced(fn, treedef, shapes)
+        traced = self._traced[key]
+        pending = self._job.schedule_function(traced, traced.made, leaves)
+        values = [RemoteValue([pending], i, struct=struct) for i, struct in enumerate(traced.outputs)]
+        return jax.tree.unflatten(traced.outputs_treedef, values)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until everything that was scheduled is done.
+
+        Args:
+            timeout_s: seconds to wait; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it was not in time.
+            ClosureError: something failed.
+        """
+        self._job.join(timeout_s)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything that was scheduled is done."""
+        return self._job.done
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self._job.servers.workers)
+
+    def fetch(self, tree: PyTree) -> PyTree:
+        """A tree with each `RemoteValue` in it replaced by its array; waits for them.
+
+        Raises:
+            ClosureError: one of them failed, or was cancelled.
+        """
+        return jax.tree.map(lambda x: x.result() if isinstance(x, RemoteValue) else x, tree)
+
+    def close(self) -> None:
+        """Ends the connections, and the processes that the strategy has started; done by itself at the program's end.
+
+        A state that is on the servers is lost, unless it was fetched.
+        """
+        self._job.close()
+
+
+class _Traced:
+    """A function for arguments of one form."""
+
+    def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any]):
+        self._fn, self._treedef = fn, treedef
+        self._arguments = [jax.ShapeDtypeStruct((), np.int32), *(jax.ShapeDtypeStruct(s, d) for s, d in shapes)]
+        outputs = jax.eval_shape(self._call, self._arguments)
+        self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
+        check_arrays(outputs, f"the result of {getattr(fn, '__name__', 'the function')}")
+
+    def made(self) -> tuple[Function, bytes]:
+        """What workers are sent."""
+        function = Function(arguments=described(self._arguments[1:]), outputs=described(self.outputs), takes_index=True)
+        return function, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
+
+    def _call(self, values: list[Any]) -> PyTree:
+        args, kwargs = jax.tree.unflatten(self._treedef, values[1:])
+        with _told(values[0]):
+            return self._fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _told(index: Any) -> Iterator[None]:
+    token = _INDEX.set(index)
+    try:
+        yield
+    finally:
+        _INDEX.reset(token)
+
+
+def _shape(x: Any) -> tuple[tuple[int, ...], Any]:
+    x = x.struct if isinstance(x, RemoteValue) else x
+    return tuple(np.shape(x)), jax.dtypes.result_type(x)

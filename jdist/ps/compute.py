@@ -1,0 +1,176 @@
+"""One function on a worker: pulls what it reads, computes closures, and brings their gradients to the shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.ps.job import Function, ShardOfFunction
+from jdist.ps.keeper import specs
+from jdist.ps.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
+from jdist.ps.shards import ShardClient, Together
+from jdist.ps.transport.seam import Header
+
+
+class Abandoned(Exception):
+    """The closure is not this worker's any more: it was fenced, or the shards began a new history."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sender:
+    """In whose name a worker speaks: what every message of a closure says."""
+
+    worker: int
+    epoch: int
+    generation: int
+    settled: int
+
+    @property
+    def said(self) -> Header:
+        """The fields of a message."""
+        return {name: getattr(self, name) for name in ("worker", "epoch", "generation", "settled")}
+
+
+class Shards:
+    """The shards as all functions of a worker see them.
+
+    Args:
+        clients: how to reach them.
+    """
+
+    def __init__(self, clients: Together):
+        self.clients = clients
+        self._history: tuple[int, int] | None = None
+        self.newest: list[int] = []  # version that any function has seen of each
+
+    def of(self, who: Sender) -> tuple[int, int]:
+        """The history that a closure belongs to: its epoch and generation. In a new one versions begin anew."""
+        history = who.epoch, who.generation
+        if self._history != history:
+            self._history, self.newest = history, [0] * len(self.clients.clients)
+        return history
+
+
+class Installed:
+    """A function, compiled, with what was pulled for it.
+
+    Args:
+        function: what it is.
+        run: the compiled function.
+        shards: where its state is.
+    """
+
+    def __init__(self, function: Function, run: Callable[[Sequence[Any]], list[jax.Array]], shards: Shards):
+        self.function, self.shards, self._run = function, shards.clients, run
+        self._all = shards
+        self._history: tuple[int, int] | None = None  # of what was pulled
+        self._versions: list[int | None] = [None] * len(function.shards)
+        self._inputs = [np.empty(spec.shape, spec.numpy) for spec in specs(function.inputs)]
+
+    def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> tuple[list[np.ndarray], str | None]:
+        """One closure, with as many attempts as it takes.
+
+        Args:
+            who: in whose name.
+            closure: its number.
+            arguments: its arrays.
+
+        Returns:
+            `(outputs, error)`.
+
+        Raises:
+            Abandoned: it is not this worker's any more.
+            ShardLostError: a server does not answer.
+        """
+        function = self.function
+        if function.view is None:
+            return self._called([np.int32(who.worker), *arguments] if function.takes_index else arguments), None
+        history = self._all.of(who)
+        if self._history != history:
+            self._history, self._versions = history, [None] * len(self._versions)
+        if not function.updates:
+            self._pull(who)
+            return self._called(arguments), None
+        home = closure % len(function.shards)
+        for attempt in itertools.count():
+            if any(have is None or have < there for have, there in zip(self._versions, self._all.newest, strict=True)):
+                self._pull(who)
+            results = self._called(arguments)
+            n, m = function.num_pushed, function.num_scalars
+            pushed, scalars, outputs = results[:n], results[n : n + m], results[n + m + 1 :]
+            finite = function.non_finite == "apply" or bool(results[n + m])
+            if not finite and function.non_finite == "raise":
+                return [], "a gradient is NaN or infinite"
+            result = b"".join(x.tobytes() for x in outputs)
+            said = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
+            if self._pushed(who, said, pushed, scalars, home, result):
+                return outputs, None
+        raise AssertionError  # the loop has no end
+
+    def _called(self, arguments: Sequence[Any]) -> list[np.ndarray]:
+        return [np.asarray(x) for x in self._run([*self._inputs, *arguments])]
+
+    def _pushed(
+        self, who: Sender, said: Header, pushed: list[Any], scalars: list[Any], home: int, result: bytes
+    ) -> bool:
+        """Brings a closure's gradients to all shards, and pulls; whether they were not too stale."""
+        kind = Push if len(self.function.shards) == 1 else Stage
+        bases = list(self._versions)
+
+        def first(i: int, client: ShardClient) -> Any:
+            shares = [place.cut(pushed[place.of]) for place in self.function.shards[i].pushes] + scalars
+            push = kind(**said, base=bases[i] or 0)
+            pull = [self._pull_of(who, bases[i])] if kind is Push else []
+            answers, arrays, _ = client.say([push, *pull], shares, result if i == home else None)
+            return answers, arrays
+
+        found = self.shards.each(first)
+        refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
+        if any(answer.reason != "stale" for answer in refused):
+            raise Abandoned
+        if kind is Push:
+            self._take(0, found[0][0][1], found[0][1])
+            return not refused
+        if refused:
+            self._pull(who)
+            return False
+        commit = Commit(**who.said, closures=(said["closure"],))
+
+        def second(i: int, client: ShardClient) -> Any:
+            return client.say([commit, self._pull_of(who, bases[i])])
+
+        for i, (answers, arrays, _) in enumerate(self.shards.each(second)):
+            if not isinstance(answers[0], Done):
+                raise Abandoned
+            self._take(i, answers[1], arrays)
+        return True
+
+    def _pull_of(self, who: Sender, known: int | None) -> Pull:
+        assert self.function.view is not None  # a function without one pulls nothing
+        return Pull(**who.said, known=known, view=self.function.view)
+
+    def _pull(self, who: Sender) -> None:
+        asked = list(self._versions)
+        found = self.shards.each(lambda i, client: client.say([self._pull_of(who, asked[i])]))
+        for i, (answers, arrays, _) in enumerate(found):
+            self._take(i, answers[0], arrays)
+
+    def _take(self, i: int, answer: Any, arrays: list[np.ndarray]) -> None:
+        """Takes over what a shard sent of the parameters."""
+        if not isinstance(answer, Parameters):
+            raise Abandoned
+        shard: ShardOfFunction = self.function.shards[i]
+        first = self._versions[i] is None
+        places = [*(shard.pulled if answer.changed else ()), *(shard.pulled_once if first else ())]
+        for place, array in zip(places, arrays, strict=True):
+            if place.stop is None:
+                self._inputs[place.of] = array
+            else:
+                self._inputs[place.of][place.start : place.stop] = array
+        self._versions[i] = answer.version
+        self._all.newest[i] = max(self._all.newest[i], answer.version)

@@ -1,0 +1,202 @@
+"""Steps under a parameter server as a user writes them: several of them, evaluations, other states, what they return."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdist
+from jdist.errors import ClosureError, StepError
+from jdist.train import Checkpointer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ps_program import BATCH, create, loss, train_step
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    """One worker and two servers; with one worker asynchronous training is exact."""
+    made = jdist.parameter_server(local_workers=1, local_ps=2, partitioner=jdist.ps.fixed_shards(2))
+    yield made
+    made.coordinator.close()
+
+
+def eval_step(state, batch):
+    return {"loss": loss(state.params, batch)}
+
+
+def near(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
+
+
+def under(strategy, do):
+    """What `do(strategy)` gives, and what it gives on one device."""
+    return do(strategy), do(jdist.one_device())
+
+
+def test_an_evaluation_sees_the_state_after_all_steps_before_it(strategy):
+    def do(strategy):
+        train = jdist.distribute(train_step, strategy)
+        evaluate = jdist.distribute(eval_step, strategy, returns="metrics")
+        state, found = strategy.init(lambda: create(optax.adam(0.1))), []
+        for _ in range(4):
+            for _ in range(3):
+                state, _ = train(state, BATCH)
+            found.append(evaluate(state, BATCH)["loss"])
+        return [float(x) for x in found], strategy.fetch(state).params
+
+    (losses, params), (expected, expected_params) = under(strategy, do)
+    near(losses, expected)
+    near(params, expected_params)
+    assert len(set(losses)) == 4
+
+
+def test_two_steps_update_one_state_in_turn(strategy):
+    def only(name):
+        def step(state, batch):
+            value, grads = jdist.value_and_grad(loss)(state.params, batch)
+            kept = {k: g if k == name else jnp.zeros_like(g) for k, g in grads.items()}
+            return state.apply_gradients(grads=kept), {"loss": value}
+
+        return step
+
+    def do(strategy):
+        a, b = (jdist.distribute(only(name), strategy) for name in "ab")
+        state = strategy.init(lambda: create(optax.sgd(0.05, 0.9)))
+        for _ in range(3):
+            state, _ = a(state, BATCH)
+            state, metrics = b(state, BATCH)
+        return float(metrics["loss"]), strategy.fetch(state).params
+
+    found, expected = under(strategy, do)
+    near(found, expected)
+
+
+def test_a_step_without_a_gradient_and_one_that_changes_what_another_keeps_everywhere(strategy):
+    def count(state, batch):
+        return {**state, "n": state["n"] + 1}
+
+    def reset(state, batch):
+        return {**state, "n": jnp.int32(0), "resets": state["resets"] + state["n"]}
+
+    def do(strategy):
+        counting, resetting = (jdist.distribute(f, strategy, returns="state") for f in (count, reset))
+        state = strategy.init(lambda: {"n": jnp.int32(0), "resets": jnp.int32(0), "w": jnp.ones((4, 2))})
+        for _ in range(5):
+            state = counting(state, BATCH)
+        state = counting(resetting(state, BATCH), BATCH)
+        return strategy.fetch(state)
+
+    found, expected = under(strategy, do)
+    assert (int(found["n"]), int(found["resets"])) == (int(expected["n"]), int(expected["resets"])) == (1, 5)
+
+
+def test_two_states_in_turn_each_keep_their_own_values(strategy):
+    def do(strategy):
+        step = jdist.distribute(train_step, strategy)
+        first, second = (strategy.init(lambda tx=tx: create(tx)) for tx in (optax.sgd(0.1), optax.adam(0.1)))
+        for _ in range(2):
+            first, _ = step(first, BATCH)
+            second, _ = step(second, BATCH)
+            second, _ = step(second, BATCH)
+        first, second = strategy.fetch(first), strategy.fetch(second)
+        return int(first.step), int(second.step), first.params, second.params
+
+    found, expected = under(strategy, do)
+    assert found[:2] == (2, 4)
+    near(found, expected)
+
+
+def test_a_tree_of_arrays_is_taken_for_a_state_and_a_checkpoint_holds_one(strategy, tmp_path):
+    step = jdist.distribute(train_step, strategy)
+    state = strategy.init(lambda: create(optax.adam(0.1)))
+    state, _ = step(state, BATCH)
+    with Checkpointer(tmp_path / "checkpoints", check=strategy.check) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        state, _ = step(state, BATCH)
+        after = strategy.fetch(state)
+        restored = checkpoints.restore(state).state
+    assert int(restored.step) == 1
+    again, _ = step(restored, BATCH)
+    near(strategy.fetch(again).params, after.params)
+    assert int(strategy.fetch(again).step) == 2
+    assert int(strategy.fetch(restored).step) == 1
+
+
+def test_several_steps_a_call_and_rows_in_input_order_without_padding(strategy):
+    def step(state, batch):
+        value, grads = jdist.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads=grads), {"loss": value}
+
+    def predict(state, batch):
+        return batch["x"] @ state.params["a"]
+
+    def do(strategy):
+        rows = {"x": np.arange(30, dtype=np.float32).reshape(10, 3) / 30, "y": np.ones(10, np.float32)}
+        source = jdist.data.from_arrays(rows, global_batch=4, epochs=2)
+        state = strategy.init(lambda: create(optax.sgd(0.1)))
+        many = jdist.distribute(step, strategy, steps_per_call=3)
+        losses = []
+        for batch in strategy.distribute_dataset(source, steps_per_call=3):
+            state, metrics = many(state, batch)
+            losses.append(metrics["loss"])
+        predicting = jdist.distribute(predict, strategy, returns="examples")
+        source = jdist.data.from_arrays(rows, global_batch=4)
+        found = [np.asarray(predicting(state, batch)) for batch in strategy.distribute_dataset(source)]
+        assert [x.shape for x in found] == [(4, 4), (4, 4), (2, 4)]
+        return [np.asarray(x) for x in losses], np.concatenate(found)
+
+    found, expected = under(strategy, do)
+    assert [x.shape for x in found[0]] == [(3,), (3,)]
+    near(found, expected)
+
+
+def test_a_gradient_that_is_not_finite(strategy):
+    bad = {**BATCH, "x": np.full_like(BATCH["x"], np.nan)}
+    state = strategy.init(lambda: create(optax.sgd(0.1)))
+    step = jdist.distribute(train_step, strategy)
+    state, _ = step(state, BATCH)
+    state, _ = step(state, bad)
+    with pytest.raises(ClosureError, match="a gradient is NaN or infinite"):
+        step.wait()
+    assert int(strategy.fetch(state).step) == 1
+    skipping = jdist.distribute(train_step, strategy, non_finite="skip")
+    for batch in (BATCH, bad, BATCH):
+        state, _ = skipping(state, batch)
+    assert (skipping.num_skipped, int(strategy.fetch(state).step)) == (1, 3)
+    state, _ = jdist.distribute(train_step, strategy, non_finite="apply")(state, bad)
+    assert np.isnan(strategy.fetch(state).params["a"]).all()
+
+
+def test_nnx_objects_are_refused_with_what_to_write_and_that_works(strategy):
+    def fresh():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    with pytest.raises(StepError, match=r"cannot be changed in place. Split them, `graphdef, state = nnx.split"):
+        jdist.nnx.distribute(strategy)(lambda model, optimizer, batch: None)
+
+    def do(strategy):
+        graphdef, state = nnx.split(fresh())
+
+        def step(state, batch):
+            model, optimizer = nnx.merge(graphdef, state)
+            value, grads = jdist.nnx.value_and_grad(
+                lambda m: jdist.mean((m(batch["x"])[:, 0] - batch["y"]) ** 2, batch["mask"])
+            )(model)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer)), {"loss": value}
+
+        train, state = jdist.distribute(step, strategy), strategy.init(lambda: state)
+        for _ in range(3):
+            state, metrics = train(state, BATCH)
+        return float(metrics["loss"]), jax.tree.leaves(strategy.fetch(state))
+
+    found, expected = under(strategy, do)
+    near(found, expected)

@@ -67,6 +67,7 @@ class WorkerLink:
         self.number = number
         self._connect, self._hub, self._times = connect, hub, times
         self._assigned: collections.deque[Assign] = collections.deque()
+        self._refused = False
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
     def start(self) -> None:
@@ -92,7 +93,7 @@ class WorkerLink:
                 self._serve(channel, job)
             except CallFailed as exc:
                 if not hub.closed:
-                    _LOG.info("worker %d: %s", self.number, exc)
+                    _LOG.log(self._level(exc), "worker %d: %s", self.number, exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
@@ -102,6 +103,11 @@ class WorkerLink:
                 self._assigned.clear()
                 hub.handle(Lost(worker=self.number, epoch=hub.epoch_of(self.number)))
                 hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
+
+    def _level(self, exc: CallFailed) -> int:
+        """A lost worker comes back by itself; one with another token does not, and that is said once."""
+        refused_before, self._refused = self._refused, exc.reason == "unauthenticated"
+        return logging.WARNING if self._refused and not refused_before else logging.INFO
 
     def _serve(self, channel: Channel, job: str) -> None:
         hub, lost = self._hub, threading.Event()

@@ -2,12 +2,14 @@
 
 import json
 import signal
+import socket
 
 import grpc
 import pytest
 import trustme
 from servers import health, refused, serving, written
 
+from jdist.cluster.launcher.ports import free_ports
 from jdist.errors import ClusterConfigError, LaunchError
 from jdist.ps.reach import reach
 from jdist.ps.security import AUTHORITY, KEY, Security, read_security
@@ -70,15 +72,11 @@ def certified(tmp_path_factory):
 @pytest.fixture(scope="module")
 def servers(certified):
     """A ps with a token, on all interfaces; a worker with TLS and a health address. Ended one by a call, one by a signal."""
-    started = [
-        (["--role", "ps", "--address", "0.0.0.0:0", "--insecure"], {"JDIST_TOKEN": "t"}),
-        (["--role", "worker", "--health-address", "127.0.0.1:{health}"], certified),
-    ]
-    from jdist.cluster.launcher.ports import free_ports
-
     (port,) = free_ports(1)
-    started[1][0][-1] = f"127.0.0.1:{port}"
-    with serving(*started) as ((ps, at), (worker, worker_at)):
+    with serving(
+        (["--role", "ps", "--address", "0.0.0.0:0", "--insecure"], {"JDIST_TOKEN": "t"}),
+        (["--role", "worker", "--health-address", f"127.0.0.1:{port}"], certified),
+    ) as ((ps, at), (worker, worker_at)):
         yield ps, at.replace("0.0.0.0", "127.0.0.1"), worker, worker_at, f"127.0.0.1:{port}"
 
 
@@ -189,8 +187,6 @@ class TestEnds:
         assert said.startswith("jdist: JDIST_TLS_KEY is '/nowhere'; it must be the path of a PEM file. It cannot be read")
 
     def test_a_port_that_is_taken(self):
-        import socket
-
         with socket.create_server(("127.0.0.1", 0)) as taken:
             code, said = refused("--role", "ps", "--address", f"127.0.0.1:{taken.getsockname()[1]}")
         assert (code, "the port is taken" in said) == (75, True), said

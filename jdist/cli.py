@@ -120,7 +120,9 @@ def launch(
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ],
     *,
-    processes: Annotated[str, tyro.conf.arg(metavar="N|MIN:MAX")] = "2",
+    processes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX", help_behavior_hint="(default: 2)")] = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    ps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     devices_per_process: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     evaluator: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
     max_restarts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
@@ -140,6 +142,7 @@ def launch(
       jdist launch --processes 2 --devices-per-process 4 -- configs/digits.yaml train.steps=500
       jdist launch --processes 2 --max-restarts 3 -- train.py --learning-rate 1e-3
       jdist launch --processes 1:4 -- -m my_package.train
+      jdist launch --workers 2 --ps 2 -- train.py
 
     When a process fails, the others are ended. With restarts left all are then started again, each time after
     a longer wait, and go on from their last checkpoint; an exception (exit code 1) counts, as a lost peer or a
@@ -147,6 +150,10 @@ def launch(
     that failed, and those killed with it; after --regrow-s all are asked to save and leave, and MAX go on. If
     that fails within --regrow-s, the job goes back to fewer, uses up no restart, and waits twice as long
     before it tries again.
+
+    With --workers and --ps COMMAND runs once, as the chief of a parameter server; workers and servers run `jdist
+    serve`. One of these that dies is started again alone, at the same port; all end with the chief. --max-restarts
+    then counts the chief's.
 
     Ctrl-C and SIGTERM are passed on once: all save and leave. A second one kills them.
 
@@ -157,6 +164,8 @@ def launch(
     Args:
         command: what each process runs.
         processes: how many; MIN:MAX to start with MAX and go on with fewer, down to MIN, after failures.
+        workers: how many workers of a parameter server; goes with --ps.
+        ps: how many processes keep its parameters.
         devices_per_process: run on so many virtual CPU devices each.
         evaluator: start one more process, of task type evaluator. It ends with the job, and its failure does not
             stop the others.
@@ -171,6 +180,8 @@ def launch(
     return start(
         command,
         processes=processes,
+        workers=workers,
+        ps=ps,
         evaluator=evaluator,
         devices_per_process=devices_per_process,
         max_restarts=max_restarts,

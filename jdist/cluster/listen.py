@@ -58,9 +58,7 @@ def resolved(host: str, environ: Mapping[str, str], *, whose: str = "process 0")
             return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as exc:
             if time.monotonic() > deadline_s:
-                raise ClusterError(
-                    f"the host {host!r} of {whose} has no address ({exc}). Is the name right?"
-                ) from exc
+                raise ClusterError(f"the host {host!r} of {whose} has no address ({exc}). Is the name right?") from exc
         time.sleep(_RETRY_S)
 
 

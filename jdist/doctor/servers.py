@@ -38,7 +38,9 @@ def _protection(spec: ClusterSpec, security: Security) -> Finding:
     addresses = [address for job in ("worker", "ps") for address in spec.jobs.get(job, ()) if address is not None]
     wrong = open_to_others(addresses, security)
     if wrong is not None:
-        remedy = f"{how_to_protect(security)} Without them servers and coordinator start only if told that it is insecure."
+        remedy = (
+            f"{how_to_protect(security)} Without them servers and coordinator start only if told that it is insecure."
+        )
         return warned("security", wrong, remedy)
     if security.lacks:
         return passed("security", "the servers are on this machine alone")

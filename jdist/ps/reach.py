@@ -54,7 +54,9 @@ def reach(address: str, security: Security, timeout_s: float) -> Trouble | None:
     except CallFailed as exc:
         if exc.reason == "unauthenticated":
             shown = "is another there" if security.token is not None else "is not set here"
-            return Trouble(f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True)
+            return Trouble(
+                f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True
+            )
         if exc.reason == "refused":
             return Trouble("what answers there is no `jdist serve`, or one of another version", lasts=True)
         return _unavailable(address, security, str(exc).partition("(")[2].removesuffix(")") or exc.reason)

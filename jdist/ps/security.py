@@ -49,6 +49,9 @@ class Security:
         return token if self.certificate is not None else (*token, "TLS")
 
 
+OPEN = Security()
+
+
 def read_security(environ: Mapping[str, str], flags: Mapping[str, str | None] | None = None) -> Security:
     """The token and the certificates that the environment names, tried.
 
@@ -100,7 +103,9 @@ def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
     certificate, key, authority = files
     context = ssl.SSLContext(protocol)
     try:
-        context.load_cert_chain(certificate, key, password=lambda: b"")  # else an encrypted key is asked for on the terminal
+        context.load_cert_chain(
+            certificate, key, password=lambda: b""
+        )  # else an encrypted key is asked for on the terminal
     except (ssl.SSLError, ValueError) as exc:
         raise refused(
             KEY,
@@ -168,4 +173,3 @@ def how_to_protect(security: Security) -> str:
     if "TLS" in security.lacks:
         wanted += [CERTIFICATE, KEY, AUTHORITY]
     return f"Set {', '.join(wanted)} on all processes; docs/clusters.md says how they are made."
-

@@ -77,8 +77,8 @@ def place(role: Role | None, address: str | None, environ: Mapping[str, str]) ->
     if found is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):
             raise LaunchError(
-                f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not `jdist serve`. Servers "
-                "are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give --role and --address."
+                f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
+                "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give --role and --address."
             )
         found = PS if spec.task_type == "ps" else WORKER
     if found is None:
@@ -86,7 +86,8 @@ def place(role: Role | None, address: str | None, environ: Mapping[str, str]) ->
     if address is None and spec is not None and spec.task_type == found:
         if spec.address is None:
             raise LaunchError(
-                f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its address there, or give --address."
+                f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its "
+                "address there, or give --address."
             )
         host, port = split(spec.address)
         return found, join(resolved(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
@@ -144,7 +145,9 @@ def serve(
             if health_address is not None:
                 ends.callback(serve_health(health_address, SERVICE))
         except OSError as exc:
-            raise PortInUseError(f"this {role} {exc}. An earlier server may still be there; else give another.") from exc
+            raise PortInUseError(
+                f"this {role} {exc}. An earlier server may still be there; else give another."
+            ) from exc
         if worker is not None:
             ends.callback(worker.close)
         print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)

@@ -75,7 +75,9 @@ def parameter_server(
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
     local = local_workers is not None or local_ps is not None
     if cluster is not None and local:
-        raise StrategyError("both `cluster` and processes of this machine are given; leave out `local_workers` and `local_ps`.")
+        raise StrategyError(
+            "both `cluster` and processes of this machine are given; leave out `local_workers` and `local_ps`."
+        )
     if cluster is not None and not isinstance(cluster, ClusterSpec):
         raise StrategyError(
             f"`cluster` is a {type(cluster).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."

@@ -93,10 +93,13 @@ def test_a_chief_that_fails_is_started_again_with_the_same_servers(tmp_path):
 
 @linux
 def test_what_each_is_told(tmp_path):
-    body = FIND + """
+    body = (
+        FIND
+        + """
 await_servers(2)
 put(task["type"], os.environ["TF_CONFIG"])
 """
+    )
     with launcher(tmp_path, "--workers", "1", "--ps", "1", "--evaluator", body=body) as process:
         code, out = finish(process)
     assert code == 0, out

@@ -86,6 +86,8 @@ def health(address, method, request=b""):
     """Asks a health service, without a token; yields the call, or the answer of Check."""
     with grpc.insecure_channel(address) as channel:
         path = f"/grpc.health.v1.Health/{method}"
-        yield channel.unary_unary(path)(request, timeout=20) if method == "Check" else channel.unary_stream(path)(
-            request, timeout=60
+        yield (
+            channel.unary_unary(path)(request, timeout=20)
+            if method == "Check"
+            else channel.unary_stream(path)(request, timeout=60)
         )

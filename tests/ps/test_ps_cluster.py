@@ -72,7 +72,9 @@ def of(jobs, workers):
 class TestWhoIsLetIn:
     def test_another_token_is_heard_of_at_once_with_the_server_s_name(self, cluster, here):
         jobs, _ = cluster
-        with pytest.raises(ClusterError, match=rf"^worker 2 \({jobs['worker'][2]}\): it refuses this process's token\."):
+        with pytest.raises(
+            ClusterError, match=rf"^worker 2 \({jobs['worker'][2]}\): it refuses this process's token\."
+        ):
             parameter_server(of(jobs, jobs["worker"]))
         here.delenv("JDIST_TOKEN")
         with pytest.raises(ClusterError, match=r"^ps 0 .*JDIST_TOKEN is not set here.* \(3 more are like that\)"):
@@ -170,7 +172,9 @@ class TestArguments:
         for name in ("JDIST_TOKEN", CERTIFICATE, KEY, AUTHORITY):
             monkeypatch.delenv(name, raising=False)
         far = spec(ps=("ps0.invalid:2222",))
-        with pytest.raises(StrategyError, match=r"ps0.invalid:2222 can be reached.* Set JDIST_TOKEN, .*`insecure=True`"):
+        with pytest.raises(
+            StrategyError, match=r"ps0.invalid:2222 can be reached.* Set JDIST_TOKEN, .*`insecure=True`"
+        ):
             parameter_server(far)
         with pytest.raises(ClusterTimeoutError, match=r"the host 'ps0\.invalid' has no address"):
             parameter_server(far, insecure=True, start_timeout_s=0.1)

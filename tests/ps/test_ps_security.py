@@ -29,7 +29,9 @@ def test_all_is_read_and_flags_count_before_variables(good):
 
 @pytest.mark.parametrize("missing", TLS)
 def test_one_of_the_three_is_not_named(good, missing):
-    with pytest.raises(ClusterConfigError, match=f"{missing} is not set; it must be set, as others of the three are. Set"):
+    with pytest.raises(
+        ClusterConfigError, match=f"{missing} is not set; it must be set, as others of the three are. Set"
+    ):
         read_security({k: v for k, v in good.items() if k != missing})
 
 
@@ -41,7 +43,9 @@ def test_a_file_is_not_there(good, variable):
 
 def test_a_key_of_another_certificate(good, tmp_path):
     other = written(tmp_path / "other", trustme.CA())
-    with pytest.raises(ClusterConfigError, match=rf"{KEY} is .* the certificate .*They do not go together: KEY_VALUES_MIS"):
+    with pytest.raises(
+        ClusterConfigError, match=rf"{KEY} is .* the certificate .*They do not go together: KEY_VALUES_MIS"
+    ):
         read_security({**good, KEY: other[KEY]})
 
 

@@ -175,7 +175,9 @@ class TestEnds:
         RpcChannel(servers[1], security=Security(token="t")).call("end", {}, timeout_s=20)
         assert servers[0].wait(20) == 0
         said = servers[0].stderr.read()
-        assert said.startswith("jdist serve: insecure: 0.0.0.0:0 can be reached from other machines. Without TLS whoever")
+        assert said.startswith(
+            "jdist serve: insecure: 0.0.0.0:0 can be reached from other machines. Without TLS whoever"
+        )
 
     def test_when_nobody_asks_for_anything(self):
         code, said = refused("--role", "ps", "--grace-s", "0.2")
@@ -184,7 +186,9 @@ class TestEnds:
     def test_what_is_wrong_is_said_at_once_with_exit_code_2(self, certified):
         code, said = refused(**{**certified, KEY: "/nowhere"})
         assert code == 2
-        assert said.startswith("jdist: JDIST_TLS_KEY is '/nowhere'; it must be the path of a PEM file. It cannot be read")
+        assert said.startswith(
+            "jdist: JDIST_TLS_KEY is '/nowhere'; it must be the path of a PEM file. It cannot be read"
+        )
 
     def test_a_port_that_is_taken(self):
         with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -18,8 +18,8 @@ from jdist.cluster.launcher.environment import child_environment
 from jdist.cluster.launcher.loop import Launcher
 from jdist.cluster.launcher.model import Attempt, Settings
 from jdist.cluster.launcher.options import check_at_least, check_positive, command_line, parse_processes, parse_servers
-from jdist.cluster.launcher.verdict import CHIEF, EVALUATOR, WORKER, Task
 from jdist.cluster.launcher.servers import PS
+from jdist.cluster.launcher.verdict import CHIEF, EVALUATOR, WORKER, Task
 from jdist.errors import LaunchError
 
 RESTARTS_OF_A_RANGE = 3

@@ -73,4 +73,8 @@ def serve_health(address: str, *services: str) -> Callable[[], None]:
     except RuntimeError as exc:
         raise OSError(f"cannot listen on {address}: the port is taken, or the address is not this machine's") from exc
     server.start()
-    return lambda: server.stop(0).wait()
+
+    def end() -> None:
+        server.stop(0).wait()
+
+    return end

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 
 from jdist.errors import WireError
+from jdist.ps.security import OPEN
 from jdist.ps.security import Security as Security
 from jdist.ps.transport.health import MOST_WATCHES, health
 from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
@@ -43,7 +44,7 @@ class RpcServer:
         address: str,
         methods: Methods,
         *,
-        security: Security = Security(),
+        security: Security = OPEN,
         threads: int = 16,
         most_bytes: int = 4 << 30,
     ):
@@ -67,7 +68,9 @@ class RpcServer:
             "Call": grpc.unary_unary_rpc_method_handler(self._call),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE)))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE))
+        )
         try:
             if security.key is None or security.certificate is None:
                 self.port = self._server.add_insecure_port(address)
@@ -132,7 +135,7 @@ def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
 class RpcChannel:
     """A connection to an `RpcServer`."""
 
-    def __init__(self, address: str, *, security: Security = Security()):
+    def __init__(self, address: str, *, security: Security = OPEN):
         """Connects at the first call.
 
         Args:

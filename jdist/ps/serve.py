@@ -78,7 +78,8 @@ def place(role: Role | None, address: str | None, environ: Mapping[str, str]) ->
         if spec.task_type not in ("worker", "ps"):
             raise LaunchError(
                 f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
-                "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give --role and --address."
+                "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give "
+                "--role and --address."
             )
         found = PS if spec.task_type == "ps" else WORKER
     if found is None:
@@ -139,6 +140,8 @@ def serve(
     worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow) if role == WORKER else None
     methods = Keeper(allow=allow).methods() if worker is None else {**worker.methods(), "reach": _reach(security)}
     with contextlib.ExitStack() as ends, _ended_by_sigterm():
+        if worker is not None:
+            ends.callback(worker.close)
         try:
             server = RpcServer(address, heard.watch(methods), security=security)
             ends.callback(server.stop, 1.0)
@@ -148,8 +151,6 @@ def serve(
             raise PortInUseError(
                 f"this {role} {exc}. An earlier server may still be there; else give another."
             ) from exc
-        if worker is not None:
-            ends.callback(worker.close)
         print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)
         if with_parent:
             threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()

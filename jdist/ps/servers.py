@@ -21,6 +21,7 @@ from jdist.ps.transport.seam import CallFailed
 
 _CALL_S = 5.0
 _RETRY_S = 0.5
+_TELLING_S = 10.0  # machines that are gone do not answer, and may be many
 _QUIET_S = 5.0  # who waits longer for the servers says so
 
 
@@ -167,9 +168,10 @@ class _Telling:
 
     def end(self) -> None:
         """Tells all; one that is gone, or does not listen, ends after its grace period."""
+        end = time.monotonic() + _TELLING_S
         for channel in self._channels:
             with contextlib.suppress(CallFailed):
-                channel.call("end", {}, timeout_s=1.0)
+                channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
         self.close()
 
     def close(self) -> None:

@@ -35,7 +35,13 @@ def specs(environments):
 
 
 def test_the_files():
-    assert MANIFESTS == ["gke_tpu.yaml", "jobset.yaml", "kubeflow_tfjob.yaml", "kubeflow_trainjob.yaml", "parameter_server.yaml"]
+    assert MANIFESTS == [
+        "gke_tpu.yaml",
+        "jobset.yaml",
+        "kubeflow_tfjob.yaml",
+        "kubeflow_trainjob.yaml",
+        "parameter_server.yaml",
+    ]
     assert SCRIPTS == ["cloud_tpu.sh", "slurm.sh"]
 
 

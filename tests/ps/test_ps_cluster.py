@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trustme
 from servers import configs, environment, serving, written
@@ -15,6 +16,7 @@ from jdist.cli import main
 from jdist.cluster import ClusterSpec, ending
 from jdist.errors import ClusterConfigError, ClusterError, ClusterTimeoutError, StrategyError
 from jdist.ps import servers as ps_servers
+from jdist.ps.reach import reach
 from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, Security, read_security
 from jdist.strategies.parameter_server import parameter_server
 
@@ -121,6 +123,16 @@ def of_two(jobs):
     """The chief's environment, of the two workers that have the token."""
     cluster = {**jobs, "worker": jobs["worker"][:2]}
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})}
+
+
+class TestKeeping:
+    def test_servers_that_are_kept_hear_of_no_end(self, cluster, here):
+        jobs, processes = cluster
+        strategy = parameter_server(of(jobs, jobs["worker"][:2]), keep_servers=True)
+        strategy.init(lambda: np.zeros(3)).job.close()
+        for address in (*jobs["ps"], *jobs["worker"][:2]):
+            assert reach(address, read_security(os.environ), 20) is None
+        assert [process.poll() for process in processes] == [None] * 4
 
 
 class TestTraining:

@@ -1,8 +1,12 @@
 """`jdist serve`: what it is and where, whom it lets in, how it ends, and what probes hear."""
 
 import json
+import re
+import shutil
 import signal
 import socket
+import subprocess
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,6 +20,8 @@ from jdist.ps.security import AUTHORITY, KEY, Security, read_security
 from jdist.ps.serve import place, serve
 from jdist.ps.transport.rpc import RpcChannel
 from jdist.ps.transport.seam import CallFailed
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
 
 
 def tf_config(task, index=0, **jobs):
@@ -164,6 +170,22 @@ class TestReach:
             with pytest.raises(CallFailed, match="refused"):
                 channel.call("reach", {"addresses": wrong}, timeout_s=30)
         channel.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the recipe needs openssl")
+def test_the_certificates_of_the_guide_serve(tmp_path):
+    (recipe,) = re.findall(r"^```bash\n(openssl req -x509.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    listed = f"set -e\n{recipe}\nenv -0"
+    done = subprocess.run(["bash", "-c", listed], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    said = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("JDIST_T"))
+    assert len(said) == 5
+    environ = {
+        name: str(tmp_path / value) if value.endswith((".pem", ".key")) else value for name, value in said.items()
+    }
+    with serving((["--role", "ps", "--address", "0.0.0.0:0"], environ)) as ((process, at),):
+        assert reach(at.replace("0.0.0.0", "127.0.0.1"), read_security(environ), 20) is None
+        process.terminate()
+        assert (process.wait(20), process.stderr.read()) == (143, "")
 
 
 class TestEnds:

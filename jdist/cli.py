@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jdist.cluster import exit_codes, tf_config
+from jdist.cluster import ending, exit_codes, tf_config
 from jdist.errors import JDistError
 
 
@@ -120,7 +120,9 @@ def launch(
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ],
     *,
-    processes: Annotated[str, tyro.conf.arg(metavar="N|MIN:MAX")] = "2",
+    processes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX", help_behavior_hint="(default: 2)")] = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    ps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     devices_per_process: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     evaluator: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
     max_restarts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
@@ -140,6 +142,7 @@ def launch(
       jdist launch --processes 2 --devices-per-process 4 -- configs/digits.yaml train.steps=500
       jdist launch --processes 2 --max-restarts 3 -- train.py --learning-rate 1e-3
       jdist launch --processes 1:4 -- -m my_package.train
+      jdist launch --workers 2 --ps 2 -- train.py
 
     When a process fails, the others are ended. With restarts left all are then started again, each time after
     a longer wait, and go on from their last checkpoint; an exception (exit code 1) counts, as a lost peer or a
@@ -147,6 +150,10 @@ def launch(
     that failed, and those killed with it; after --regrow-s all are asked to save and leave, and MAX go on. If
     that fails within --regrow-s, the job goes back to fewer, uses up no restart, and waits twice as long
     before it tries again.
+
+    With --workers and --ps COMMAND runs once, as the chief of a parameter server; workers and servers run `jdist
+    serve`. One of these that dies is started again alone, at the same port; all end with the chief. --max-restarts
+    then counts the chief's.
 
     Ctrl-C and SIGTERM are passed on once: all save and leave. A second one kills them.
 
@@ -157,6 +164,8 @@ def launch(
     Args:
         command: what each process runs.
         processes: how many; MIN:MAX to start with MAX and go on with fewer, down to MIN, after failures.
+        workers: how many workers of a parameter server; goes with --ps.
+        ps: how many processes keep its parameters.
         devices_per_process: run on so many virtual CPU devices each.
         evaluator: start one more process, of task type evaluator. It ends with the job, and its failure does not
             stop the others.
@@ -171,6 +180,8 @@ def launch(
     return start(
         command,
         processes=processes,
+        workers=workers,
+        ps=ps,
         evaluator=evaluator,
         devices_per_process=devices_per_process,
         max_restarts=max_restarts,
@@ -191,12 +202,14 @@ def doctor(
 
     Each line passes, warns or fails, with the remedy: versions, disk, the cluster found in the environment with the
     variable that each value is from, names and ports, clocks, devices, and a small all-reduce with its speed. In a
-    cluster it runs as every process at the same time, like the job itself.
+    cluster it runs as every process at the same time, like the job itself. In one with parameter servers it runs as
+    any task: token and certificates, whether each server lets it in, and whether each worker reaches each ps.
 
     For example:
       jdist doctor
       srun jdist doctor
       jdist launch --processes 2 -- jdist doctor
+      jdist launch --workers 2 --ps 1 -- jdist doctor
       jdist doctor --alone --json
 
     Exit codes: 0 a job can run; 1 a check failed.
@@ -213,45 +226,64 @@ def doctor(
 
 def serve(
     *,
-    role: Literal["worker", "ps"],
-    address: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0",
+    role: Annotated[Literal["worker", "ps"] | None, tyro.conf.arg(metavar="worker|ps", help_behavior_hint="")] = None,
+    address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
     grace_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
+    tls_cert: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    tls_key: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    tls_ca: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    health_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
     allow_custom_call: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
+    insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
     with_parent: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
 ) -> int:
     """Be a worker, or a parameter server, of an asynchronous job.
 
-    It holds no code of the job's: what it runs, the coordinator sends. It listens on loopback only, and serves those
-    who show the secret in JDIST_TOKEN.
+    It holds no code of the job's: what it runs, the coordinator sends. TF_CONFIG says what it is and where it
+    listens. It serves those who show the secret in JDIST_TOKEN and, with TLS, a certificate of the authority in
+    JDIST_TLS_CA; beyond loopback it wants both.
 
     For example:
+      jdist serve
       jdist serve --role ps --address 127.0.0.1:4710
-      jdist serve --role worker
+      jdist serve --role worker --address 0.0.0.0:2222 --tls-cert w.pem --tls-key w.key --tls-ca ca.pem
 
-    Exit codes: 0 when the coordinator says that it is over; 75 when nobody asked for anything for --grace-s.
+    Probes may ask grpc.health.v1.Health at the same address, without a token.
+
+    Exit codes: 0 when the coordinator says that it is over; 75 when nobody asked for anything for --grace-s, or the
+    port is taken; 143 after SIGTERM; 2 what was asked for is not right.
 
     Args:
-        role: worker or ps.
-        address: where to listen; port 0 takes a free one, which is printed.
+        role: worker or ps, whatever TF_CONFIG says.
+        address: where to listen, whatever TF_CONFIG says; without both, a free port of loopback, which is printed.
         grace_s: seconds without a call after which it ends.
+        tls_cert: its certificate, PEM; else JDIST_TLS_CERT.
+        tls_key: its private key, PEM; else JDIST_TLS_KEY.
+        tls_ca: certificates of the authority that signed all others', PEM; else JDIST_TLS_CA.
+        health_address: answer probes here, too: without TLS, and nothing else.
         allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
+        insecure: listen beyond loopback without TLS or token.
         with_parent: end when standard input is closed, too.
     """
-    from jdist.cluster.environment import TOKEN
+    from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, read_security
+    from jdist.ps.serve import place
     from jdist.ps.serve import serve as start
 
+    security = read_security(os.environ, {CERTIFICATE: tls_cert, KEY: tls_key, AUTHORITY: tls_ca})
+    found, at = place(role, address, os.environ)
     return start(
-        role,
-        address,
-        token=os.environ.get(TOKEN),
+        found,
+        at,
+        security=security,
         grace_s=grace_s,
         allow=allow_custom_call,
         with_parent=with_parent,
+        insecure=insecure,
+        health_address=health_address,
     )
 
 
-COMMANDS = {"run": run, "plan": plan, "launch": launch, "doctor": doctor}
-UNDER_WAY = {"serve": serve}  # not shown yet
+COMMANDS = {"run": run, "plan": plan, "launch": launch, "serve": serve, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,7 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        if code != exit_codes.FINISHED:
+            ending.unfinished(f"exit code {code}")
+        return code
     except JDistError as exc:
         if os.environ.get("JDIST_TRACEBACK"):
             raise
@@ -274,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jdist: interrupted", file=sys.stderr)
         code = exit_codes.INTERRUPTED
+    ending.unfinished(f"exit code {code}")
     runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
     if runtime is not None and (cluster := runtime.started()) is not None:
         cluster.failed(code)
@@ -282,9 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     """Hand a known subcommand its arguments; list the subcommands otherwise."""
-    known = {**COMMANDS, **UNDER_WAY}
-    if arguments and arguments[0] in known:
-        return tyro.cli(known[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
+    if arguments and arguments[0] in COMMANDS:
+        return tyro.cli(COMMANDS[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
     app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand
     for name, command in COMMANDS.items():
         app.command(name=name, help=(command.__doc__ or "").partition("\n")[0])(command)

@@ -21,7 +21,8 @@
     ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
     ├── WireError              bytes from a peer that are no message of the protocol
     ├── ClosureError           a scheduled step failed on a worker
-    │   └── ClosureCancelledError  it was never computed, as another had failed
+    │   ├── ClosureCancelledError  it was never computed, as another had failed
+    │   └── NoWorkersError     no worker has been there for long
     ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
     └── ConfigError            a config file, an override or a run folder
@@ -184,6 +185,10 @@ class ClosureError(JDistError, RuntimeError):
 
 class ClosureCancelledError(ClosureError):
     """A scheduled step was never computed, as another one had failed."""
+
+
+class NoWorkersError(ClosureError):
+    """No worker is left, or none has been there for long."""
 
 
 class ShardLostError(JDistError, RuntimeError):

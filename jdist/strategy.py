@@ -364,6 +364,8 @@ class Strategy:
         return context.scope(self)
 
     def __repr__(self) -> str:
+        if self.coordinator is not None:
+            return f"Strategy({self.name}: {self.coordinator.describe()})"
         if self.mesh is None:
             return f"Strategy({self.name}: the step runs as it is, on the device that JAX chooses)"
         kinds = sorted({d.device_kind for d in self.devices})

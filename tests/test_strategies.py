@@ -95,7 +95,8 @@ def test_multi_worker_refuses_an_all_reduce_for_another_number_of_replicas():
 
 class TestByName:
     def test_every_strategy_can_be_named(self):
-        assert sorted(STRATEGIES) == ["central_storage", "default", "mirrored", "multi_worker", "one_device", "tpu"]
+        names = ["central_storage", "default", "mirrored", "multi_worker", "one_device", "parameter_server", "tpu"]
+        assert sorted(STRATEGIES) == names
         for name in STRATEGIES.keys() - {"tpu"}:  # which needs a TPU: tests/test_tpu.py
             assert jdist.make_strategy(name).name == name
 
@@ -113,7 +114,11 @@ class TestByName:
                 "Known: default, one_device, mirrored, tpu, multi_worker, central_storage",
             ),
             ("onedevice", r"Did you mean 'one_device'\?"),
-            ("zzz", r"no strategy 'zzz'\. Known: default, one_device, mirrored, tpu, multi_worker, central_storage\."),
+            (
+                "zzz",
+                r"no strategy 'zzz'\. Known: default, one_device, mirrored, tpu, multi_worker, central_storage, "
+                r"parameter_server\.",
+            ),
             (None, r"no strategy None\."),
             (["mirrored"], r"no strategy \['mirrored'\]\. Did you mean 'mirrored'\?"),
         ],

@@ -41,8 +41,13 @@ def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
     return port
 
 
-def resolved(host: str, environ: Mapping[str, str]) -> str:
-    """The numeric address of process 0's host.
+def resolved(host: str, environ: Mapping[str, str], *, whose: str = "process 0") -> str:
+    """The numeric address of a process's host.
+
+    Args:
+        host: its name.
+        environ: the environment; in a Kubernetes pod, whose name may not be known yet, it waits.
+        whose: the process, for the message.
 
     Raises:
         ClusterError: there is no such host.
@@ -53,9 +58,7 @@ def resolved(host: str, environ: Mapping[str, str]) -> str:
             return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as exc:
             if time.monotonic() > deadline_s:
-                raise ClusterError(
-                    f"the host {host!r} of process 0 has no address ({exc}). Is the name right?"
-                ) from exc
+                raise ClusterError(f"the host {host!r} of {whose} has no address ({exc}). Is the name right?") from exc
         time.sleep(_RETRY_S)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jdist.cluster import exit_codes
+from jdist.cluster import ending, exit_codes
 from jdist.cluster.runtime import Runtime, alone
 from jdist.errors import ClusterError
 
@@ -74,6 +74,7 @@ class Preemption:
         if self._stopped or not self._cluster.stops_after(step):
             return self._stopped
         self._stopped = True
+        ending.unfinished(f"stopped by {self.reason}")
         if self._save is not None:
             self._save(step)
         return True

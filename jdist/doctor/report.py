@@ -26,6 +26,10 @@ def examine(*, alone: bool, timeout_s: float) -> list[Finding]:
     found += lines
     if spec is None:
         return found
+    if spec.num_ps:  # its processes do not train in step, and so have nothing to do together
+        from jdist.doctor.servers import servers
+
+        return found + network.names(spec) + servers(spec, os.environ, alone=alone, timeout_s=min(timeout_s, 10.0))
     found += [*network.names(spec), *network.ports(spec, os.environ), *network.security(spec)]
     if (alone and spec.num_processes > 1) or spec.task_type not in ("chief", "worker"):
         return found

@@ -32,7 +32,7 @@ def tls(environ: Mapping[str, str], jax_version: str) -> Finding:
         text = f"JAX {jax_version} does not read {CERTIFICATE}; its coordinator speaks no TLS"
         return failed("tls", text, "Take JAX 0.12 or newer, or unset the three.")
     try:
-        _handshake(files[CERTIFICATE], files[KEY], files[AUTHORITY])
+        handshake(files[CERTIFICATE], files[KEY], files[AUTHORITY])
     except (OSError, ssl.SSLError) as exc:
         text = f"a handshake with {CERTIFICATE}, {KEY} and {AUTHORITY} fails: {exc}"
         remedy = "All processes need a certificate that is not expired, its own key, and the authority that signed it."
@@ -40,7 +40,7 @@ def tls(environ: Mapping[str, str], jax_version: str) -> Finding:
     return passed("tls", "JAX's coordinator has mutual TLS; what the devices exchange is not encrypted")
 
 
-def _handshake(certificate: str, key: str, authority: str) -> None:
+def handshake(certificate: str, key: str, authority: str) -> None:
     """Both sides of a connection, each with this certificate.
 
     Raises:

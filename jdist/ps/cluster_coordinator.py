@@ -107,6 +107,10 @@ class ClusterCoordinator:
         """How many workers there are."""
         return len(self._job.servers.workers)
 
+    def describe(self) -> str:
+        """Where the strategy runs, in a few words; starts nothing."""
+        return self._job.describe()
+
     def fetch(self, tree: PyTree) -> PyTree:
         """A tree with each `RemoteValue` in it replaced by its array; waits for them.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from jdist.errors import ClosureCancelledError, ClosureError, JDistError, ShardLostError
+from jdist.errors import ClosureCancelledError, ClosureError, JDistError, NoWorkersError, ShardLostError
 from jdist.ps import dispatch as machine
 from jdist.ps.dispatch import Dispatch
 from jdist.ps.events import (
@@ -95,6 +96,8 @@ class Coordinator:
         self._to_come = 0  # closures that wait for arguments
         self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
         self._error: ClosureError | None = None
+        self._quarantined: dict[int, str] = {}
+        self._worker_seen = time.monotonic()
         self.closed = False
         self._links = [WorkerLink(number, connect, self, times) for number, connect in enumerate(workers)]
         self._tells = ThreadPoolExecutor(2 * len(shards) + 2, thread_name_prefix="jdist-tell")
@@ -202,6 +205,8 @@ class Coordinator:
                 self._raise_error()
             if self.closed:
                 raise ClosureCancelledError("the coordinator was closed")
+            if len(self._quarantined) == len(self._links):
+                raise NoWorkersError(f"no worker is left: {'; '.join(self._quarantined.values())}")
             self._to_come += 1
         given = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
         when_all_arrived(
@@ -403,6 +408,28 @@ class Coordinator:
             self.snapshot()
         except JDistError as exc:
             _LOG.info("no snapshot: %s", exc)
+
+    def quarantine(self, worker: int, why: str) -> None:
+        """A worker is not used any more."""
+        _LOG.warning("%s. It is not used any more.", why)
+        with self.lock:
+            self._quarantined[worker] = why
+            if len(self._quarantined) == len(self._links):
+                self.fail(NoWorkersError(f"no worker is left: {'; '.join(self._quarantined.values())}"))
+
+    def check_workers(self) -> None:
+        """Fails what is scheduled if there has been no worker for long."""
+        with self.lock:
+            now, workers = time.monotonic(), self._dispatch.workers.values()
+            if self.done or any(known.state == "ready" for known in workers):
+                self._worker_seen = now
+            elif now - self._worker_seen > self._times.no_worker_timeout_s and self._error is None:
+                self.fail(
+                    NoWorkersError(
+                        f"no worker has been there for {now - self._worker_seen:.0f} s. What the servers have is whole: fetch "
+                        "the state and save it, or start workers and go on."
+                    )
+                )
 
     def epoch_of(self, worker: int) -> int:
         """A worker's present epoch; 0 before its first."""

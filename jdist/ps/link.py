@@ -17,7 +17,6 @@ from jdist.ps.events import Assign, Event, Lost, Registered, Reported
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import Spec
 
-MOST_REFUSALS = 3
 _LOG = logging.getLogger(__name__)
 
 
@@ -31,6 +30,9 @@ class Times:
         install_s: for a function to be taken in.
         closure_s: for a batch of closures.
         reconnect_s: between two attempts to reach a lost worker.
+        max_losses: how often a worker may be lost within `losses_within_s` before it is not used any more.
+        losses_within_s: see `max_losses`.
+        no_worker_timeout_s: without any worker, after which the job fails.
         ps_timeout_s: for a parameter server that does not answer, or for another in its place.
     """
 
@@ -39,6 +41,9 @@ class Times:
     install_s: float = 60.0
     closure_s: float = 3600.0
     reconnect_s: float = 0.5
+    max_losses: int = 8
+    losses_within_s: float = 600.0
+    no_worker_timeout_s: float = 300.0
     ps_timeout_s: float = 120.0
 
 
@@ -79,6 +84,8 @@ class Hub(Protocol):
     def attach(self, channel: Channel) -> None: ...
     def install(self, channel: Channel, number: int) -> str: ...
     def batch(self, numbers: Sequence[int]) -> Batch: ...
+    def quarantine(self, worker: int, why: str) -> None: ...
+    def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
     def epoch_of(self, worker: int) -> int: ...
 
@@ -96,8 +103,9 @@ class WorkerLink:
     def __init__(self, number: int, connect: Callable[[], Channel], hub: Hub, times: Times):
         self.number = number
         self._connect, self._hub, self._times = connect, hub, times
-        self._refusals = 0
+        self._registered, self._lost_at = False, collections.deque[float]()
         self._assigned: collections.deque[Assign] = collections.deque()
+        self._refused = False
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
     def start(self) -> None:
@@ -119,12 +127,14 @@ class WorkerLink:
             channel = self._connect()
             try:
                 hub.attach(channel)
+                self._registered = True
                 hub.handle(Registered(worker=self.number))
                 self._serve(channel)
             except CallFailed as exc:
                 if not hub.closed:
-                    _LOG.info("worker %d: %s", self.number, exc)
-                    self._count_refusal(exc)
+                    _LOG.log(self._level(exc), "worker %d: %s", self.number, exc)
+                    if self._is_hopeless(exc):
+                        return
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
@@ -133,15 +143,29 @@ class WorkerLink:
             with hub.lock:
                 self._assigned.clear()
                 hub.handle(Lost(worker=self.number, epoch=hub.epoch_of(self.number)))
+                hub.check_workers()
                 hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
 
-    def _count_refusal(self, exc: CallFailed) -> None:
-        """A worker that has begun anew refuses once what it does not know; of one that goes on the user has to hear."""
-        self._refusals = self._refusals + 1 if exc.reason in ("refused", "unauthenticated") else 0
-        if self._refusals >= MOST_REFUSALS:
-            self._refusals = 0
-            why = "shows no or another token or certificate" if exc.reason == "unauthenticated" else "see what it wrote"
-            self._hub.fail(ClosureError(f"worker {self.number} at {exc.peer} refuses what it is asked; {why}"))
+    def _level(self, exc: CallFailed) -> int:
+        """A lost worker comes back by itself; one with another token does not, and that is said once."""
+        refused_before, self._refused = self._refused, exc.reason == "unauthenticated"
+        return logging.WARNING if self._refused and not refused_before else logging.INFO
+
+    def _is_hopeless(self, exc: CallFailed) -> bool:
+        """Whether the worker is not used any more: it was lost, or refused what it was asked, too often."""
+        now = time.monotonic()
+        if self._registered or exc.reason == "refused":
+            self._lost_at.append(now)
+        self._registered = False
+        while self._lost_at and self._lost_at[0] < now - self._times.losses_within_s:
+            self._lost_at.popleft()
+        if len(self._lost_at) < self._times.max_losses:
+            return False
+        self._hub.quarantine(
+            self.number,
+            f"worker {self.number} at {exc.peer} was lost {len(self._lost_at)} times; the last time: {exc.reason}",
+        )
+        return True
 
     def _serve(self, channel: Channel) -> None:
         hub, lost, names = self._hub, threading.Event(), dict[int, str]()
@@ -184,7 +208,6 @@ class WorkerLink:
             expects=batch.returned,
             bulk=sum(s.size_bytes for outputs in batch.outputs for s in outputs) > 1 << 19,
         )
-        self._refusals = 0
         if lost.is_set():
             raise CallFailed(channel.peer, "unavailable", "it does not answer")
         arrays = iter(results)

@@ -14,7 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from jdist.cluster.environment import TOKEN
 from jdist.errors import LaunchError
+from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY
 from jdist.ps.serve import PS, READY, WORKER, Role
 
 START_S = 60.0
@@ -83,7 +85,8 @@ class LocalCluster:
 
 
 def _start(role: Role, grace_s: float, token: str, address: str = "127.0.0.1:0") -> subprocess.Popen[str]:
-    environ = {**os.environ, "JDIST_TOKEN": token}
+    # Certificates are for a cluster, and hold other names than 127.0.0.1.
+    environ = {k: v for k, v in os.environ.items() if k not in (CERTIFICATE, KEY, AUTHORITY)} | {TOKEN: token}
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         environ["JAX_PLATFORMS"] = "cpu"
     command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", address]

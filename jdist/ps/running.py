@@ -98,6 +98,17 @@ class PsJob:
                 self._servers = self._start()
             return self._servers
 
+    def describe(self) -> str:
+        """Where it runs, in a few words; starts nothing."""
+        found = self._servers
+        if found is None:
+            return "workers and parameter servers of this machine, started when they are needed"
+        named = [("worker", found.workers), ("parameter server", found.ps)]
+        return " and ".join(
+            f"{len(addresses)} {name}{'s' * (len(addresses) > 1)} ({addresses[0]}{', ...' * (len(addresses) > 1)})"
+            for name, addresses in named
+        )
+
     @property
     def coordinator(self) -> Coordinator:
         """The coordinator of the running state."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from jdist.errors import LaunchError
+from jdist.cluster.address import join, split
+from jdist.cluster.exit_codes import FINISHED, PEER_LOST, PREEMPTED
+from jdist.cluster.listen import resolved
+from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.errors import LaunchError, PortInUseError, WireError
+from jdist.ps.security import Security, how_to_protect, open_to_others
 from jdist.ps.transport.seam import Header, Method, Methods
 
 Role = Literal["worker", "ps"]
 WORKER: Role = "worker"
 PS: Role = "ps"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 READY = "jdist serve: {role} listens on {address}"
+_MOST_ADDRESSES = 4096
+_REACH_S = 5.0
 
 
 class LastHeard:
@@ -56,59 +65,155 @@ class LastHeard:
         return {}, []
 
 
+def place(role: Role | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
+    """What to be and where to listen: as the flags say, else as TF_CONFIG does.
+
+    Raises:
+        ClusterConfigError: TF_CONFIG is not right.
+        LaunchError: nothing says it, or TF_CONFIG says that this process is no server.
+    """
+    spec = None if role is not None and address is not None else tf_config(environ)
+    found: Role | None = role
+    if found is None and spec is not None:
+        if spec.task_type not in ("worker", "ps"):
+            raise LaunchError(
+                f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
+                "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give "
+                "--role and --address."
+            )
+        found = PS if spec.task_type == "ps" else WORKER
+    if found is None:
+        raise LaunchError("nothing says what to serve as: set TF_CONFIG, or give --role worker or --role ps.")
+    if address is None and spec is not None and spec.task_type == found:
+        if spec.address is None:
+            raise LaunchError(
+                f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its "
+                "address there, or give --address."
+            )
+        host, port = split(spec.address)
+        return found, join(resolved(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
+    return found, "127.0.0.1:0" if address is None else address
+
+
 def serve(
     role: Role,
     address: str,
     *,
-    token: str | None,
+    security: Security,
     grace_s: float,
     allow: Sequence[str] = (),
     with_parent: bool = False,
+    insecure: bool = False,
+    health_address: str | None = None,
 ) -> int:
     """Serves until the coordinator says that it is over, or nobody has asked for anything for `grace_s`.
 
     Args:
         role: "worker" or "ps".
         address: "host:port" to listen on; port 0 takes a free one.
-        token: what callers must show, and what this worker shows to the parameter servers.
+        security: what callers must show, and what this worker shows to the parameter servers.
         grace_s: seconds without a call after which it ends.
         allow: custom calls that received functions may have.
         with_parent: end as well when standard input is closed, as it is when the parent process dies.
+        insecure: listen beyond this machine although TLS or token is missing.
+        health_address: where to answer probes a second time, without TLS, and nothing else.
 
     Returns:
         The exit code: 0 when told to end, 75 when nobody asked for anything any more.
 
     Raises:
-        OSError: the port is taken.
-        LaunchError: the address is not of loopback.
+        PortInUseError: the port is taken.
+        LaunchError: the address is no address, or can be reached by others without TLS and token.
+        SystemExit: 143, after SIGTERM.
     """
-    from jdist.cluster.exit_codes import FINISHED, PEER_LOST
+    _check(address, security, insecure=insecure)
+    if health_address is not None:
+        _check_form("--health-address", health_address)
+    if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jdist.ps.keeper import Keeper
-    from jdist.ps.transport.rpc import RpcChannel, RpcServer, Security
+    from jdist.ps.transport.health import serve_health
+    from jdist.ps.transport.rpc import SERVICE, RpcChannel, RpcServer
     from jdist.ps.worker import WorkerServer
 
-    host = address.rpartition(":")[0]
-    if host not in LOOPBACK:
-        raise LaunchError(
-            f"--address is {address!r}; it must be of loopback ({', '.join(LOOPBACK)}), as what is said is not encrypted yet."
-        )
-    security, heard = Security(token=token), LastHeard()
+    heard = LastHeard()
     worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow) if role == WORKER else None
-    methods = Keeper(allow=allow).methods() if worker is None else worker.methods()
-    server = RpcServer(address, heard.watch(methods), security=security)
-    print(READY.format(role=role, address=f"{host}:{server.port}"), flush=True)
-    if with_parent:
-        threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()
-    try:
+    methods = Keeper(allow=allow).methods() if worker is None else {**worker.methods(), "reach": _reach(security)}
+    with contextlib.ExitStack() as ends, _ended_by_sigterm():
+        if worker is not None:
+            ends.callback(worker.close)
+        try:
+            server = RpcServer(address, heard.watch(methods), security=security)
+            ends.callback(server.stop, 1.0)
+            if health_address is not None:
+                ends.callback(serve_health(health_address, SERVICE))
+        except OSError as exc:
+            raise PortInUseError(
+                f"this {role} {exc}. An earlier server may still be there; else give another."
+            ) from exc
+        print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)
+        if with_parent:
+            threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()
         while not heard.over.wait(min(1.0, grace_s)):
             if heard.silent_s() > grace_s:
                 print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
                 return PEER_LOST
         return FINISHED
+
+
+def _check(address: str, security: Security, *, insecure: bool) -> None:
+    _check_form("--address", address)
+    host, port = split(address)
+    # What counts is the address that the name leads to.
+    wrong = open_to_others([join(resolved(host, os.environ, whose="this server"), port)], security)
+    if wrong is not None and not insecure:
+        raise LaunchError(
+            f"the address is {address!r}. {wrong} {how_to_protect(security)} Or listen on 127.0.0.1; or, in a network that "
+            "is yours alone, say --insecure."
+        )
+    if wrong is not None:
+        print(f"jdist serve: insecure: {wrong}", file=sys.stderr, flush=True)
+
+
+def _check_form(flag: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) <= 65535) or (
+        ":" in host and not (host.startswith("[") and host.endswith("]"))
+    ):
+        raise LaunchError(f"{flag} is {address!r}; it must be host:port, as 127.0.0.1:2222 or [::1]:2222.")
+
+
+def _reach(security: Security) -> Method:
+    """Has this process try to reach others, as only it can tell whether it is let in there."""
+    from jdist.ps.reach import reach_all
+
+    def run(header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
+        addresses = header.get("addresses")
+        if not isinstance(addresses, list) or len(addresses) > _MOST_ADDRESSES:
+            raise WireError("no list of addresses")
+        for address in addresses:
+            _check_form("an address", str(address))
+        found = reach_all([str(a) for a in addresses], security, _REACH_S)
+        return {"found": [None if t is None else [t.text, t.lasts] for t in found]}, []
+
+    return Method(run)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block by `SystemExit`; outside the main thread signals are somebody else's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(PREEMPTED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
     finally:
-        server.stop(1.0)
-        if worker is not None:
-            worker.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _until_closed(over: threading.Event) -> None:

@@ -66,12 +66,15 @@ class ShardWatch:
                 found = self._client.status(times.ping_s)["incarnation"]
             except CallFailed as exc:
                 silent_s = time.monotonic() - last
-                if silent_s > times.ps_timeout_s and not told:
+                refused = exc.reason == "unauthenticated"  # it came back with another token: no wait mends that
+                if (refused or silent_s > times.ps_timeout_s) and not told:
                     told = True
+                    peer = self._client.channel.peer
+                    what = "refuses the token" if refused else f"has not answered for {silent_s:.0f} s: {exc.reason}"
                     hub.fail(
                         ClosureError(
-                            f"the parameter server {self._client.channel.peer} has not answered for {silent_s:.0f} s: "
-                            f"{exc.reason}. Start it again, or give it more time by `ps_timeout_s`."
+                            f"the parameter server {peer} {what}. Start it again"
+                            + (" with this job's." if refused else ", or give it more time by `ps_timeout_s`.")
                         )
                     )
                 continue

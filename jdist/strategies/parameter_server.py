@@ -10,18 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.cluster.spec import ClusterSpec
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.link import Times
+from jdist.ps.local import LocalCluster
 from jdist.ps.partition import Partitioner, Placement, min_size
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.running import PsJob, PsOptions, Servers
+from jdist.ps.security import Security
+from jdist.ps.servers import check_place, cluster_of_environment, connected
 from jdist.ps.shard import OnStale, Rules
 from jdist.ps.step import PsStep
+from jdist.ps.transport.rpc import RpcChannel
 from jdist.reduction import psum
 from jdist.remote import fetched
+from jdist.strategies.mirrored import mirrored
 from jdist.strategies.one_device import one_device
 from jdist.strategy import Operations, Strategy
 from jdist.transforms.feed import settle
@@ -31,9 +37,13 @@ PyTree = Any
 
 
 def parameter_server(
+    cluster: ClusterSpec | None = None,
     *,
-    local_workers: int = 2,
-    local_ps: int = 1,
+    local_workers: int | None = None,
+    local_ps: int | None = None,
+    insecure: bool = False,
+    keep_servers: bool = False,
+    start_timeout_s: float = 300.0,
     partitioner: Partitioner | None = None,
     placement: Placement = "round_robin",
     max_staleness: int | None = None,
@@ -41,37 +51,60 @@ def parameter_server(
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
 
+    The calling process is the coordinator: the chief of the cluster, or the only process of yours. Workers and parameter
+    servers run `jdist serve`, and hold none of your code.
+
     Args:
-        local_workers: processes of this machine that compute.
-        local_ps: processes of this machine that keep the state.
+        cluster: where they are; None: as the environment says (TF_CONFIG), and if it says nothing, processes of this machine.
+        local_workers: processes of this machine that compute, instead of a cluster; None for 2.
+        local_ps: processes of this machine that keep the state, instead of a cluster; None for 1.
+        insecure: go on although servers on other machines lack TLS or a token.
+        keep_servers: leave a cluster's servers running when the program is done, for the next one.
+        start_timeout_s: how long to wait for a cluster's servers.
         partitioner: into how many pieces a leaf is cut; None: `jdist.ps.min_size(256 << 10)`.
         placement: which server gets the next piece: "round_robin", or "bytes", the one that has least.
         max_staleness: updates that may lie between the pull and the push of a gradient; None: any number.
         on_stale: beyond that, "refuse" it, so that it is computed again, or "down_weight" it.
 
     Returns:
-        A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures.
+        A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures. In the evaluator
+        of a cluster it is `mirrored` over its own devices.
 
     Raises:
-        StrategyError: an argument is not allowed.
-
-    The processes are started when they are first needed, and end with this one.
+        StrategyError: an argument is not allowed, the cluster lacks workers or servers, or this process is one of them.
+        ClusterConfigError: the environment or a certificate is not right.
+        ClusterError: a server refuses this process; it names the server, and why.
+        ClusterTimeoutError: not all servers came in time.
+        LaunchError: a process of this machine did not come up.
     """
     for name, number in (("local_workers", local_workers), ("local_ps", local_ps)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
-    rules = Rules(
-        max_staleness=max_staleness, on_stale=on_stale, non_finite="skip"
-    )  # workers do not push what is refused
+    local = local_workers is not None or local_ps is not None
+    if cluster is not None and local:
+        raise StrategyError(
+            "both `cluster` and processes of this machine are given; leave out `local_workers` and `local_ps`."
+        )
+    if cluster is not None and not isinstance(cluster, ClusterSpec):
+        raise StrategyError(
+            f"`cluster` is a {type(cluster).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
+        )
+    spec = cluster if cluster is not None or local else cluster_of_environment()
+    if spec is not None and spec.task_type == "evaluator":
+        return mirrored()
+    if spec is None:
+        start = functools.partial(_local_servers, local_workers or 2, local_ps or 1)
+    else:
+        check_place(spec)
+        servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+        start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
+    # Workers do not push what is refused.
+    rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
     options = PsOptions(partitioner=partitioner or min_size(), placement=placement, rules=rules, times=Times())
-    return _strategy(PsJob(functools.partial(_local, local_workers, local_ps), options))
+    return _strategy(PsJob(start, options))
 
 
-def _local(workers: int, ps: int) -> Servers:
-    """Processes of this machine."""
-    from jdist.ps.local import LocalCluster
-    from jdist.ps.transport.rpc import RpcChannel, Security
-
+def _local_servers(workers: int, ps: int) -> Servers:
     cluster = LocalCluster(workers=workers, ps=ps)
     security = Security(token=cluster.token)
     return Servers(

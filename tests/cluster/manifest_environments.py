@@ -41,7 +41,8 @@ def pods_of_jobset(jobset, *, gke=False):
                         "MEGASCALE_NUM_SLICES": str(replicas),
                         "MEGASCALE_SLICE_ID": str(slice_id),
                     }
-                of_pod = annotations | {"batch.kubernetes.io/job-completion-index": str(index)}
+                own = job["template"].get("metadata", {}).get("annotations", {})
+                of_pod = annotations | own | {"batch.kubernetes.io/job-completion-index": str(index)}
                 pods.append(added | declared(container, of_pod))
     return pods
 
@@ -50,7 +51,9 @@ def declared(container, annotations):
     """The variables that a container's `env` sets, as the kubelet does it: field references, then $(NAME)."""
     found = {}
     for entry in container.get("env", []):
-        if "valueFrom" in entry:
+        if "secretKeyRef" in entry.get("valueFrom", {}):
+            found[entry["name"]] = f"the secret's {entry['valueFrom']['secretKeyRef']['key']}"
+        elif "valueFrom" in entry:
             path = entry["valueFrom"]["fieldRef"]["fieldPath"]
             found[entry["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]]
         else:

@@ -29,15 +29,17 @@ def texts(value, where):
     assert all(isinstance(key, str) and isinstance(text, str) for key, text in value.items()), where
 
 
+VALUE_FROM = {"fieldRef": {"fieldPath!": str}, "secretKeyRef": {"name!": name, "key!": str}}
 CONTAINER = {
     "name!": name,
     "image!": str,
     "workingDir": str,
     "command": [str],
-    "env": [{"name!": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath!": str}}}],
+    "env": [{"name!": str, "value": str, "valueFrom": VALUE_FROM}],
     "ports": [{"name": name, "containerPort!": at_least(1)}],
     "resources": {"limits": lambda value, where: [check(v, QUANTITY, where) for v in value.values()]},
     "securityContext": {"privileged": bool},
+    "readinessProbe": {"grpc": {"port!": at_least(1), "service": str}},
     "volumeMounts": [{"name!": name, "mountPath!": str}],
 }
 POD = {
@@ -50,7 +52,12 @@ POD = {
         "dnsPolicy": {"ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"},
         "nodeSelector": texts,
         "volumes": [
-            {"name!": name, "persistentVolumeClaim": {"claimName!": name}, "emptyDir": {"medium": {"", "Memory"}}}
+            {
+                "name!": name,
+                "persistentVolumeClaim": {"claimName!": name},
+                "emptyDir": {"medium": {"", "Memory"}},
+                "secret": {"secretName!": name},
+            }
         ],
     },
 }
@@ -71,6 +78,7 @@ JOB = {
 }
 JOBSET_SPEC = {
     "coordinator": {"replicatedJob!": name, "jobIndex": at_least(0), "podIndex": at_least(0)},
+    "successPolicy": {"operator!": {"All", "Any"}, "targetReplicatedJobs": [name]},
     "failurePolicy": {
         "maxRestarts": at_least(0),
         "rules": [

@@ -11,10 +11,13 @@ from manifest_environments import jobset_of_trainjob, pods_of_jobset, pods_of_tf
 from manifest_schemas import SCHEMAS, check
 
 from jdist.cluster import resolve
+from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, NAME
+from jdist.ps.servers import check_place
 
 FOLDER = Path(__file__).parents[2] / "configs" / "cluster"
 MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml"))
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sh"))
+TLS = (CERTIFICATE, KEY, AUTHORITY)
 COMMAND = ["jdist", "run", "configs/digits.yaml", "strategy.name=multi_worker"]
 
 
@@ -32,7 +35,13 @@ def specs(environments):
 
 
 def test_the_files():
-    assert MANIFESTS == ["gke_tpu.yaml", "jobset.yaml", "kubeflow_tfjob.yaml", "kubeflow_trainjob.yaml"]
+    assert MANIFESTS == [
+        "gke_tpu.yaml",
+        "jobset.yaml",
+        "kubeflow_tfjob.yaml",
+        "kubeflow_trainjob.yaml",
+        "parameter_server.yaml",
+    ]
     assert SCRIPTS == ["cloud_tpu.sh", "slurm.sh"]
 
 
@@ -59,7 +68,8 @@ def test_a_manifest_is_what_the_platform_takes(name):
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_runs_jdist_and_keeps_its_runs_on_a_volume(name):
     text = (FOLDER / name).read_text(encoding="utf-8")
-    assert text.count(f"command: [{', '.join(COMMAND)}]") == 1
+    command = ["python", "-u", "train.py"] if name == "parameter_server.yaml" else COMMAND
+    assert text.count(f"command: [{', '.join(command)}]") == 1
     for document in documents(name):
         if document["kind"] in ("JobSet", "TrainingRuntime", "TFJob"):
             assert re.search(r"'mountPath': '/work/runs'.*'claimName': 'runs'", str(document))
@@ -116,6 +126,28 @@ def test_kubeflow_tfjob():
     assert len(found) == 4
     assert found[0].resolver == "tf_config"
     assert found[3].processes[3] == found[3].address == "jdist-worker-3.default.svc:2222"
+
+
+def test_parameter_server():
+    (jobset,) = documents("parameter_server.yaml")
+    pods = pods_of_jobset(jobset)
+    found = [resolve(environ) for environ in pods]
+    places = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
+    assert [(spec.task_type, spec.task_index) for spec in found] == places
+    assert {spec.resolver for spec in found} == {"tf_config"}
+    for spec in found:
+        assert spec.address == f"jdist-{spec.task_type}-0-{spec.task_index}.jdist:2222"
+        assert spec.jobs == found[0].jobs
+    check_place(found[0])
+    assert all(environ["JDIST_TOKEN"] == "the secret's token" for environ in pods)
+    assert all({*TLS, NAME} <= environ.keys() for environ in pods)
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["chief"]
+    for replicated in jobset["spec"]["replicatedJobs"][1:]:
+        pod = replicated["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["command"] == ["jdist", "serve", "--health-address", "0.0.0.0:2223"]
+        assert container["readinessProbe"] == {"grpc": {"port": 2223}}
+        assert pod["restartPolicy"] == "OnFailure"
 
 
 @pytest.mark.parametrize("slices", [1, 2])

@@ -10,7 +10,7 @@ ADDRESSES = ["127.0.0.1:20000", "127.0.0.1:20002"]
 
 
 def environment(environ, task=Task("worker", 1), **options):  # noqa: B008  # a frozen value
-    return child_environment(environ, task, ADDRESSES, **{"attempt": 0} | options)
+    return child_environment(environ, task, {"worker": ADDRESSES}, **{"attempt": 0} | options)
 
 
 @pytest.mark.parametrize("task", [Task("worker", 0), Task("worker", 1), Task("evaluator", 0)])

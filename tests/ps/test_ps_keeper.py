@@ -113,7 +113,7 @@ def test_a_push_updates_and_the_next_pull_is_one_call():
     assert (done, pulled, calls) == (Done(version=1), Parameters(version=1, changed=True), ["say"])
     new = expected(job)
     shard = job.layout.shards[0]
-    for k, x in zip(shard.pulled, arrays, strict=True):
+    for k, x in zip(shard.views[0].pulled, arrays, strict=True):
         np.testing.assert_allclose(x, shard.kept[k].cut(new[shard.kept[k].of]), rtol=1e-5)
 
 
@@ -158,8 +158,8 @@ def test_a_pull_brings_what_never_changes_only_once():
     job = Job(1).restore()
     (first,), arrays, _ = job.clients[0].say([Pull(generation=1)])
     shard = job.layout.shards[0]
-    assert (first.changed, len(arrays)) == (True, len(shard.pulled) + len(shard.pulled_once))
-    assert shard.pulled_once
+    assert (first.changed, len(arrays)) == (True, len(shard.views[0].pulled) + len(shard.views[0].pulled_once))
+    assert shard.views[0].pulled_once
     (again,), arrays, _ = job.clients[0].say([Pull(generation=1, known=0)])
     assert (again.changed, arrays) == (False, [])
 

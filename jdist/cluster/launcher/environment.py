@@ -17,7 +17,7 @@ _REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_
 def child_environment(
     environ: Mapping[str, str],
     task: Task,
-    addresses: Sequence[str],
+    cluster: Mapping[str, Sequence[str]],
     *,
     attempt: int,
     devices_per_process: int | None = None,
@@ -26,8 +26,8 @@ def child_environment(
 
     Args:
         environ: the launcher's own.
-        task: which process. One that is no worker knows the workers, and is not among them.
-        addresses: of the workers, host:port.
+        task: which process; the evaluator is not among those of the cluster.
+        cluster: for each job the addresses, host:port.
         attempt: counted from 0; in JDIST_LAUNCH_ATTEMPT.
         devices_per_process: virtual CPU devices to make; None leaves the devices as they are.
 
@@ -36,7 +36,7 @@ def child_environment(
     """
     variables = {name: value for name, value in environ.items() if name not in _REMOVED}
     variables["TF_CONFIG"] = json.dumps(
-        {"cluster": {"worker": list(addresses)}, "task": {"type": task.type, "index": task.index}}
+        {"cluster": {job: list(a) for job, a in cluster.items()}, "task": {"type": task.type, "index": task.index}}
     )
     variables[ATTEMPT] = str(attempt)
     variables.setdefault("PYTHONUNBUFFERED", "1")  # else a process that is killed takes its last lines with it

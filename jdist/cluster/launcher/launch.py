@@ -17,8 +17,9 @@ from jdist.cluster.launcher.console import Console
 from jdist.cluster.launcher.environment import child_environment
 from jdist.cluster.launcher.loop import Launcher
 from jdist.cluster.launcher.model import Attempt, Settings
-from jdist.cluster.launcher.options import check_at_least, check_positive, command_line, parse_processes
-from jdist.cluster.launcher.verdict import EVALUATOR, WORKER, Task
+from jdist.cluster.launcher.options import check_at_least, check_positive, command_line, parse_processes, parse_servers
+from jdist.cluster.launcher.servers import PS
+from jdist.cluster.launcher.verdict import CHIEF, EVALUATOR, WORKER, Task
 from jdist.errors import LaunchError
 
 RESTARTS_OF_A_RANGE = 3
@@ -44,7 +45,9 @@ class Launched:
 def launch(
     command: Sequence[str],
     *,
-    processes: int | str | tuple[int, int] = 2,
+    processes: int | str | tuple[int, int] | None = None,
+    workers: int | None = None,
+    ps: int | None = None,
     evaluator: bool = False,
     devices_per_process: int | None = None,
     max_restarts: int | None = None,
@@ -55,14 +58,19 @@ def launch(
 ) -> Launched:
     """Run a command in several processes that find each other by TF_CONFIG; none is left when it returns.
 
+    With `workers` and `ps` the command runs once, as the chief of a parameter server, whose workers and servers run `jdist
+    serve`. One of these that dies is started again by itself; all end with the chief.
+
     While it runs, in the main thread, SIGINT and SIGTERM are passed on to the processes once, which may then save
     and leave; a second one kills them. When a process fails, the others are ended, and with restarts left all are
     started again, at new ports.
 
     Args:
         command: a config (.yaml) and overrides, a script (.py) and arguments, `-m` and a module, or a program.
-        processes: how many; as "MIN:MAX" or (MIN, MAX), start with MAX, and after a failure go on with those that
+        processes: how many, None for 2; as "MIN:MAX" or (MIN, MAX), start with MAX, and after a failure go on with those that
             are left, at least MIN.
+        workers: of a parameter server.
+        ps: how many processes keep its parameters.
         evaluator: start one more process, of task type evaluator; it ends with the job.
         devices_per_process: run on this many virtual CPU devices each; None for the devices that JAX finds.
         max_restarts: how often to start all again after a failure that this may mend: any but exit code 2. None
@@ -83,7 +91,9 @@ def launch(
         >>> launch(["python", "-c", "print('hello')"], processes=2).exit_code
         0
     """
-    smallest, largest = parse_processes(processes)
+    served = parse_servers(workers, ps, processes)
+    smallest, largest = (1, 1) if served else parse_processes(2 if processes is None else processes)
+    servers = () if served is None else _servers(*served)
     restarts = (RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
     check_at_least("max_restarts", restarts, 0)
     if devices_per_process is not None:
@@ -94,6 +104,7 @@ def launch(
         smallest=smallest,
         largest=largest,
         evaluator=evaluator,
+        chief=served is not None,
         max_restarts=restarts,
         grace_s=grace_s,
         stop_timeout_s=stop_timeout_s,
@@ -101,7 +112,7 @@ def launch(
         seed=random.SystemRandom().getrandbits(32),
     )
     line = command_line(command, devices_per_process=devices_per_process)
-    child_environment(os.environ, Task(WORKER, 0), [], attempt=0, devices_per_process=devices_per_process)  # checks
+    child_environment(os.environ, Task(WORKER, 0), {}, attempt=0, devices_per_process=devices_per_process)  # checks
     folder = _make_log_dir(log_dir)
     console = Console()
     try:
@@ -112,9 +123,13 @@ def launch(
             devices_per_process=devices_per_process,
             log_dir=folder,
             console=console,
-            prefixes=_prefixes(settings),
+            prefixes=_prefixes(settings, servers),
+            servers=servers,
         )
-        which = f"{largest} process{'es' if largest > 1 else ''}{' and an evaluator' if evaluator else ''}"
+        which = f"{largest} process{'es' if largest > 1 else ''}"
+        if served is not None:
+            which = f"a chief, {served[0]} worker{'s' if served[0] > 1 else ''} and {served[1]} ps"
+        which += " and an evaluator" if evaluator else ""
         launcher.say(f"{which} of {shlex.join(command)}; logs: {folder}")
         state = launcher.run()
     finally:
@@ -143,11 +158,16 @@ def _make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
     raise LaunchError(f"runs/{name} and 98 more like it exist already; give log_dir.")
 
 
-def _prefixes(settings: Settings) -> dict[Task, tuple[bytes, bytes]]:
+def _servers(workers: int, ps: int) -> tuple[Task, ...]:
+    return tuple(Task(job, i, serves=True) for job, count in ((WORKER, workers), (PS, ps)) for i in range(count))
+
+
+def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
     """What each process's lines begin with at standard output and error, in colour where that is a terminal."""
-    tasks = [Task(WORKER, index) for index in range(settings.largest)]
+    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
     if settings.evaluator:
         tasks.append(Task(EVALUATOR, 0))
+    tasks += servers
     colours = itertools.cycle(_COLOURS)
     return {
         task: (_prefix(task, sys.stdout, colour), _prefix(task, sys.stderr, colour))

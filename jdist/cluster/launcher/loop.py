@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jdist.cluster.environment import RECORD_FOLDER, TOKEN
+from jdist.cluster.exit_codes import PEER_LOST
 from jdist.cluster.launcher.console import Console
 from jdist.cluster.launcher.environment import child_environment
 from jdist.cluster.launcher.model import (
@@ -34,9 +35,10 @@ from jdist.cluster.launcher.model import (
 from jdist.cluster.launcher.ports import free_ports
 from jdist.cluster.launcher.process import LogFile, Process, Stream
 from jdist.cluster.launcher.report import failure, summary
+from jdist.cluster.launcher.servers import Restarts
 from jdist.cluster.launcher.state import begin, step
 from jdist.cluster.launcher.traceback import cause
-from jdist.cluster.launcher.verdict import WORKER, Task
+from jdist.cluster.launcher.verdict import EVALUATOR, WORKER, Task
 
 _ROOM_POLL_S = 0.05
 _CANNOT_BE_STARTED = 126
@@ -53,6 +55,7 @@ class Launcher:
         log_dir: where logs go.
         console: where to write.
         prefixes: what the lines of each process begin with, at standard output and at standard error.
+        servers: tasks that run `jdist serve` beside the command, until it ends.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Launcher:
         log_dir: Path,
         console: Console,
         prefixes: Mapping[Task, tuple[bytes, bytes]],
+        servers: Sequence[Task] = (),
     ) -> None:
         # Processes that show another token, of a user of the same machine for instance, are not taken in.
         self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
@@ -76,6 +80,9 @@ class Launcher:
         self._events: deque[Event] = deque()
         self._reading: dict[int, tuple[Process, Stream]] = {}
         self._paused = False
+        self._servers = Restarts(servers, seed=settings.seed)
+        self._cluster: dict[str, list[str]] = {}
+        self._attempt = 0
 
     def run(self) -> State:
         """Run to the end; no process is left then, also after an exception.
@@ -110,7 +117,8 @@ class Launcher:
     def _wait(self, state: State, asked: int) -> None:
         """Handle what has come by the time the next thing is due."""
         self._pause_if_full()
-        timeout = None if state.due is None else max(0.0, state.due - time.monotonic())
+        times = [at for at in (state.due, self._servers.next_at) if at is not None]
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
         if self._paused:
             timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
         for key, _ in self._selector.select(timeout):
@@ -124,6 +132,7 @@ class Launcher:
                 process, stream = self._reading[key.fd]
                 if not process.read(stream, time.monotonic()):
                     self._stop_reading(key.fd)
+        self._start_servers()
         if state.due is not None and time.monotonic() >= state.due:
             self._events.append(Tick(at=time.monotonic()))
 
@@ -136,7 +145,10 @@ class Launcher:
         self._last_words[process.task] = process.stderr
         if process.log.problem is not None:
             self.say(f"the log {process.log.path} is not whole: {process.log.problem}")
-        self._events.append(Ended(at=at, task=process.task, code=code))
+        if not process.task.serves:
+            self._events.append(Ended(at=at, task=process.task, code=code))
+        elif said := self._servers.ended(process.task, code, time.monotonic()):
+            self.say(f"{said}; its log: {process.log.path}\n  {cause(process.stderr)}")
 
     def _obey(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -152,24 +164,44 @@ class Launcher:
 
     def _start(self, command: Start) -> None:
         self._last_words.clear()
-        workers = sum(task.type == WORKER for task in command.tasks)
+        self._attempt = command.attempt
         try:
-            addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
+            self._choose_ports(command.tasks)
+            self._servers.attempt()
+            self._start_servers()
             for task in command.tasks:
-                self._spawn(task, command.attempt, addresses)
+                self._spawn(task, self._command)
         except OSError as exc:
             self.say(f"attempt {command.attempt} cannot be started: {exc}")
             for task in command.tasks:
                 if task not in self._processes:
                     self._events.append(Ended(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
 
-    def _spawn(self, task: Task, attempt: int, addresses: Sequence[str]) -> None:
+    def _choose_ports(self, tasks: Sequence[Task]) -> None:
+        """New ones for each attempt; but servers keep theirs, and then the chief does."""
+        if self._cluster and self._servers.tasks:
+            return
+        named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
+        self._cluster = {}
+        for task, port in zip(named, free_ports(len(named)), strict=True):
+            self._cluster.setdefault(task.type, []).append(f"127.0.0.1:{port}")
+
+    def _start_servers(self) -> None:
+        for task in self._servers.due(time.monotonic()):
+            try:
+                self._spawn(task, [sys.executable, "-m", "jdist", "serve"])
+            except OSError as exc:
+                said = self._servers.ended(task, PEER_LOST, time.monotonic())
+                self.say(f"{said}: {exc}")
+
+    def _spawn(self, task: Task, line: Sequence[str]) -> None:
+        attempt = self._attempt
         log = self._log_path(task, attempt)
         environ = {RECORD_FOLDER: str(log.parent.absolute()), **self._environ}
         process = Process(
             task,
-            self._command,
-            child_environment(environ, task, addresses, attempt=attempt, devices_per_process=self._devices),
+            line,
+            child_environment(environ, task, self._cluster, attempt=attempt, devices_per_process=self._devices),
             log=LogFile(log),
             prefixes=self._prefixes[task],
             console=self._console,
@@ -182,6 +214,8 @@ class Launcher:
                 self._selector.register(stream.pipe, selectors.EVENT_READ)
 
     def _log_path(self, task: Task, attempt: int) -> Path:
+        if task.serves:
+            return self._log_dir / "servers" / f"{task.type}_{task.index}.log"
         return self._log_dir / f"attempt_{attempt}" / f"{'process_' if task.type == WORKER else ''}{task.label}.log"
 
     def _report(self, attempt: Attempt) -> None:

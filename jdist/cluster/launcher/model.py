@@ -18,6 +18,7 @@ class Settings:
         smallest: fewest workers to go on with.
         largest: workers to start with.
         evaluator: whether one more process evaluates.
+        chief: whether the one process is the chief of a parameter server.
         max_restarts: how often all may be started again after a failure.
         grace_s: how long others get to end by themselves after a failure, and then again after SIGTERM.
         stop_timeout_s: how long processes that were asked to stop may take to save.
@@ -28,6 +29,7 @@ class Settings:
     smallest: int
     largest: int
     evaluator: bool = False
+    chief: bool = False
     max_restarts: int = 0
     grace_s: float = 10.0
     stop_timeout_s: float = 300.0

@@ -38,6 +38,37 @@ def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
     )
 
 
+def parse_servers(workers: int | None, ps: int | None, processes: object) -> tuple[int, int] | None:
+    """How many workers and parameter servers serve; None for a job without them.
+
+    Args:
+        workers: as asked for.
+        ps: as asked for.
+        processes: as asked for; it goes with neither.
+
+    Raises:
+        LaunchError: only one of the two is given, or one is not positive, or `processes` is given as well.
+
+    Example:
+        >>> parse_servers(2, 1, None), parse_servers(None, None, "4")
+        ((2, 1), None)
+    """
+    if workers is None and ps is None:
+        return None
+    if processes is not None:
+        raise LaunchError(
+            f"processes={processes} and workers={workers}, ps={ps} are given. `processes` is for jobs that train in step; a "
+            "parameter server has `workers` and `ps`, and its program runs once, as the chief."
+        )
+    for name, count, other in (("workers", workers, "ps"), ("ps", ps, "workers")):
+        if count is None:
+            raise LaunchError(f"`{other}` is given without `{name}`; a parameter server needs both, from 1 on.")
+        check_at_least(name, count, 1)
+    assert workers is not None
+    assert ps is not None
+    return workers, ps
+
+
 def command_line(command: Sequence[str], *, devices_per_process: int | None = None) -> list[str]:
     """The program and arguments that each process runs.
 

@@ -32,6 +32,7 @@ from jdist.cluster.launcher.model import (
     State,
 )
 from jdist.cluster.launcher.verdict import (
+    CHIEF,
     EVALUATOR,
     WORKER,
     End,
@@ -86,7 +87,7 @@ def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
 
 def _start(state: State, now: float) -> tuple[State, Commands]:
     settings = state.settings
-    tasks = tuple(Task(WORKER, index) for index in range(state.size))
+    tasks = tuple(Task(CHIEF if settings.chief else WORKER, index) for index in range(state.size))
     if settings.evaluator:
         tasks += (Task(EVALUATOR, 0),)
     state = replace(

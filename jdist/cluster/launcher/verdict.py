@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jdist.cluster.exit_codes import FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
 
-WORKER, EVALUATOR = "worker", "evaluator"
+WORKER, EVALUATOR, CHIEF = "worker", "evaluator", "chief"
 _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
 
 
@@ -18,19 +18,25 @@ class Task:
     """One place in the job, as TF_CONFIG names it.
 
     Attributes:
-        type: "worker" or "evaluator".
+        type: "worker", "evaluator" or "chief"; of a server "worker" or "ps".
         index: counted from 0 within its type.
+        serves: whether it runs `jdist serve`.
     """
 
     type: str
     index: int
+    serves: bool = False
 
     @property
     def label(self) -> str:
-        """What its output lines begin with: the index of a worker, the type of others."""
+        """What its output lines begin with: the index of a worker, the type of others, both of a server."""
+        if self.serves:
+            return str(self)
         return str(self.index) if self.type == WORKER else self.type
 
     def __str__(self) -> str:
+        if self.serves:
+            return f"{self.type} {self.index}"
         return f"process {self.index}" if self.type == WORKER else f"the {self.type}"
 
 

@@ -6,17 +6,19 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 
 import grpc
 import numpy as np
 
 from jdist.errors import WireError
+from jdist.ps.security import OPEN
+from jdist.ps.security import Security as Security
+from jdist.ps.transport.health import MOST_WATCHES, health
 from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
 from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
 
 _LOG = logging.getLogger(__name__)
-_SERVICE = "jdist.ps.v1"
+SERVICE = "jdist.ps.v1"
 _TOKEN = "jdist-token"
 _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
@@ -28,32 +30,6 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Security:
-    """Who may call, and who is called.
-
-    Attributes:
-        token: a secret that every call shows; None: no call shows one.
-        certificate: this process's, PEM; None: without TLS.
-        key: its private key, PEM.
-        authority: certificates of the authority that signed everybody's, PEM.
-        name: the name in the servers' certificates, where it is not their host's.
-    """
-
-    token: str | None = None
-    certificate: bytes | None = None
-    key: bytes | None = None
-    authority: bytes | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
-        if given and len(given) < 3:
-            raise ValueError(
-                f"TLS takes `certificate`, `key` and `authority` together; given is only {' and '.join(given)}."
-            )
 
 
 class RpcServer:
@@ -68,7 +44,7 @@ class RpcServer:
         address: str,
         methods: Methods,
         *,
-        security: Security = Security(),
+        security: Security = OPEN,
         threads: int = 16,
         most_bytes: int = 4 << 30,
     ):
@@ -86,13 +62,15 @@ class RpcServer:
         """
         self._methods, self._token, self._most_bytes = methods, security.token, most_bytes
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(threads, thread_name_prefix="jdist-rpc"), options=_OPTIONS
+            futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"), options=_OPTIONS
         )
         handlers = {
             "Call": grpc.unary_unary_rpc_method_handler(self._call),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE))
+        )
         try:
             if security.key is None or security.certificate is None:
                 self.port = self._server.add_insecure_port(address)
@@ -157,7 +135,7 @@ def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
 class RpcChannel:
     """A connection to an `RpcServer`."""
 
-    def __init__(self, address: str, *, security: Security = Security()):
+    def __init__(self, address: str, *, security: Security = OPEN):
         """Connects at the first call.
 
         Args:
@@ -172,8 +150,8 @@ class RpcChannel:
             credentials = grpc.ssl_channel_credentials(security.authority, security.key, security.certificate)
             named = [("grpc.ssl_target_name_override", security.name)] if security.name else []
             self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
-        self._small = self._channel.unary_unary(f"/{_SERVICE}/Call")
-        self._large = self._channel.stream_stream(f"/{_SERVICE}/Bulk")
+        self._small = self._channel.unary_unary(f"/{SERVICE}/Call")
+        self._large = self._channel.stream_stream(f"/{SERVICE}/Bulk")
 
     @property
     def peer(self) -> str:

@@ -1,0 +1,85 @@
+"""Checks of a parameter server's cluster: what its processes show each other, and whether each server lets this one in."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+
+from jdist.cluster.spec import ClusterSpec
+from jdist.doctor.finding import Finding, failed, passed, warned
+from jdist.doctor.tls import handshake
+from jdist.errors import ClusterConfigError
+from jdist.ps.reach import Trouble, reach_all
+from jdist.ps.security import Security, how_to_protect, open_to_others, read_security
+from jdist.ps.servers import seen_from
+
+_NOT_THERE = "Start `jdist serve` as that task; if it runs, allow its port among the machines of the cluster."
+_SETTINGS = 'SECURITY.md and docs/clusters.md ("A parameter server\'s cluster") have the settings that all must share.'
+
+
+def servers(spec: ClusterSpec, environ: Mapping[str, str], *, alone: bool, timeout_s: float) -> list[Finding]:
+    """All of them, in their order.
+
+    Args:
+        spec: a cluster with parameter servers.
+        environ: the environment.
+        alone: leave out what needs the servers.
+        timeout_s: for one's answer.
+    """
+    try:
+        security = read_security(environ)
+    except ClusterConfigError as exc:
+        return [failed("security", str(exc), f"Mend {exc.variable}.")]
+    found = [_protection(spec, security), *_certificate(security)]
+    return found if alone else found + _answers(spec, security, timeout_s)
+
+
+def _protection(spec: ClusterSpec, security: Security) -> Finding:
+    addresses = [address for job in ("worker", "ps") for address in spec.jobs.get(job, ()) if address is not None]
+    wrong = open_to_others(addresses, security)
+    if wrong is not None:
+        remedy = (
+            f"{how_to_protect(security)} Without them servers and coordinator start only if told that it is insecure."
+        )
+        return warned("security", wrong, remedy)
+    if security.lacks:
+        return passed("security", "the servers are on this machine alone")
+    return passed("security", "TLS and a token")
+
+
+def _certificate(security: Security) -> list[Finding]:
+    """Whether it serves for both sides of a connection; a certificate for one side alone may be meant so."""
+    if security.files is None:
+        return []
+    certificate, _, authority = security.files
+    try:
+        handshake(*security.files)
+    except (OSError, ssl.SSLError) as exc:
+        remedy = f"{certificate} must not be expired, be signed by {authority}, and allow both client and server."
+        return [warned("tls", f"a handshake with this process's own certificate fails: {exc}", remedy)]
+    return [passed("tls", f"{certificate} is good for both sides of a connection")]
+
+
+def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Finding]:
+    named = {
+        address: f"{job} {i} ({address})"
+        for job in ("ps", "worker")
+        for i, address in enumerate(spec.jobs.get(job, ()))
+        if address is not None
+    }
+    troubles = dict(zip(named, reach_all(list(named), security, timeout_s), strict=True))
+    found = [_finding(named[address], trouble) for address, trouble in troubles.items()]
+    ps = [address for address in spec.jobs["ps"] if address is not None and troubles[address] is None]
+    for worker in spec.jobs.get("worker", ()):
+        if worker is None or troubles[worker] is not None or not ps:
+            continue
+        seen = list(zip(ps, seen_from(worker, ps, security), strict=True))
+        wrong = [_finding(f"{named[worker]} to {named[to]}", trouble) for to, trouble in seen if trouble is not None]
+        found += wrong or [passed("servers", f"{named[worker]} reaches {len(ps)} ps")]
+    return found
+
+
+def _finding(who: str, trouble: Trouble | None) -> Finding:
+    if trouble is None:
+        return passed("servers", f"{who} answers")
+    return failed("servers", f"{who}: {trouble.text}", _SETTINGS if trouble.lasts else _NOT_THERE)

@@ -1,0 +1,180 @@
+"""The servers of a cluster, as its coordinator finds them: named, protected, there, and told when all is over."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from jdist.cluster import ending
+from jdist.cluster.resolvers.resolve import resolve
+from jdist.cluster.spec import ClusterSpec
+from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
+from jdist.ps.reach import Trouble, reach_all
+from jdist.ps.running import Servers
+from jdist.ps.security import Security, how_to_protect, open_to_others, read_security
+from jdist.ps.transport.rpc import RpcChannel
+from jdist.ps.transport.seam import CallFailed
+
+_CALL_S = 5.0
+_RETRY_S = 0.5
+_TELLING_S = 10.0  # machines that are gone do not answer, and may be many
+_QUIET_S = 5.0  # who waits longer for the servers says so
+
+
+def cluster_of_environment() -> ClusterSpec | None:
+    """The cluster that the environment describes; None for one process by itself.
+
+    Raises:
+        ClusterConfigError: see `jdist.cluster.resolve`.
+    """
+    spec = resolve(os.environ)
+    alone = spec.num_processes <= 1 and spec.num_ps == 0 and spec.task_type in ("chief", "worker")
+    return None if alone else spec
+
+
+def check_place(spec: ClusterSpec) -> None:
+    """Refuses a cluster without workers or servers, or in which this process does not coordinate.
+
+    Raises:
+        StrategyError: says which.
+    """
+    example = '{"chief": ["c:2222"], "worker": ["a:2222", "b:2222"], "ps": ["d:2222"]}'
+    for job, name in (("worker", "workers"), ("ps", "parameter servers")):
+        if not spec.jobs.get(job):
+            raise StrategyError(
+                f"the cluster (from {spec.resolver}) has no {name}: it has {', '.join(spec.jobs)}. A parameter server needs "
+                f"all of them, as in {example}. For processes of this machine give `local_workers` and `local_ps`."
+            )
+    if spec.task_type in ("worker", "ps"):
+        raise StrategyError(
+            f"this process is {spec.task_type} {spec.task_index} of the cluster (from {spec.resolver}), which runs no "
+            "program of yours: run `jdist serve` here, and the program as the chief."
+        )
+    unknown = [i for i, address in enumerate(spec.jobs["worker"]) if address is None]
+    if unknown:
+        raise StrategyError(
+            f"the address of worker {unknown[0]} is not known, and the coordinator must find every worker. Write it into "
+            "the cluster."
+        )
+
+
+def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
+    """The servers of a cluster, once all are there and let each other in.
+
+    Args:
+        spec: the cluster, checked by `check_place`.
+        insecure: whether they may be beyond this machine without TLS and token.
+        keep: whether they go on when this program is done.
+        start_timeout_s: how long to wait for them.
+
+    Raises:
+        ClusterConfigError: a file of the certificates is not right.
+        StrategyError: they lack protection.
+        ClusterError: one refuses this process, or a worker is refused by a parameter server.
+        ClusterTimeoutError: not all were there in time.
+    """
+    security = read_security(os.environ)
+    workers, ps = (tuple(a for a in spec.jobs[job] if a is not None) for job in ("worker", "ps"))
+    wrong = open_to_others((*workers, *ps), security)
+    if wrong is not None and not insecure:
+        raise StrategyError(
+            f"{wrong} {how_to_protect(security)} In a network that is yours alone, say `insecure=True`."
+        )
+    if wrong is not None:
+        print(f"jdist: insecure: {wrong}", file=sys.stderr, flush=True)
+    names = {address: f"{job} {i} ({address})" for job in ("worker", "ps") for i, address in enumerate(spec.jobs[job])}
+    _wait(lambda: _missing(workers, ps, security, names), start_timeout_s)
+    telling = _Telling([*workers, *ps], security)
+    if not keep:
+        atexit.register(telling.at_exit)
+    return Servers(
+        workers=workers,
+        ps=ps,
+        connect=lambda address: RpcChannel(address, security=security),
+        close=telling.close if keep else telling.end,
+    )
+
+
+def _missing(workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]) -> list[str]:
+    """Which servers cannot be reached yet, from here or from a worker, and why.
+
+    Raises:
+        ClusterError: one never will.
+    """
+    everyone = [*ps, *workers]
+    found = [(names[a], trouble) for a, trouble in zip(everyone, reach_all(everyone, security, _CALL_S), strict=True)]
+    if not any(trouble for _, trouble in found):
+        found = [pair for worker in workers for pair in _seen_from(worker, ps, security, names)]
+    lasting = [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None and trouble.lasts]
+    if lasting:
+        more = f" ({len(lasting) - 1} more are like that)" if len(lasting) > 1 else ""
+        raise ClusterError(f"{lasting[0]}.{more}")
+    return [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None]
+
+
+def _seen_from(
+    worker: str, ps: Sequence[str], security: Security, names: dict[str | None, str]
+) -> list[tuple[str, Trouble | None]]:
+    """What a worker says of the parameter servers, with which it must be able to speak."""
+    return [
+        (f"{names[worker]} cannot reach {names[to]}", trouble)
+        for to, trouble in zip(ps, seen_from(worker, ps, security), strict=True)
+    ]
+
+
+def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Trouble | None]:
+    """Has a worker try to reach all parameter servers."""
+    channel = RpcChannel(worker, security=security)
+    try:
+        header, _ = channel.call("reach", {"addresses": list(ps)}, timeout_s=4 * _CALL_S)
+    except CallFailed as exc:
+        return [Trouble(f"asking it for that failed: {exc.reason}", lasts=False) for _ in ps]
+    finally:
+        channel.close()
+    return [None if each is None else Trouble(str(each[0]), lasts=bool(each[1])) for each in header["found"]]
+
+
+def _wait(missing: Callable[[], list[str]], timeout_s: float) -> None:
+    """Waits until nothing is missing; says after a while for whom."""
+    begin, said = time.monotonic(), False
+    while lines := missing():
+        waited_s = time.monotonic() - begin
+        if waited_s > timeout_s:
+            raise ClusterTimeoutError(
+                f"after {timeout_s:g} s not all servers of the cluster are there. {'; '.join(lines[:4])}. Is `jdist serve` "
+                "running as each of them?"
+            )
+        if waited_s > _QUIET_S and not said:
+            said = True
+            print(f"jdist: waiting for the servers of the cluster: {'; '.join(lines[:4])}", file=sys.stderr, flush=True)
+        time.sleep(min(_RETRY_S, timeout_s))
+
+
+class _Telling:
+    """Tells servers that it is over, once. The connections are made before: at its exit Python starts no thread."""
+
+    def __init__(self, addresses: Sequence[str], security: Security):
+        self._channels = [RpcChannel(address, security=security) for address in addresses]
+
+    def at_exit(self) -> None:
+        """At the program's end: only if nothing tells that it will be started again, and then look for them."""
+        if ending.is_finished():
+            self.end()
+        self.close()
+
+    def end(self) -> None:
+        """Tells all; one that is gone, or does not listen, ends after its grace period."""
+        end = time.monotonic() + _TELLING_S
+        for channel in self._channels:
+            with contextlib.suppress(CallFailed):
+                channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        while self._channels:
+            self._channels.pop().close()

@@ -1,0 +1,77 @@
+"""The watch over a parameter server: what it tells the coordinator, and when."""
+
+import threading
+
+import pytest
+
+from jdist.ps.link import Times
+from jdist.ps.shard_watch import ShardWatch
+from jdist.ps.transport.seam import CallFailed
+
+
+class Hub:
+    """What a watch needs of the coordinator; `told` is set once it hears of an error or of a loss."""
+
+    def __init__(self):
+        self.lock, self.closed = threading.Condition(), False
+        self.errors, self.lost, self.told = [], [], threading.Event()
+
+    def fail(self, error):
+        self.errors.append(str(error))
+        self.told.set()
+
+    def memory_lost(self, shard):
+        self.lost.append(shard)
+        self.told.set()
+
+
+class Client:
+    """A shard that answers once, and then as `then` says."""
+
+    def __init__(self, then):
+        self.channel, self._then, self._asked = self, then, 0
+        self.peer = "ps:2222"
+
+    def status(self, timeout_s):
+        self._asked += 1
+        if self._asked > 1 and isinstance(self._then, str):
+            raise CallFailed(self.peer, self._then)
+        return {"incarnation": "first" if self._asked == 1 else "second"}
+
+
+@pytest.fixture
+def watch():
+    """Watches a shard until the coordinator is told of something; the coordinator."""
+    ended = []
+
+    def start(then, ps_timeout_s):
+        hub = Hub()
+        watching = ShardWatch(3, Client(then), hub, Times(ping_s=0.01, ps_timeout_s=ps_timeout_s))
+        ended.append((hub, watching))
+        watching.start()
+        assert hub.told.wait(20)
+        return hub
+
+    yield start
+    for hub, watching in ended:
+        with hub.lock:
+            hub.closed = True
+            hub.lock.notify_all()
+        watching.join(20)
+
+
+def test_another_token_is_told_at_once(watch):
+    hub = watch("unauthenticated", 3600)
+    assert hub.errors == ["the parameter server ps:2222 refuses the token. Start it again with this job's."]
+
+
+def test_silence_is_told_after_its_time(watch):
+    (error,) = watch("unavailable", 0.02).errors
+    assert error.startswith(
+        "the parameter server ps:2222 has not answered for 0 s: unavailable. Start it again, or give it"
+    )
+
+
+def test_another_incarnation_has_lost_its_memory(watch):
+    hub = watch(None, 3600)
+    assert (hub.lost, hub.errors) == ([3], [])

@@ -70,10 +70,9 @@ def test_output_is_shown_with_the_index_and_kept_without(start, tmp_path):
 
 def test_the_first_line_says_what_runs_and_where_the_logs_are(start, tmp_path):
     _, _, err = start("", "x y", processes=3, evaluator=True)
-    assert err.splitlines() == [
-        f"[launch] 3 processes and an evaluator of {tmp_path}/child.py 'x y'; logs: {tmp_path}/logs",
-        "[launch] the job has ended; the evaluator has 300 s to come to its last checkpoint",
-    ]
+    first, *rest = err.splitlines()
+    assert first == f"[launch] 3 processes and an evaluator of {tmp_path}/child.py 'x y'; logs: {tmp_path}/logs"
+    assert all("the evaluator has 300 s" in line for line in rest)  # said if the evaluator is not the first to end
 
 
 def test_logs_of_an_earlier_launch_are_kept(start):

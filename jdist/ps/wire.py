@@ -6,10 +6,12 @@ what comes is checked against that before memory is allocated.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import struct
 import types
 import typing
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ _DTYPES = {
     + ("float16", "float32", "float64", "complex64", "complex128", jnp.bfloat16)
 }
 _PREFIX = struct.Struct(">4sI")
+PREFIX_BYTES = _PREFIX.size
 _MAGIC = b"jdp1"
 
 
@@ -73,12 +76,13 @@ class Buffers:
         size_bytes: how many bytes are expected.
     """
 
-    def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
+    def __init__(self, specs: Sequence[Spec], *, most_bytes: int, pool: Pool | None = None):
         """Allocates.
 
         Args:
             specs: the arrays.
             most_bytes: what may be allocated at most.
+            pool: where large blocks come from; None: new ones.
 
         Raises:
             WireError: they are larger.
@@ -91,9 +95,7 @@ class Buffers:
         self.size_bytes = sum(spec.size_bytes for spec in specs)
         if end > most_bytes:
             raise WireError(f"a message of {end:,} bytes; at most {most_bytes:,} are taken")
-        block = np.empty(end + ALIGNED, np.uint8)
-        start = -block.ctypes.data % ALIGNED
-        self._block = block[start : start + end]
+        self._block = aligned(end) if pool is None else pool.take(end)
         self._views = [self._block.data[o : o + s.size_bytes] for o, s in zip(self._offsets, self._specs, strict=True)]
         self._at, self._within = 0, 0
 
@@ -115,6 +117,18 @@ class Buffers:
             self._within += n
             chunk = chunk[n:]
 
+    @property
+    def views(self) -> list[memoryview]:
+        """The places of the arrays, to be filled in this order by who does not `take` them."""
+        return self._views
+
+    def filled(self) -> list[np.ndarray]:
+        """The arrays, once all `views` were filled."""
+        return [
+            np.asarray(self._block[o : o + s.size_bytes]).view(s.numpy).reshape(s.shape)
+            for o, s in zip(self._offsets, self._specs, strict=True)
+        ]
+
     def arrays(self) -> list[np.ndarray]:
         """What was received.
 
@@ -124,24 +138,81 @@ class Buffers:
         there = sum(len(v) for v in self._views[: self._at]) + self._within
         if there != self.size_bytes:
             raise WireError(f"{there:,} bytes where {self.size_bytes:,} were announced")
-        return [
-            self._block[o : o + s.size_bytes].view(s.numpy).reshape(s.shape)
-            for o, s in zip(self._offsets, self._specs, strict=True)
-        ]
+        return self.filled()
+
+
+def aligned(size_bytes: int) -> np.ndarray:
+    """New memory that XLA can use without a copy."""
+    block = np.empty(size_bytes + ALIGNED, np.uint8)
+    start = -block.ctypes.data % ALIGNED
+    return block[start : start + size_bytes]
+
+
+class _Lent(np.ndarray):
+    """Memory of a pool; every array and buffer in it holds on to this object."""
+
+
+class Pool:
+    """Blocks of memory that are used again once nothing refers to them: new memory costs as much as filling it.
+
+    Args:
+        most_free: blocks that are kept while nobody uses them.
+    """
+
+    def __init__(self, most_free: int = 2):
+        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=most_free)
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """Memory for arrays; it is free again when the last array in it is gone."""
+        if size_bytes < CHUNK_BYTES:
+            return aligned(size_bytes)
+        block = self._found(size_bytes)
+        lent = block.view(_Lent)
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return lent[:]
+
+    def _found(self, size_bytes: int) -> np.ndarray:
+        while True:
+            try:
+                block = self._free.popleft()
+            except IndexError:
+                return aligned(size_bytes)
+            if block.size == size_bytes:  # others are of a job that is over
+                return block
 
 
 def chunks(arrays: Sequence[Any], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
     """The bytes of arrays in pieces of at most `size`, without copies."""
-    for array in arrays:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, size):
-            yield flat[start : start + size].data
+    for flat in as_bytes(arrays):
+        for start in range(0, len(flat), size):
+            yield flat[start : start + size]
+
+
+def as_bytes(arrays: Sequence[Any]) -> list[memoryview]:
+    """The bytes of each array, without copies."""
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 
 def encode(header: Mapping[str, Any]) -> bytes:
     """A header of plain values as bytes."""
     body: bytes = msgpack.packb(dict(header), use_bin_type=True) or b""
     return _PREFIX.pack(_MAGIC, len(body)) + body
+
+
+def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> int:
+    """How many bytes of a header follow its first `PREFIX_BYTES`.
+
+    Raises:
+        WireError: it is none, or larger than allowed.
+    """
+    if len(prefix) < PREFIX_BYTES:
+        raise WireError("a message of fewer bytes than its prefix")
+    magic, size = _PREFIX.unpack(prefix)
+    if magic != _MAGIC:
+        raise WireError("a message that does not begin as this protocol's do")
+    if size > most_bytes:
+        raise WireError(f"a header of {size:,} bytes; at most {most_bytes:,} are taken")
+    return size
 
 
 def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
@@ -151,13 +222,7 @@ def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> 
         WireError: it is none, or larger than allowed.
     """
     view = memoryview(data)
-    if len(view) < _PREFIX.size:
-        raise WireError("a message of fewer bytes than its prefix")
-    magic, size = _PREFIX.unpack(view[: _PREFIX.size])
-    if magic != _MAGIC:
-        raise WireError("a message that does not begin as this protocol's do")
-    if size > most_bytes:
-        raise WireError(f"a header of {size:,} bytes; at most {most_bytes:,} are taken")
+    size = body_size(view[: _PREFIX.size], most_bytes=most_bytes)
     body, rest = view[_PREFIX.size : _PREFIX.size + size], view[_PREFIX.size + size :]
     if len(body) < size:
         raise WireError("a header that is cut off")

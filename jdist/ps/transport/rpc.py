@@ -1,4 +1,4 @@
-"""The transport between processes: gRPC with generic handlers, raw bytes in streams of 1 MiB."""
+"""The transport between processes: gRPC with generic handlers, and a data connection for what is large."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 
 import grpc
 import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
-from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
+from jdist.ps.transport.bulk import BulkChannel, BulkServer, Stream
+from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods
+from jdist.ps.transport.security import Security as Security
+from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Pool, Spec, chunks, decode, encode
 
 _LOG = logging.getLogger(__name__)
 _SERVICE = "jdist.ps.v1"
 _TOKEN = "jdist-token"
+_DATA = "data connection"  # the method that hands out tickets
 _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
     ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
@@ -28,32 +30,6 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Security:
-    """Who may call, and who is called.
-
-    Attributes:
-        token: a secret that every call shows; None: no call shows one.
-        certificate: this process's, PEM; None: without TLS.
-        key: its private key, PEM.
-        authority: certificates of the authority that signed everybody's, PEM.
-        name: the name in the servers' certificates, where it is not their host's.
-    """
-
-    token: str | None = None
-    certificate: bytes | None = None
-    key: bytes | None = None
-    authority: bytes | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("certificate", "key", "authority") if getattr(self, name) is not None]
-        if given and len(given) < 3:
-            raise ValueError(
-                f"TLS takes `certificate`, `key` and `authority` together; given is only {' and '.join(given)}."
-            )
 
 
 class RpcServer:
@@ -84,7 +60,8 @@ class RpcServer:
         Raises:
             OSError: the port is taken, or the address is not this machine's.
         """
-        self._methods, self._token, self._most_bytes = methods, security.token, most_bytes
+        self._token, self._most_bytes = security.token, most_bytes
+        self._methods = {**methods, _DATA: Method(self._ticket)}
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads, thread_name_prefix="jdist-rpc"), options=_OPTIONS
         )
@@ -104,11 +81,13 @@ class RpcServer:
             raise OSError(
                 f"cannot listen on {address}: the port is taken, or the address is not this machine's"
             ) from exc
+        self._data = BulkServer(address.rpartition(":")[0], self._answer_bulk, security=security)
         self._server.start()
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends; calls under way may take `grace_s` more seconds."""
         self._server.stop(grace_s).wait()
+        self._data.stop()
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
@@ -136,6 +115,28 @@ class RpcServer:
             _LOG.exception("a call failed")
             context.abort(grpc.StatusCode.INTERNAL, "failed")
         yield from _frames(answer, results)
+
+    def _answer_bulk(self, stream: Stream, pool: Pool) -> tuple[Header, Arrays]:
+        """The same of a call over a data connection, which whoever got a ticket may make."""
+        methods: list[Method] = []
+
+        def expects(header: Header) -> Sequence[Spec]:
+            methods.append(self._methods[header.pop("method")])
+            return methods[0].expects(header)
+
+        try:
+            header, arrays = stream.receive(expects, most_bytes=self._most_bytes, pool=pool)
+        except (WireError, KeyError) as exc:
+            _LOG.warning("refused a call: %s", exc)
+            return {"failed": "refused"}, []
+        try:
+            return methods[0].run(header, arrays)
+        except Exception:  # noqa: BLE001  # as above
+            _LOG.exception("a call failed")
+            return {"failed": "failed"}, []
+
+    def _ticket(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Arrays]:
+        return {"port": self._data.port, "ticket": self._data.ticket()}, []
 
     def _check_token(self, context: grpc.ServicerContext) -> None:
         shown = dict(context.invocation_metadata()).get(_TOKEN, "")
@@ -174,6 +175,7 @@ class RpcChannel:
             self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
         self._small = self._channel.unary_unary(f"/{_SERVICE}/Call")
         self._large = self._channel.stream_stream(f"/{_SERVICE}/Bulk")
+        self._data = BulkChannel(address, security=security, ask=self._ask_for_ticket)
 
     @property
     def peer(self) -> str:
@@ -191,9 +193,12 @@ class RpcChannel:
         bulk: bool = False,
     ) -> tuple[Header, list[np.ndarray]]:
         """See `Channel`."""
-        frames = _frames({**header, "method": method}, arrays)
-        first = next(frames)
+        header = {**header, "method": method}
         bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
+        if bulk and (found := self._data.call(header, arrays, expects, timeout_s)) is not None:
+            return found
+        frames = _frames(header, arrays)
+        first = next(frames)
         try:
             if not bulk:
                 return _received(iter([self._small(first, timeout=timeout_s, metadata=self._metadata)]), expects)
@@ -205,7 +210,17 @@ class RpcChannel:
 
     def close(self) -> None:
         """See `Channel`."""
+        self._data.close()
         self._channel.close()
+
+    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes] | None:
+        try:
+            found, _ = self.call(_DATA, {}, timeout_s=timeout_s)
+        except CallFailed as exc:
+            if exc.reason == "refused":
+                return None  # it has no data connections
+            raise
+        return found["port"], found["ticket"]
 
 
 _REASONS = {

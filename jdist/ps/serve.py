@@ -84,6 +84,7 @@ def serve(
     """
     from jdist.cluster.exit_codes import FINISHED, PEER_LOST
     from jdist.ps.keeper import Keeper
+    from jdist.ps.memory import keep_freed_memory
     from jdist.ps.transport.rpc import RpcChannel, RpcServer, Security
     from jdist.ps.worker import WorkerServer
 
@@ -92,6 +93,7 @@ def serve(
         raise LaunchError(
             f"--address is {address!r}; it must be of loopback ({', '.join(LOOPBACK)}), as what is said is not encrypted yet."
         )
+    keep_freed_memory()
     security, heard = Security(token=token), LastHeard()
     worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow) if role == WORKER else None
     methods = Keeper(allow=allow).methods() if worker is None else worker.methods()

@@ -30,7 +30,6 @@ STALL_S = 60.0  # without a byte in the middle of a message
 MOST_CONNECTIONS = 256
 _SIZE = struct.Struct(">Q")
 _SMALL_BYTES = 1 << 16
-_BUFFER_BYTES = 4 << 20  # of the kernel's; it takes what it is allowed
 _TICKET_BYTES = 32
 
 Answer = Callable[[Header, Callable[[Sequence[Spec]], list[np.ndarray]]], tuple[Header, Arrays]]
@@ -324,5 +323,3 @@ class BulkChannel:
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)

@@ -186,14 +186,14 @@ class _Installed:
         kind = Push if len(self.job.shards) == 1 else Stage
         bases = list(self._versions)
 
-        def first(i: int, client: ShardClient) -> Any:
-            shares = [place.cut(pushed[place.of]) for place in self.job.shards[i].pushes] + scalars
+        def first(i: int, shard: ShardOfJob) -> Any:
+            shares = [place.cut(pushed[place.of]) for place in shard.pushes] + scalars
             push = kind(**said, base=bases[i] or 0)
             pull = [Pull(**who.said, known=bases[i])] if kind is Push else []
-            answers, arrays, _ = client.say([push, *pull], shares, result if i == home else None)
-            return answers, arrays
+            return [push, *pull], shares, result if i == home else None
 
-        found = self.shards.each(first)
+        told = self.shards.say([first(i, shard) for i, shard in enumerate(self.job.shards)])
+        found = [(answers, arrays) for answers, arrays, _ in told]
         refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
             raise Abandoned
@@ -208,10 +208,8 @@ class _Installed:
             return True
         commit = Commit(**who.said, closures=(said["closure"],))
 
-        def second(i: int, client: ShardClient) -> Any:
-            return client.say([commit, Pull(**who.said, known=bases[i])])
-
-        for i, (answers, arrays, _) in enumerate(self.shards.each(second)):
+        told = self.shards.say([([commit, Pull(**who.said, known=base)], (), None) for base in bases])
+        for i, (answers, arrays, _) in enumerate(told):
             if not isinstance(answers[0], Done):
                 raise Abandoned
             self._take(i, answers[1], arrays)
@@ -219,7 +217,7 @@ class _Installed:
 
     def _pull(self, who: _Who) -> None:
         asked = list(self._versions)
-        found = self.shards.each(lambda i, client: client.say([Pull(**who.said, known=asked[i])]))
+        found = self.shards.say([([Pull(**who.said, known=known)], (), None) for known in asked])
         for i, (answers, arrays, _) in enumerate(found):
             self._take(i, answers[0], arrays)
 

@@ -7,6 +7,7 @@ call is a header and the bytes of its arrays; so is an answer.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import secrets
@@ -15,7 +16,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -86,13 +87,24 @@ class Stream:
         (size,), prefix = _SIZE.unpack_from(first), bytes(first[_SIZE.size :])
         body = bytearray(body_size(prefix))
         self._into(memoryview(body), by)
-        header, _ = decode(prefix + body)
-        buffers = Buffers(expects(header), most_bytes=most_bytes, pool=pool)
-        if buffers.size_bytes != size:
-            raise WireError(f"{size:,} bytes where {buffers.size_bytes:,} are expected")
+        try:
+            header, _ = decode(prefix + body)
+            buffers = Buffers(expects(header), most_bytes=most_bytes, pool=pool)
+            if buffers.size_bytes != size:
+                raise WireError(f"{size:,} bytes where {buffers.size_bytes:,} are expected")
+        except WireError:
+            self._skip(min(size, most_bytes), by)  # so that the other side reads why
+            raise
         for view in buffers.views:
             self._into(view, by)
         return header, buffers.filled()
+
+    def _skip(self, size: int, by: float | None) -> None:
+        nowhere = memoryview(bytearray(min(size, _SMALL_BYTES)))
+        while size:
+            n = min(size, len(nowhere))
+            self._into(nowhere[:n], by)
+            size -= n
 
     def close(self) -> None:
         """Ends the connection, whoever waits on it."""
@@ -244,36 +256,54 @@ class BulkChannel:
         self._unreachable_until = 0.0
         self._pool = Pool()
 
-    def call(
+    def begin(
         self, header: Header, arrays: Arrays, expects: Callable[[Header], Sequence[Spec]], timeout_s: float
-    ) -> tuple[Header, list[np.ndarray]] | None:
-        """As `Channel.call`; None where no data connection can be had, and nothing was said."""
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]] | None:
+        """Says something; returns what waits for the answer, or None where no data connection can be had.
+
+        Raises:
+            CallFailed: as `Channel.call`; so does what is returned.
+        """
         by = time.monotonic() + timeout_s
         stream = self._connected(by)
         if stream is None:
             return None
-        try:
+        with self._failing(stream):
             stream.send(header, arrays, by=by)
-            answer, found = stream.receive(
-                lambda header: () if "failed" in header else expects(header), most_bytes=1 << 40, pool=self._pool, by=by
-            )
+
+        def finish() -> tuple[Header, list[np.ndarray]]:
+            with self._failing(stream):
+                answer, found = stream.receive(
+                    lambda header: () if "failed" in header else expects(header),
+                    most_bytes=1 << 40,
+                    pool=self._pool,
+                    by=by,
+                )
+            if "failed" in answer:
+                self._drop(stream)
+                raise CallFailed(self._address, "refused", str(answer["failed"])[:40])
+            with self._lock:
+                self._busy.discard(stream)
+                if not self._closed:
+                    self._idle.append(stream)
+            return answer, found
+
+        return finish
+
+    @contextlib.contextmanager
+    def _failing(self, stream: Stream) -> Iterator[None]:
+        """Whatever goes wrong in the middle of a message is the end of its connection."""
+        try:
+            yield
         except TimeoutError as exc:
             self._drop(stream)
             raise CallFailed(self._address, "deadline") from exc
-        except (OSError, EOFError, ValueError) as exc:  # ValueError: closed by another thread
+        except (OSError, EOFError) as exc:
             self._drop(stream)
             raise CallFailed(self._address, "unavailable", str(exc)) from exc
         except BaseException:
             self._drop(stream)
             raise
-        if "failed" in answer:
-            self._drop(stream)
-            raise CallFailed(self._address, "refused", str(answer["failed"])[:40])
-        with self._lock:
-            self._busy.discard(stream)
-            if not self._closed:
-                self._idle.append(stream)
-        return answer, found
 
     def close(self) -> None:
         """Ends all connections; calls under way fail."""

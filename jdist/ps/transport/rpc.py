@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,12 +122,15 @@ class RpcServer:
         methods: list[Method] = []
 
         def expects(header: Header) -> Sequence[Spec]:
-            methods.append(self._methods[header.pop("method")])
+            name = header.pop("method", None)
+            if name not in self._methods:
+                raise WireError("a method that is not known")
+            methods.append(self._methods[name])
             return methods[0].expects(header)
 
         try:
             header, arrays = stream.receive(expects, most_bytes=self._most_bytes, pool=pool)
-        except (WireError, KeyError) as exc:
+        except WireError as exc:
             _LOG.warning("refused a call: %s", exc)
             return {"failed": "refused"}, []
         try:
@@ -195,8 +199,8 @@ class RpcChannel:
         """See `Channel`."""
         header = {**header, "method": method}
         bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
-        if bulk and (found := self._data.call(header, arrays, expects, timeout_s)) is not None:
-            return found
+        if bulk and (found := self._data.begin(header, arrays, expects, timeout_s)) is not None:
+            return found()
         frames = _frames(header, arrays)
         first = next(frames)
         try:
@@ -207,6 +211,24 @@ class RpcChannel:
         except grpc.RpcError as exc:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
             raise CallFailed(self._address, _REASONS.get(status, "unavailable"), exc.details() or "") from exc  # type: ignore[attr-defined]  # as above
+
+    def begin(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        """See `Channel`."""
+        begun = self._data.begin({**header, "method": method}, arrays, expects, timeout_s)
+        if begun is not None:
+            return begun
+        return functools.partial(
+            self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk
+        )
 
     def close(self) -> None:
         """See `Channel`."""

@@ -37,9 +37,7 @@ if os.fork() == 0:  # the server is another process, as a ps is
         threading.Thread(target=answer, args=(listener.accept()[0],)).start()
 else:
     block = memoryview(bytearray(2 * SIZE))
-    clients = [
-        (socket.create_connection(listener.getsockname()), block[i * SIZE : (i + 1) * SIZE]) for i in range(2)
-    ]
+    clients = [(socket.create_connection(listener.getsockname()), block[i * SIZE : (i + 1) * SIZE]) for i in range(2)]
 
     def pull_and_push(i: int, rounds: int) -> None:
         connection, mine = clients[i]

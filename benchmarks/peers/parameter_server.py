@@ -56,7 +56,10 @@ def main() -> None:
                     else f"{steps / c.seconds:,.0f} steps/s"
                 )
                 ratio = f"time of {name} / jdist: {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}], "
-                print(f"{num_ps} ps, {parameters:,} parameters: {ratio if name != 'jdist' else 'jdist '}{rate}", flush=True)
+                print(
+                    f"{num_ps} ps, {parameters:,} parameters: {ratio if name != 'jdist' else 'jdist '}{rate}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

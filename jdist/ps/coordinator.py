@@ -70,7 +70,9 @@ class Coordinator:
     ):
         self._times = times
         self._shards = Together(shards)
-        self.lock = threading.Condition()
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of room in a full queue
+        self._is_full = False
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth)
         self._closures: dict[int, _Closure] = {}
         self._error: ClosureError | None = None
@@ -179,6 +181,7 @@ class Coordinator:
         with self.lock:
             self._raise_error()
             while self._dispatch.scheduled - self._dispatch.settled >= MOST_QUEUED and not self.closed:
+                self._is_full = True
                 self.lock.wait()
                 self._raise_error()
             number = self._dispatch.scheduled
@@ -223,6 +226,8 @@ class Coordinator:
             self.closed = True
             waiting, self._closures = list(self._closures.values()), {}
             self.lock.notify_all()
+            for link in self._links:
+                link.wake()
         for closure in waiting:
             closure.pending.arrive([], ClosureCancelledError("the coordinator was closed"))
         self._shards.close()
@@ -252,7 +257,9 @@ class Coordinator:
                         self._finish(command)
                     case Rerun():
                         _LOG.warning("%d closures run again", command.count)
-            self.lock.notify_all()
+            if self._dispatch.is_idle or self._is_full:  # to wake somebody in vain takes longer than the event
+                self._is_full = False
+                self.lock.notify_all()
 
     def _finish(self, command: Finish) -> None:
         """A closure is done; if its results did not come with a report, they are here. Its arguments stay until a snapshot."""

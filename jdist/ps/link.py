@@ -42,6 +42,7 @@ class Times:
 class Hub(Protocol):
     """What a link needs of the coordinator; see there."""
 
+    mutex: threading.RLock  # of which `lock` is a condition
     lock: threading.Condition
     closed: bool
 
@@ -67,6 +68,9 @@ class WorkerLink:
         self.number = number
         self._connect, self._hub, self._times = connect, hub, times
         self._assigned: collections.deque[Assign] = collections.deque()
+        self._news = threading.Condition(
+            hub.mutex
+        )  # one for each link: what one is assigned, the others need not hear of
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
     def start(self) -> None:
@@ -81,6 +85,11 @@ class WorkerLink:
     def assign(self, command: Assign) -> None:
         """Takes closures to be sent; called with the hub's lock held."""
         self._assigned.append(command)
+        self._news.notify()
+
+    def wake(self) -> None:
+        """Has it look whether the hub is closed; called with the hub's lock held."""
+        self._news.notify_all()
 
     def _drive(self) -> None:
         hub = self._hub
@@ -112,7 +121,7 @@ class WorkerLink:
         try:
             while True:
                 with hub.lock:
-                    hub.lock.wait_for(lambda: bool(self._assigned) or hub.closed or lost.is_set())
+                    self._news.wait_for(lambda: bool(self._assigned) or hub.closed or lost.is_set())
                     if hub.closed:
                         return
                     if lost.is_set():
@@ -170,6 +179,6 @@ class WorkerLink:
                         lost.set()
                         busy.close()
                         with self._hub.lock:
-                            self._hub.lock.notify_all()
+                            self.wake()
         finally:
             channel.close()

@@ -83,7 +83,7 @@ class ShardClient:
             return functools.partial(self.channel.call, "say", header, arrays, **options)
 
         try:
-            first: Callable[[], Any] | CallFailed = begun(self._timeout_s)
+            first: Callable[[], Any] | CallFailed | None = begun(self._timeout_s)
         except CallFailed as exc:
             first = exc
 
@@ -167,9 +167,7 @@ def _is_bulk(arrays: Sequence[Spec]) -> bool:
 
 
 def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers
-    ]
+    return [{k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers]
 
 
 class Together:

@@ -338,7 +338,9 @@ class BulkChannel:
                 connection = self._tls.wrap_socket(connection, server_hostname=self._name or self._host)
             connection.sendall(ticket)
         except (OSError, ssl.SSLError) as exc:
-            _LOG.warning("%s: no data connection to port %d (%s); bytes go over gRPC, which is slower", self._address, port, exc)
+            _LOG.warning(
+                "%s: no data connection to port %d (%s); bytes go over gRPC, which is slower", self._address, port, exc
+            )
             self._unreachable_until = time.monotonic() + STALL_S
             return None
         stream = Stream(connection)

@@ -226,9 +226,7 @@ class RpcChannel:
         begun = self._data.begin({**header, "method": method}, arrays, expects, timeout_s)
         if begun is not None:
             return begun
-        return functools.partial(
-            self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk
-        )
+        return functools.partial(self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk)
 
     def close(self) -> None:
         """See `Channel`."""

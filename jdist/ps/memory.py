@@ -14,8 +14,8 @@ _KEPT = (1 << 31) - 1
 def keep_freed_memory() -> bool:
     """From now on freed memory stays with this process, to be used again at the next step.
 
-    By default glibc gives large blocks back at once, and each step gets them anew, page by page: that costs more than to compute
-    the gradients in them.
+    By default glibc gives large blocks back at once, and each step gets them anew, page by page: that costs more than to
+    compute gradients in them.
 
     Returns:
         Whether the C library has these settings; it is glibc's affair alone.

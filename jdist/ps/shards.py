@@ -195,7 +195,7 @@ class Together:
     def say(self, said: Sequence[tuple[Sequence[Message], Sequence[Any], bytes | None]]) -> list[Said]:
         """Says something to each, and waits for all of them.
 
-        What is small is said to one after the other before the first answer is waited for: that takes less than to wake a thread.
+        What is small is said to one after the other before the first answer is waited for: to wake a thread takes longer.
 
         Args:
             said: for each shard, what `ShardClient.say` takes.

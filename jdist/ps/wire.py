@@ -295,9 +295,9 @@ _FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
 
 
 def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
-    """Of each field its name, what checks a value, and whether there must be one; looked up once, as there is one in each step."""
+    """Of each field its name, what checks a value, and whether there must be one; looked up once."""
     hints = typing.get_type_hints(kind)
-    fields = [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]  # type: ignore[arg-type]  # every kind is a dataclass
+    fields = [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]  # type: ignore[arg-type]  # it is one
     _FIELDS[kind] = tuple(
         (
             f.name,

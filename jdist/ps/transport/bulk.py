@@ -12,7 +12,6 @@ import hmac
 import logging
 import secrets
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -222,7 +221,7 @@ class BulkServer:
                 _LOG.info("a data connection ended: %s", exc or type(exc).__name__)
         finally:
             with self._lock:
-                self._streams.discard(stream) if stream is not None else None
+                self._streams = {other for other in self._streams if other is not stream}
             connection.close()
 
     def _admit(self, stream: Stream, shown: bytes) -> bool:
@@ -329,18 +328,13 @@ class BulkChannel:
             return None
         found = self._ask(by - time.monotonic())
         if found is None:
+            self._unreachable_until = time.monotonic() + STALL_S
             return None
         port, ticket = found
         try:
-            connection = socket.create_connection((self._host, port), timeout=min(5.0, by - time.monotonic()))
-            _tune(connection)
-            if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_hostname=self._name or self._host)
-            connection.sendall(ticket)
-        except (OSError, ssl.SSLError) as exc:
-            _LOG.warning(
-                "%s: no data connection to port %d (%s); bytes go over gRPC, which is slower", self._address, port, exc
-            )
+            connection = self._opened(port, ticket, min(5.0, by - time.monotonic()))
+        except OSError as exc:
+            _LOG.warning("%s: no data connection to port %d, gRPC is slower: %s", self._address, port, exc)
             self._unreachable_until = time.monotonic() + STALL_S
             return None
         stream = Stream(connection)
@@ -350,6 +344,18 @@ class BulkChannel:
                 raise CallFailed(self._address, "unavailable", "closed")
             self._busy.add(stream)
         return stream
+
+    def _opened(self, port: int, ticket: bytes, timeout_s: float) -> socket.socket:
+        connection = socket.create_connection((self._host, port), timeout=timeout_s)
+        try:
+            _tune(connection)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_hostname=self._name or self._host)
+            connection.sendall(ticket)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 def _tune(connection: socket.socket) -> None:

@@ -20,6 +20,7 @@ from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Pool, Spec, c
 _LOG = logging.getLogger(__name__)
 _SERVICE = "jdist.ps.v1"
 _TOKEN = "jdist-token"
+_OPEN = Security()
 _DATA = "data connection"  # the method that hands out tickets
 _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
@@ -45,9 +46,10 @@ class RpcServer:
         address: str,
         methods: Methods,
         *,
-        security: Security = Security(),
+        security: Security = _OPEN,
         threads: int = 16,
         most_bytes: int = 4 << 30,
+        data_port: int | None = 0,
     ):
         """Listens.
 
@@ -57,12 +59,13 @@ class RpcServer:
             security: whom it lets in.
             threads: calls that may run at the same time; further ones wait.
             most_bytes: of the arrays of one call.
+            data_port: the port of the data connections; 0 takes a free one, with None everything goes over gRPC.
 
         Raises:
             OSError: the port is taken, or the address is not this machine's.
         """
         self._token, self._most_bytes = security.token, most_bytes
-        self._methods = {**methods, _DATA: Method(self._ticket)}
+        self._methods = dict(methods)
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads, thread_name_prefix="jdist-rpc"), options=_OPTIONS
         )
@@ -82,13 +85,18 @@ class RpcServer:
             raise OSError(
                 f"cannot listen on {address}: the port is taken, or the address is not this machine's"
             ) from exc
-        self._data = BulkServer(address.rpartition(":")[0], self._answer_bulk, security=security)
+        self._data: BulkServer | None = None
+        if data_port is not None:
+            host = address.rpartition(":")[0]
+            self._data = data = BulkServer(host, self._answer_bulk, security=security, port=data_port)
+            self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
         self._server.start()
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends; calls under way may take `grace_s` more seconds."""
         self._server.stop(grace_s).wait()
-        self._data.stop()
+        if self._data is not None:
+            self._data.stop()
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
@@ -139,9 +147,6 @@ class RpcServer:
             _LOG.exception("a call failed")
             return {"failed": "failed"}, []
 
-    def _ticket(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Arrays]:
-        return {"port": self._data.port, "ticket": self._data.ticket()}, []
-
     def _check_token(self, context: grpc.ServicerContext) -> None:
         shown = dict(context.invocation_metadata()).get(_TOKEN, "")
         if self._token is not None and not hmac.compare_digest(str(shown).encode(), self._token.encode()):
@@ -162,7 +167,7 @@ def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
 class RpcChannel:
     """A connection to an `RpcServer`."""
 
-    def __init__(self, address: str, *, security: Security = Security()):
+    def __init__(self, address: str, *, security: Security = _OPEN):
         """Connects at the first call.
 
         Args:

@@ -28,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
 STALL_S = 60.0  # without a byte in the middle of a message
 MOST_CONNECTIONS = 256
+_LEEWAY_S = 0.5  # so much later a wait may end than it should: to set it anew each time is a call of the system
 _SIZE = struct.Struct(">Q")
 _SMALL_BYTES = 1 << 16
 _TICKET_BYTES = 32
@@ -42,11 +43,15 @@ class Stream:
         self._socket = connection
         self._read_ahead = memoryview(bytearray(_SMALL_BYTES))
         self._there = memoryview(b"")
+        self._timeout_s: float | None = -1.0  # as it was set last
 
     def wait_for_more(self) -> bool:
         """Waits, as long as it takes, until something comes; False if the other side has ended."""
+        if self._there:
+            return True
+        self._timeout_s = None
         self._socket.settimeout(None)
-        return bool(self._there) or self._fill()
+        return self._fill()
 
     def send(self, header: Header, arrays: Arrays, *, by: float | None = None) -> None:
         """Sends a message.
@@ -117,7 +122,9 @@ class Stream:
         left = STALL_S if by is None else by - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
+        if self._timeout_s is None or not left <= self._timeout_s <= left + _LEEWAY_S:
+            self._timeout_s = left + _LEEWAY_S / 2 if left > 2 * _LEEWAY_S else left
+            self._socket.settimeout(self._timeout_s)
 
     def _fill(self) -> bool:
         got = self._socket.recv_into(self._read_ahead)

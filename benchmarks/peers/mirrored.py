@@ -19,15 +19,15 @@ sys.path.insert(0, str(HERE.parent))
 class Side:
     """A process that runs steps on request."""
 
-    def __init__(self, python: str, script: str, devices: int):
-        command = [python, str(HERE / script), str(devices)]
+    def __init__(self, python: str, script: str, *arguments: object):
+        command = [python, str(HERE / script), *map(str, arguments)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.versions = self._answer()
 
     def _answer(self) -> dict:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        line = next((line for line in self.process.stdout if line.startswith("{")), None)
+        if line is None:
             raise SystemExit(f"{self.process.args} ended with exit code {self.process.wait()}")
         return json.loads(line)
 

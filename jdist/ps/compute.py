@@ -13,7 +13,7 @@ import numpy as np
 from jdist.ps.job import Function, ShardOfFunction
 from jdist.ps.keeper import specs
 from jdist.ps.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
-from jdist.ps.shards import ShardClient, Together
+from jdist.ps.shards import Together
 from jdist.ps.transport.seam import Header
 
 
@@ -122,14 +122,14 @@ class Installed:
         kind = Push if len(self.function.shards) == 1 else Stage
         bases = list(self._versions)
 
-        def first(i: int, client: ShardClient) -> Any:
-            shares = [place.cut(pushed[place.of]) for place in self.function.shards[i].pushes] + scalars
+        def first(i: int, shard: ShardOfFunction) -> Any:
+            shares = [place.cut(pushed[place.of]) for place in shard.pushes] + scalars
             push = kind(**said, base=bases[i] or 0)
             pull = [self._pull_of(who, bases[i])] if kind is Push else []
-            answers, arrays, _ = client.say([push, *pull], shares, result if i == home else None)
-            return answers, arrays
+            return [push, *pull], shares, result if i == home else None
 
-        found = self.shards.each(first)
+        told = self.shards.say([first(i, shard) for i, shard in enumerate(self.function.shards)])
+        found = [(answers, arrays) for answers, arrays, _ in told]
         refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
             raise Abandoned
@@ -140,11 +140,8 @@ class Installed:
             self._pull(who)
             return False
         commit = Commit(**who.said, closures=(said["closure"],))
-
-        def second(i: int, client: ShardClient) -> Any:
-            return client.say([commit, self._pull_of(who, bases[i])])
-
-        for i, (answers, arrays, _) in enumerate(self.shards.each(second)):
+        told = self.shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
+        for i, (answers, arrays, _) in enumerate(told):
             if not isinstance(answers[0], Done):
                 raise Abandoned
             self._take(i, answers[1], arrays)
@@ -156,7 +153,7 @@ class Installed:
 
     def _pull(self, who: Sender) -> None:
         asked = list(self._versions)
-        found = self.shards.each(lambda i, client: client.say([self._pull_of(who, asked[i])]))
+        found = self.shards.say([([self._pull_of(who, known)], None, None) for known in asked])
         for i, (answers, arrays, _) in enumerate(found):
             self._take(i, answers[0], arrays)
 

@@ -89,7 +89,9 @@ class Coordinator:
     ):
         self._times = times
         self._shards, self._addresses = Together(shards), list(addresses)
-        self.lock = threading.Condition()
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of room in a full queue
+        self._room_is_wanted = False
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth)
         self._functions: list[_Installable] = []
         self._closures: dict[int, _Closure] = {}
@@ -201,6 +203,7 @@ class Coordinator:
         with self.lock:
             self._raise_error()
             while self._is_full() and not self.closed:
+                self._room_is_wanted = True
                 self.lock.wait()
                 self._raise_error()
             if self.closed:
@@ -287,6 +290,8 @@ class Coordinator:
             self.closed = True
             waiting, self._closures = list(self._closures.values()), {}
             self.lock.notify_all()
+            for link in self._links:
+                link.wake()
         for closure in waiting:
             closure.pending.arrive([], ClosureCancelledError("the coordinator was closed"))
         self._shards.close()
@@ -308,7 +313,9 @@ class Coordinator:
             self._carry_out(event)
             if self._error is not None and not isinstance(event, Cancelled):
                 self._cancel()  # what came back meanwhile, from a worker that was lost
-            self.lock.notify_all()
+            if self._dispatch.is_idle or self._room_is_wanted:  # to wake somebody in vain takes longer than the event
+                self._room_is_wanted = False
+                self.lock.notify_all()
 
     def _carry_out(self, event: Event) -> None:
         self._dispatch, commands = machine.handle(self._dispatch, event)

@@ -76,6 +76,7 @@ class Batch:
 class Hub(Protocol):
     """What a link needs of the coordinator; see there."""
 
+    mutex: threading.RLock  # of which `lock` is a condition
     lock: threading.Condition
     closed: bool
 
@@ -106,6 +107,8 @@ class WorkerLink:
         self._registered, self._lost_at = False, collections.deque[float]()
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
+        # One for each link: what one is assigned, the others need not hear of.
+        self._news = threading.Condition(hub.mutex)
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
 
     def start(self) -> None:
@@ -120,11 +123,16 @@ class WorkerLink:
     def assign(self, command: Assign) -> None:
         """Takes closures to be sent; called with the hub's lock held."""
         self._assigned.append(command)
+        self._news.notify()
+
+    def wake(self) -> None:
+        """Has it look whether the hub is closed; called with the hub's lock held."""
+        self._news.notify_all()
 
     def _drive(self) -> None:
         hub = self._hub
         while not hub.closed:
-            channel = self._connect()
+            channel, hopeless = self._connect(), False
             try:
                 hub.attach(channel)
                 self._registered = True
@@ -133,8 +141,7 @@ class WorkerLink:
             except CallFailed as exc:
                 if not hub.closed:
                     _LOG.log(self._level(exc), "worker %d: %s", self.number, exc)
-                    if self._is_hopeless(exc):
-                        return
+                    hopeless = self._is_hopeless(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
@@ -144,6 +151,8 @@ class WorkerLink:
                 self._assigned.clear()
                 hub.handle(Lost(worker=self.number, epoch=hub.epoch_of(self.number)))
                 hub.check_workers()
+                if hopeless:
+                    return
                 hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
 
     def _level(self, exc: CallFailed) -> int:
@@ -152,7 +161,7 @@ class WorkerLink:
         return logging.WARNING if self._refused and not refused_before else logging.INFO
 
     def _is_hopeless(self, exc: CallFailed) -> bool:
-        """Whether the worker is not used any more: it was lost, or refused what it was asked, too often."""
+        """Whether the worker is not used any more: it was lost, or refused what it was asked, too often. Tells the hub."""
         now = time.monotonic()
         if self._registered or exc.reason == "refused":
             self._lost_at.append(now)
@@ -176,7 +185,7 @@ class WorkerLink:
         try:
             while True:
                 with hub.lock:
-                    hub.lock.wait_for(lambda: bool(self._assigned) or hub.closed or lost.is_set())
+                    self._news.wait_for(lambda: bool(self._assigned) or hub.closed or lost.is_set())
                     if hub.closed:
                         return
                     if lost.is_set():
@@ -239,6 +248,6 @@ class WorkerLink:
                         lost.set()
                         busy.close()
                         with self._hub.lock:
-                            self._hub.lock.notify_all()
+                            self.wake()
         finally:
             channel.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,24 @@ class Security:
         """Which of the two protections are not there: "token", "TLS"."""
         token = () if self.token else ("token",)
         return token if self.certificate is not None else (*token, "TLS")
+
+    def tls(self, *, server: bool) -> ssl.SSLContext | None:
+        """What a socket of a data connection is wrapped in: TLS with certificates on both sides; None without certificates.
+
+        Args:
+            server: for the side that is called.
+        """
+        if self.certificate is None or self.key is None or self.authority is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.authority.decode())
+        with tempfile.NamedTemporaryFile() as pair:  # `ssl` reads a key from a file only; this one is its owner's alone
+            pair.write(self.key + b"\n" + self.certificate)
+            pair.flush()
+            context.load_cert_chain(pair.name)
+        return context
 
 
 OPEN = Security()

@@ -132,10 +132,12 @@ def serve(
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jdist.ps.keeper import Keeper
+    from jdist.ps.memory import keep_freed_memory
     from jdist.ps.transport.health import serve_health
     from jdist.ps.transport.rpc import SERVICE, RpcChannel, RpcServer
     from jdist.ps.worker import WorkerServer
 
+    keep_freed_memory()
     heard = LastHeard()
     worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow) if role == WORKER else None
     methods = Keeper(allow=allow).methods() if worker is None else {**worker.methods(), "reach": _reach(security)}

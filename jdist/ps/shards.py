@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 
 T = TypeVar("T")
+Said = tuple[list[Any], list[Any], dict[int, bytes]]
 
 
 class ShardClient:
@@ -32,6 +34,8 @@ class ShardClient:
     def __init__(self, channel: Channel, keeping: Keeping, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
         self.channel, self.keeping = channel, keeping
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
+        self._kept = specs(keeping.kept)
+        self.is_bulk = _is_bulk(self._kept)
 
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
         """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
@@ -57,19 +61,47 @@ class ShardClient:
         Raises:
             ShardLostError: there was no answer for `give_up_s`.
         """
+        return self.begin(messages, pushes, result)()
+
+    def begin(
+        self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
+    ) -> Callable[[], Said]:
+        """As `say`, without waiting for the answer; returns what waits for it."""
         header: dict[str, Any] = {"say": [to_plain(m) for m in messages]}
         arrays: list[Any] = []
         if pushes is not None:
             result = result or b""
             header["result"] = len(result)
             arrays = [*pushes, np.frombuffer(result, np.uint8)]
-        expects = _Expects(self.keeping, messages)
-        answer, received = self._repeated(
-            lambda t: self.channel.call("say", header, arrays, timeout_s=t, expects=expects, bulk=expects.is_bulk)
-        )
-        answers = [from_plain(TRAVELLING, plain) for plain in _without_results(answer["answers"])]
-        results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
-        return answers, received, results
+        expects = _Expects(self.keeping, self._kept, messages)
+
+        data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
+
+        def begun(timeout_s: float) -> Callable[[], Any]:
+            options: dict[str, Any] = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
+            if data:
+                return self.channel.begin("say", header, arrays, **options)
+            return functools.partial(self.channel.call, "say", header, arrays, **options)
+
+        try:
+            first: Callable[[], Any] | CallFailed | None = begun(self._timeout_s)
+        except CallFailed as exc:
+            first = exc
+
+        def once(timeout_s: float) -> Any:
+            nonlocal first
+            if isinstance(first, CallFailed):
+                first, failed = None, first
+                raise failed
+            finish, first = first or begun(timeout_s), None
+            return finish()
+
+        def finish() -> Said:
+            answer, received = self._repeated(once)
+            results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
+            return expects.answers(answer), received, results
+
+        return finish
 
     def read(self) -> list[Any]:
         """The arrays of its last snapshot."""
@@ -109,17 +141,24 @@ class ShardClient:
 class _Expects:
     """The arrays that come with the answers to some messages."""
 
-    def __init__(self, keeping: Keeping, messages: Sequence[Message]):
-        self._keeping, self._messages = keeping, messages
-        self.is_bulk = _is_bulk(specs(keeping.kept))
+    def __init__(self, keeping: Keeping, kept: Sequence[Spec], messages: Sequence[Message]):
+        self._keeping, self._kept, self._messages = keeping, kept, messages
+        self._of: Any = None
+        self._answers: list[Any] = []
+
+    def answers(self, header: dict[str, Any]) -> list[Any]:
+        """The answers themselves; read once, as they are asked for before the arrays come and afterwards."""
+        if self._of is not header:
+            self._of = header
+            self._answers = [from_plain(TRAVELLING, plain) for plain in _without_results(header["answers"])]
+        return self._answers
 
     def __call__(self, header: dict[str, Any]) -> list[Spec]:
-        kept, found = specs(self._keeping.kept), []
-        for message, plain in zip(self._messages, _without_results(header["answers"]), strict=True):
-            answer = from_plain(TRAVELLING, plain)
+        found: list[Spec] = []
+        for message, answer in zip(self._messages, self.answers(header), strict=True):
             if isinstance(answer, Parameters) and isinstance(message, Pull):
                 places = self._keeping.sent(message.view, changed=answer.changed, first=message.known is None)
-                found += [kept[i] for i in places]
+                found += [self._kept[i] for i in places]
         return found
 
 
@@ -128,7 +167,7 @@ def _is_bulk(arrays: Sequence[Spec]) -> bool:
 
 
 def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in plain.items() if k != "results"} for plain in answers]
+    return [{k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers]
 
 
 class Together:
@@ -152,6 +191,27 @@ class Together:
             if error is not None:
                 raise error
         return [f.result() for f in under_way]
+
+    def say(self, said: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Said]:
+        """Says something to each, and waits for all of them.
+
+        What is small is said to one after the other before the first answer is waited for: to wake a thread takes longer.
+
+        Args:
+            said: for each shard, what `ShardClient.say` takes.
+        """
+        if len(self.clients) > 1 and any(client.is_bulk for client in self.clients):
+            return self.each(lambda i, client: client.say(*said[i]))
+        waits = [client.begin(*what) for client, what in zip(self.clients, said, strict=True)]
+        found, errors = list[Said](), list[ShardLostError]()
+        for wait in waits:  # all of them: a connection with an answer that nobody read is of no use any more
+            try:
+                found.append(wait())
+            except ShardLostError as exc:
+                errors.append(exc)
+        if errors:
+            raise errors[0]
+        return found
 
     def close(self) -> None:
         """Ends its threads and connections."""

@@ -6,11 +6,13 @@ what comes is checked against that before memory is allocated.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import struct
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -28,6 +30,7 @@ _DTYPES = {
     + ("float16", "float32", "float64", "complex64", "complex128", jnp.bfloat16)
 }
 _PREFIX = struct.Struct(">4sI")
+PREFIX_BYTES = _PREFIX.size
 _MAGIC = b"jdp1"
 
 
@@ -73,12 +76,13 @@ class Buffers:
         size_bytes: how many bytes are expected.
     """
 
-    def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
+    def __init__(self, specs: Sequence[Spec], *, most_bytes: int, pool: Pool | None = None):
         """Allocates.
 
         Args:
             specs: the arrays.
             most_bytes: what may be allocated at most.
+            pool: where large blocks come from; None: new ones.
 
         Raises:
             WireError: they are larger.
@@ -91,9 +95,7 @@ class Buffers:
         self.size_bytes = sum(spec.size_bytes for spec in specs)
         if end > most_bytes:
             raise WireError(f"a message of {end:,} bytes; at most {most_bytes:,} are taken")
-        block = np.empty(end + ALIGNED, np.uint8)
-        start = -block.ctypes.data % ALIGNED
-        self._block = block[start : start + end]
+        self._block = aligned(end) if pool is None else pool.take(end)
         self._views = [self._block.data[o : o + s.size_bytes] for o, s in zip(self._offsets, self._specs, strict=True)]
         self._at, self._within = 0, 0
 
@@ -115,6 +117,18 @@ class Buffers:
             self._within += n
             chunk = chunk[n:]
 
+    @property
+    def views(self) -> list[memoryview]:
+        """The places of the arrays, to be filled in this order by who does not `take` them."""
+        return self._views
+
+    def filled(self) -> list[np.ndarray]:
+        """The arrays, once all `views` were filled."""
+        return [
+            np.asarray(self._block[o : o + s.size_bytes]).view(s.numpy).reshape(s.shape)
+            for o, s in zip(self._offsets, self._specs, strict=True)
+        ]
+
     def arrays(self) -> list[np.ndarray]:
         """What was received.
 
@@ -124,24 +138,81 @@ class Buffers:
         there = sum(len(v) for v in self._views[: self._at]) + self._within
         if there != self.size_bytes:
             raise WireError(f"{there:,} bytes where {self.size_bytes:,} were announced")
-        return [
-            self._block[o : o + s.size_bytes].view(s.numpy).reshape(s.shape)
-            for o, s in zip(self._offsets, self._specs, strict=True)
-        ]
+        return self.filled()
+
+
+def aligned(size_bytes: int) -> np.ndarray:
+    """New memory that XLA can use without a copy."""
+    block = np.empty(size_bytes + ALIGNED, np.uint8)
+    start = -block.ctypes.data % ALIGNED
+    return block[start : start + size_bytes]
+
+
+class _Lent(np.ndarray):
+    """Memory of a pool; every array and buffer in it holds on to this object."""
+
+
+class Pool:
+    """Blocks of memory that are used again once nothing refers to them: new memory costs as much as filling it.
+
+    Args:
+        most_free: blocks that are kept while nobody uses them.
+    """
+
+    def __init__(self, most_free: int = 2):
+        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=most_free)
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """Memory for arrays; it is free again when the last array in it is gone."""
+        if size_bytes < CHUNK_BYTES:
+            return aligned(size_bytes)
+        block = self._found(size_bytes)
+        lent = block.view(_Lent)
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return lent[:]
+
+    def _found(self, size_bytes: int) -> np.ndarray:
+        while True:
+            try:
+                block = self._free.popleft()
+            except IndexError:
+                return aligned(size_bytes)
+            if block.size == size_bytes:  # others are of a job that is over
+                return block
 
 
 def chunks(arrays: Sequence[Any], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
     """The bytes of arrays in pieces of at most `size`, without copies."""
-    for array in arrays:
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, size):
-            yield flat[start : start + size].data
+    for flat in as_bytes(arrays):
+        for start in range(0, len(flat), size):
+            yield flat[start : start + size]
+
+
+def as_bytes(arrays: Sequence[Any]) -> list[memoryview]:
+    """The bytes of each array, without copies."""
+    return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
 
 def encode(header: Mapping[str, Any]) -> bytes:
     """A header of plain values as bytes."""
     body: bytes = msgpack.packb(dict(header), use_bin_type=True) or b""
     return _PREFIX.pack(_MAGIC, len(body)) + body
+
+
+def body_size(prefix: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> int:
+    """How many bytes of a header follow its first `PREFIX_BYTES`.
+
+    Raises:
+        WireError: it is none, or larger than allowed.
+    """
+    if len(prefix) < PREFIX_BYTES:
+        raise WireError("a message of fewer bytes than its prefix")
+    magic, size = _PREFIX.unpack(prefix)
+    if magic != _MAGIC:
+        raise WireError("a message that does not begin as this protocol's do")
+    if size > most_bytes:
+        raise WireError(f"a header of {size:,} bytes; at most {most_bytes:,} are taken")
+    return size
 
 
 def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], memoryview]:
@@ -151,13 +222,7 @@ def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> 
         WireError: it is none, or larger than allowed.
     """
     view = memoryview(data)
-    if len(view) < _PREFIX.size:
-        raise WireError("a message of fewer bytes than its prefix")
-    magic, size = _PREFIX.unpack(view[: _PREFIX.size])
-    if magic != _MAGIC:
-        raise WireError("a message that does not begin as this protocol's do")
-    if size > most_bytes:
-        raise WireError(f"a header of {size:,} bytes; at most {most_bytes:,} are taken")
+    size = body_size(view[: _PREFIX.size], most_bytes=most_bytes)
     body, rest = view[_PREFIX.size : _PREFIX.size + size], view[_PREFIX.size + size :]
     if len(body) < size:
         raise WireError("a header that is cut off")
@@ -173,12 +238,22 @@ def decode(data: bytes | memoryview, *, most_bytes: int = MOST_HEADER_BYTES) -> 
 
 def to_plain(value: Any) -> Any:
     """A message as values that msgpack knows; a dataclass as a map with its class's name."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in _LOCAL}
-        return {"is": type(value).__name__, **fields}
-    if isinstance(value, tuple | list):
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in (tuple, list):
         return [to_plain(x) for x in value]
-    return [to_plain(x) for x in sorted(value)] if isinstance(value, frozenset) else value
+    if kind is frozenset:
+        return [to_plain(x) for x in sorted(value)]
+    if (names := _NAMES.get(kind)) is None:
+        if not dataclasses.is_dataclass(kind):
+            return value
+        names = _NAMES[kind] = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
+    plain = {"is": kind.__name__}
+    for name in names:
+        x = getattr(value, name)
+        plain[name] = x if type(x) in _ATOMS else to_plain(x)
+    return plain
 
 
 def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
@@ -194,64 +269,82 @@ def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
     Raises:
         WireError: it is none of them, or a field is missing, unknown or of another type.
     """
-    if not isinstance(plain, dict) or plain.get("is") not in kinds:
+    name = plain.get("is") if isinstance(plain, dict) else None
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
         raise WireError("a message of a kind that is not known")
-    kind = kinds[plain["is"]]
-    given = {name: value for name, value in plain.items() if name != "is"}
-    hints = _hints(kind)
-    if unknown := given.keys() - hints.keys():
-        raise WireError(f"{kind.__name__} has no field {sorted(map(str, unknown))[0][:40]!r}")
-    values = {}
-    for name, hint in hints.items():
-        if name not in given:
-            if name in _LOCAL or _has_default(kind, name):
-                continue
+    fields = _FIELDS.get(kind) or _compiled(kind)
+    values, given = {}, len(plain) - 1
+    for name, checked, required in fields:
+        if name in plain:
+            values[name] = checked(plain[name])
+            given -= 1
+        elif required:
             raise WireError(f"{kind.__name__} lacks `{name}`")
-        values[name] = _typed(hint, given[name], f"{kind.__name__}.{name}")
+    if given:
+        unknown = plain.keys() - {"is", *(name for name, _, _ in fields)}
+        raise WireError(f"{kind.__name__} has no field {sorted(map(str, unknown))[0][:40]!r}")
     return kind(**values)
 
 
+_ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
 _LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
-_HINTS: dict[type, dict[str, Any]] = {}
+_Check = Callable[[Any], Any]
+_NAMES: dict[type, tuple[str, ...]] = {}
+_FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
 
 
-def _hints(kind: type) -> dict[str, Any]:
-    if kind not in _HINTS:
-        hints = typing.get_type_hints(kind)
-        _HINTS[kind] = {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.name not in _LOCAL}
-    return _HINTS[kind]
+def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
+    """Of each field its name, what checks a value, and whether there must be one; looked up once."""
+    hints = typing.get_type_hints(kind)
+    fields = [f for f in dataclasses.fields(kind) if f.name not in _LOCAL]  # type: ignore[arg-type]  # it is one
+    _FIELDS[kind] = tuple(
+        (
+            f.name,
+            _check(hints[f.name], f"{kind.__name__}.{f.name}"),
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+        )
+        for f in fields
+    )
+    return _FIELDS[kind]
 
 
-def _has_default(kind: type, name: str) -> bool:
-    field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]  # every kind is a dataclass
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-
-
-def _typed(hint: Any, value: Any, where: str) -> Any:
+def _check(hint: Any, where: str) -> _Check:
+    """What turns a received value into one of a type, or raises a WireError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        return _typed(next(a for a in args if a is not type(None)), value, where)
-    if origin is typing.Literal:
-        if value not in args:
-            raise WireError(f"{where} has a value that is not known")
-        return value
+        other = _check(next(a for a in args if a is not type(None)), where)
+        return lambda value: None if value is None and type(None) in args else other(value)
     if origin in (tuple, frozenset):
+        many = origin is frozenset or args[-1] is Ellipsis
+        return _check_list(origin, [_check(a, where) for a in args if a is not Ellipsis], many=many, where=where)
+
+    def one(value: Any) -> Any:
+        if origin is typing.Literal:
+            if not isinstance(value, str) or value not in args:
+                raise WireError(f"{where} has a value that is not known")
+        elif type(value) is not hint:  # not isinstance: True is no int here
+            raise WireError(f"{where} is no {hint.__name__}")
+        elif hint is int and not -(2**62) < value < 2**62:
+            raise WireError(f"{where} is out of range")
+        return value
+
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return lambda value: from_plain({hint.__name__: hint}, value)
+    return one
+
+
+def _check_list(origin: type, checks: Sequence[_Check], *, many: bool, where: str) -> _Check:
+    def checked(value: Any) -> Any:
         if not isinstance(value, list):
             raise WireError(f"{where} is no list")
-        if origin is tuple and args[-1] is not Ellipsis:
-            if len(value) != len(args):
-                raise WireError(f"{where} has {len(value)} entries, not {len(args)}")
-            return tuple(_typed(a, x, where) for a, x in zip(args, value, strict=True))
-        return origin(_typed(args[0], x, where) for x in value)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return from_plain({hint.__name__: hint}, value)
-    if type(value) is not hint:  # not isinstance: True is no int here
-        raise WireError(f"{where} is no {hint.__name__}")
-    if hint is int and not -(2**62) < value < 2**62:
-        raise WireError(f"{where} is out of range")
-    return value
+        if many:
+            return origin(checks[0](x) for x in value)
+        if len(value) != len(checks):
+            raise WireError(f"{where} has {len(value)} entries, not {len(checks)}")
+        return origin(check(x) for check, x in zip(checks, value, strict=True))
+
+    return checked
 
 
 def _dtype(name: str) -> np.dtype:

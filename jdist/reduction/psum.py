@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
-from jdist.reduction.algorithm import Reduction, keeping_nothing
+import jax
+import jax.numpy as jnp
+
+from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
+
+PyTree = Any
 
 
 def psum() -> Reduction:
@@ -15,4 +20,11 @@ def psum() -> Reduction:
         >>> jdist.reduction.psum().name
         'psum'
     """
-    return keeping_nothing("psum", jax.lax.psum)
+
+    def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+        if axes_size(axes) > 1:
+            return jax.lax.psum(tree, axes)
+        # XLA on CPU copies what a single device sums, twice. These are arrays of their own to JAX, and none to XLA.
+        return jax.tree.map(lambda x: jnp.copy(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x), tree)
+
+    return keeping_nothing("psum", total)

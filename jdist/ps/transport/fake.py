@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -89,6 +90,10 @@ class FakeChannel:
         for chunk in received:
             buffers.take(chunk)
         return found, buffers.arrays()
+
+    def begin(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> Callable[[], Any]:
+        """See `Channel`."""
+        return functools.partial(self.call, method, header, arrays, **options)
 
     def close(self) -> None:
         """See `Channel`."""

@@ -1,7 +1,8 @@
-"""The transport between processes: gRPC with generic handlers, raw bytes in streams of 1 MiB."""
+"""The transport between processes: gRPC with generic handlers, and a data connection for what is large."""
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,13 +14,15 @@ import numpy as np
 from jdist.errors import WireError
 from jdist.ps.security import OPEN
 from jdist.ps.security import Security as Security
+from jdist.ps.transport.bulk import BulkChannel, BulkServer, Stream
 from jdist.ps.transport.health import MOST_WATCHES, health
-from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
-from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
+from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods
+from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Pool, Spec, chunks, decode, encode
 
 _LOG = logging.getLogger(__name__)
 SERVICE = "jdist.ps.v1"
 _TOKEN = "jdist-token"
+_DATA = "data connection"  # the method that hands out tickets
 _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
     ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
@@ -47,6 +50,7 @@ class RpcServer:
         security: Security = OPEN,
         threads: int = 16,
         most_bytes: int = 4 << 30,
+        data_port: int | None = 0,
     ):
         """Listens.
 
@@ -56,11 +60,13 @@ class RpcServer:
             security: whom it lets in.
             threads: calls that may run at the same time; further ones wait.
             most_bytes: of the arrays of one call.
+            data_port: the port of the data connections; 0 takes a free one, with None everything goes over gRPC.
 
         Raises:
             OSError: the port is taken, or the address is not this machine's.
         """
-        self._methods, self._token, self._most_bytes = methods, security.token, most_bytes
+        self._token, self._most_bytes = security.token, most_bytes
+        self._methods = dict(methods)
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"), options=_OPTIONS
         )
@@ -82,11 +88,18 @@ class RpcServer:
             raise OSError(
                 f"cannot listen on {address}: the port is taken, or the address is not this machine's"
             ) from exc
+        self._data: BulkServer | None = None
+        if data_port is not None:
+            host = address.rpartition(":")[0]
+            self._data = data = BulkServer(host, self._answer_bulk, security=security, port=data_port)
+            self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
         self._server.start()
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends; calls under way may take `grace_s` more seconds."""
         self._server.stop(grace_s).wait()
+        if self._data is not None:
+            self._data.stop()
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
@@ -114,6 +127,28 @@ class RpcServer:
             _LOG.exception("a call failed")
             context.abort(grpc.StatusCode.INTERNAL, "failed")
         yield from _frames(answer, results)
+
+    def _answer_bulk(self, stream: Stream, pool: Pool) -> tuple[Header, Arrays]:
+        """The same of a call over a data connection, which whoever got a ticket may make."""
+        methods: list[Method] = []
+
+        def expects(header: Header) -> Sequence[Spec]:
+            name = header.pop("method", None)
+            if name not in self._methods:
+                raise WireError("a method that is not known")
+            methods.append(self._methods[name])
+            return methods[0].expects(header)
+
+        try:
+            header, arrays = stream.receive(expects, most_bytes=self._most_bytes, pool=pool)
+        except WireError as exc:
+            _LOG.warning("refused a call: %s", exc)
+            return {"failed": "refused"}, []
+        try:
+            return methods[0].run(header, arrays)
+        except Exception:  # noqa: BLE001  # as above
+            _LOG.exception("a call failed")
+            return {"failed": "failed"}, []
 
     def _check_token(self, context: grpc.ServicerContext) -> None:
         shown = dict(context.invocation_metadata()).get(_TOKEN, "")
@@ -152,6 +187,7 @@ class RpcChannel:
             self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
         self._small = self._channel.unary_unary(f"/{SERVICE}/Call")
         self._large = self._channel.stream_stream(f"/{SERVICE}/Bulk")
+        self._data = BulkChannel(address, security=security, ask=self._ask_for_ticket)
 
     @property
     def peer(self) -> str:
@@ -169,9 +205,12 @@ class RpcChannel:
         bulk: bool = False,
     ) -> tuple[Header, list[np.ndarray]]:
         """See `Channel`."""
-        frames = _frames({**header, "method": method}, arrays)
-        first = next(frames)
+        header = {**header, "method": method}
         bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
+        if bulk and (found := self._data.begin(header, arrays, expects, timeout_s)) is not None:
+            return found()
+        frames = _frames(header, arrays)
+        first = next(frames)
         try:
             if not bulk:
                 return _received(iter([self._small(first, timeout=timeout_s, metadata=self._metadata)]), expects)
@@ -181,9 +220,35 @@ class RpcChannel:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
             raise CallFailed(self._address, _REASONS.get(status, "unavailable"), exc.details() or "") from exc  # type: ignore[attr-defined]  # as above
 
+    def begin(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        """See `Channel`."""
+        begun = self._data.begin({**header, "method": method}, arrays, expects, timeout_s)
+        if begun is not None:
+            return begun
+        return functools.partial(self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk)
+
     def close(self) -> None:
         """See `Channel`."""
+        self._data.close()
         self._channel.close()
+
+    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes] | None:
+        try:
+            found, _ = self.call(_DATA, {}, timeout_s=timeout_s)
+        except CallFailed as exc:
+            if exc.reason == "refused":
+                return None  # it has no data connections
+            raise
+        return found["port"], found["ticket"]
 
 
 _REASONS = {

@@ -79,6 +79,23 @@ class Channel(Protocol):
         """
         ...
 
+    def begin(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        """As `call`, over a data connection where there is one, and without waiting for the answer.
+
+        Returns:
+            What waits for it; to be called once.
+        """
+        ...
+
     def close(self) -> None:
         """Ends the connection; calls under way fail."""
         ...

@@ -1,0 +1,66 @@
+"""jdist's parameter server against tf.distribute.ParameterServerStrategy with its ClusterCoordinator: two jobs that take turns.
+
+python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python [--ps 1 2] [--rounds 15]
+
+Both schedule training steps (pull, gradients, push, SGD on the server) on two workers, all processes on loopback: a step of 8
+parameters, for steps per second, and one of 25 million in float32, for bytes per second. Targets: twice the steps of
+tf.distribute, and its bytes. The last lines say what raw TCP gives two clients of one server, in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+
+from mirrored import Side
+
+CASES = {8: 200, 25_000_000: 6}  # parameters: steps in a round
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensorflow-python", required=True, help="Python of an environment with tensorflow-cpu")
+    parser.add_argument("--ps", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--parameters", type=int, nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+
+    from pairs import compare
+
+    for num_ps in args.ps:
+        for parameters in args.parameters:
+            steps, size_bytes = CASES[parameters], 8 * parameters
+            sides = {
+                "jdist": Side(sys.executable, "jdist_parameter_server.py", num_ps, parameters),
+                "tf.distribute": Side(args.tensorflow_python, "tf_parameter_server.py", num_ps, parameters),
+            }
+            if parameters > 1000:
+                sides["raw TCP"] = Side(sys.executable, "loopback.py", size_bytes // 2_000_000)
+            if (num_ps, parameters) == (args.ps[0], args.parameters[0]):
+                versions = sides["jdist"].versions | sides["tf.distribute"].versions
+                print(f"{platform.machine()}, 2 workers, {versions}", flush=True)
+            sides["jdist again"] = sides["jdist"]
+            times: dict[str, list[float]] = {name: [] for name in sides}
+            for i in range(args.rounds):
+                for name in list(sides)[:: 1 if i % 2 else -1]:
+                    times[name].append(sides[name].run(steps)["seconds"])
+            for name, side in sides.items():
+                if name != "jdist again":
+                    side.close()
+            for name in sides:
+                c = compare(times[name], times["jdist"])
+                rate = (
+                    f"{size_bytes * steps / c.seconds / 1e6:,.0f} MB/s"
+                    if parameters > 1000
+                    else f"{steps / c.seconds:,.0f} steps/s"
+                )
+                ratio = f"time of {name} / jdist: {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}], "
+                print(
+                    f"{num_ps} ps, {parameters:,} parameters: {ratio if name != 'jdist' else 'jdist '}{rate}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import numpy as np
 from jdist.errors import StepError
 from jdist.ps.artifact import pack
 from jdist.ps.job import Function, described
-from jdist.ps.remote_value import RemoteValue
+from jdist.ps.remote_value import RemoteValue, leaf
 from jdist.ps.running import PsJob
 from jdist.transforms.trees import check_arrays
 
@@ -82,7 +82,7 @@ class ClusterCoordinator:
             self._traced[key] = _Traced(fn, treedef, shapes)
         traced = self._traced[key]
         pending = self._job.schedule_function(traced, traced.made, leaves)
-        values = [RemoteValue([pending], i, struct=struct) for i, struct in enumerate(traced.outputs)]
+        values = [RemoteValue([pending], leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
         return jax.tree.unflatten(traced.outputs_treedef, values)
 
     def join(self, timeout_s: float | None = None) -> None:

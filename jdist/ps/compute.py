@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdist.errors import ShardLostError
 from jdist.ps.job import Function, ShardOfFunction
 from jdist.ps.keeper import specs
 from jdist.ps.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.shards import Together
 from jdist.ps.transport.seam import Header
+
+ONE_VERSION_S = 60.0
 
 
 class Abandoned(Exception):
@@ -56,6 +60,21 @@ class Shards:
         return history
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What became of a closure.
+
+    Attributes:
+        outputs: what it returns; nothing if it failed.
+        error: why it failed.
+        base: the version that it was computed from.
+    """
+
+    outputs: list[np.ndarray]
+    error: str | None = None
+    base: int = 0
+
+
 class Installed:
     """A function, compiled, with what was pulled for it.
 
@@ -72,7 +91,7 @@ class Installed:
         self._versions: list[int | None] = [None] * len(function.shards)
         self._inputs = [np.empty(spec.shape, spec.numpy) for spec in specs(function.inputs)]
 
-    def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> tuple[list[np.ndarray], str | None]:
+    def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> Computed:
         """One closure, with as many attempts as it takes.
 
         Args:
@@ -81,7 +100,7 @@ class Installed:
             arguments: its arrays.
 
         Returns:
-            `(outputs, error)`.
+            What became of it.
 
         Raises:
             Abandoned: it is not this worker's any more.
@@ -89,27 +108,32 @@ class Installed:
         """
         function = self.function
         if function.view is None:
-            return self._called([np.int32(who.worker), *arguments] if function.takes_index else arguments), None
+            return Computed(self._called([np.int32(who.worker), *arguments] if function.takes_index else arguments))
         history = self._all.of(who)
         if self._history != history:
             self._history, self._versions = history, [None] * len(self._versions)
         if not function.updates:
             self._pull(who)
-            return self._called(arguments), None
+            return Computed(self._called(arguments))
         home = closure % len(function.shards)
         for attempt in itertools.count():
-            if any(have is None or have < there for have, there in zip(self._versions, self._all.newest, strict=True)):
+            if function.stages_only:
+                self._pull_one_version(who)
+            elif any(
+                have is None or have < there for have, there in zip(self._versions, self._all.newest, strict=True)
+            ):
                 self._pull(who)
             results = self._called(arguments)
             n, m = function.num_pushed, function.num_scalars
             pushed, scalars, outputs = results[:n], results[n : n + m], results[n + m + 1 :]
             finite = function.non_finite == "apply" or bool(results[n + m])
             if not finite and function.non_finite == "raise":
-                return [], "a gradient is NaN or infinite"
+                return Computed([], error="a gradient is NaN or infinite")
             result = b"".join(x.tobytes() for x in outputs)
             said = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
+            base = self._versions[0] or 0
             if self._pushed(who, said, pushed, scalars, home, result):
-                return outputs, None
+                return Computed(outputs, base=base)
         raise AssertionError  # the loop has no end
 
     def _called(self, arguments: Sequence[Any]) -> list[np.ndarray]:
@@ -119,7 +143,8 @@ class Installed:
         self, who: Sender, said: Header, pushed: list[Any], scalars: list[Any], home: int, result: bytes
     ) -> bool:
         """Brings a closure's gradients to all shards, and pulls; whether they were not too stale."""
-        kind = Push if len(self.function.shards) == 1 else Stage
+        stages_only = self.function.stages_only
+        kind = Push if len(self.function.shards) == 1 and not stages_only else Stage
         bases = list(self._versions)
 
         def first(i: int, shard: ShardOfFunction) -> Any:
@@ -136,9 +161,10 @@ class Installed:
         if kind is Push:
             self._take(0, found[0][0][1], found[0][1])
             return not refused
-        if refused:
-            self._pull(who)
-            return False
+        if refused or stages_only:
+            if not stages_only:
+                self._pull(who)
+            return not refused
         commit = Commit(**who.said, closures=(said["closure"],))
         told = self.shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
         for i, (answers, arrays, _) in enumerate(told):
@@ -150,6 +176,19 @@ class Installed:
     def _pull_of(self, who: Sender, known: int | None) -> Pull:
         assert self.function.view is not None  # a function without one pulls nothing
         return Pull(**who.said, known=known, view=self.function.view)
+
+    def _pull_one_version(self, who: Sender) -> None:
+        """In synchronous mode: until all shards have the same version, which they have but for the moment of a commit."""
+        end = time.monotonic() + ONE_VERSION_S
+        while True:
+            self._pull(who)
+            if len(set(self._versions)) == 1:
+                return
+            if time.monotonic() > end:
+                raise ShardLostError(
+                    f"the shards have had different versions for {ONE_VERSION_S:g} s: {self._versions}"
+                )
+            time.sleep(0.002)
 
     def _pull(self, who: Sender) -> None:
         asked = list(self._versions)

@@ -22,6 +22,8 @@ from jdist.ps.events import (
     Answered,
     Assign,
     Cancelled,
+    Decide,
+    Decided,
     Event,
     Finish,
     Rerun,
@@ -32,14 +34,17 @@ from jdist.ps.events import (
 from jdist.ps.job import Function
 from jdist.ps.keeper import specs
 from jdist.ps.link import Batch, Times, WorkerLink
-from jdist.ps.messages import Held, Restore
+from jdist.ps.messages import Commit, Held, Restore
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
+from jdist.ps.rounds import Rounds
 from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
+from jdist.ps.sync_program import Combined
 from jdist.ps.transport.seam import Channel
 from jdist.ps.wire import Spec, to_plain
 
+Combine = Callable[[Sequence[Sequence[Any]]], Combined]
 _LOG = logging.getLogger(__name__)
 MOST_QUEUED = 262_144  # as in tf.distribute
 MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
@@ -49,11 +54,12 @@ MOST_LOGGED_BYTES = 256 << 20  # of the arguments that are kept, beyond which a 
 
 @dataclasses.dataclass(frozen=True)
 class _Installable:
-    """A function as it travels to workers, and what it returns."""
+    """A function as it travels to workers, what it returns, and how several of its closures become one update."""
 
     function: Function
     program: np.ndarray
     outputs: list[Spec]
+    combine: Combine | None
 
 
 @dataclasses.dataclass
@@ -76,6 +82,7 @@ class Coordinator:
         addresses: theirs, by which workers reach them.
         times: how long it waits.
         depth: closures that a worker gets at a time.
+        rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
     """
 
     def __init__(
@@ -86,17 +93,21 @@ class Coordinator:
         addresses: Sequence[str],
         times: Times,
         depth: int = 16,
+        rounds: Rounds | None = None,
     ):
         self._times = times
         self._shards, self._addresses = Together(shards), list(addresses)
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of room in a full queue
         self._room_is_wanted = False
-        self._dispatch = Dispatch(num_shards=len(shards), depth=depth)
+        self._dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self._functions: list[_Installable] = []
         self._closures: dict[int, _Closure] = {}
+        self._next_number = 0
         self._to_come = 0  # closures that wait for arguments
         self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
+        self.num_skipped = 0  # updates that were left out in synchronous mode
+        self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
         self._error: ClosureError | None = None
         self._quarantined: dict[int, str] = {}
         self._worker_seen = time.monotonic()
@@ -124,23 +135,25 @@ class Coordinator:
         self._programs = programs
         self._snapshot = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
         self._dispatch = dataclasses.replace(self._dispatch, scheduled=first, next=first)
+        self._next_number = first
         self.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
         for thread in (*self._watches, *self._links):
             thread.start()
 
-    def add(self, function: Function, program: bytes) -> int:
+    def add(self, function: Function, program: bytes, combine: Combine | None = None) -> int:
         """Makes a function known, to be installed on each worker that gets a closure of it.
 
         Args:
             function: what it is.
             program: the function, packed.
+            combine: from what each closure of an update returned to what the update needs besides (synchronous mode).
 
         Returns:
             The number that `schedule` takes.
         """
         with self.lock:
             packed = np.frombuffer(program, np.uint8)
-            self._functions.append(_Installable(function, packed, specs(function.outputs)))
+            self._functions.append(_Installable(function, packed, specs(function.outputs), combine))
             return len(self._functions) - 1
 
     def snapshot(self) -> ClusterSnapshot:
@@ -185,6 +198,17 @@ class Coordinator:
             self._logged_bytes = sum(closure.size_bytes for closure in self._closures.values()) - self._queued_bytes
             self.handle(Rollback(settled=found.settled, applied=frozenset(done), version=found.version))
 
+    def schedule_round(self, function: int, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
+        """Puts closures that make one update into the queue, all at once; as `schedule`."""
+        with self.lock:
+            self._wait_for_room()
+            pending = [Pending() for _ in arguments]
+            self._to_come += len(pending)
+            for given, one in zip(arguments, pending, strict=True):
+                self._put(function, [np.array(x) for x in given], one, tell=False)
+            self.handle(Scheduled(count=len(pending)))
+        return pending
+
     def schedule(self, function: int, arguments: Sequence[Any]) -> Pending:
         """Puts a closure into the queue; waits while the queue is full.
 
@@ -201,15 +225,7 @@ class Coordinator:
         """
         pending = Pending()
         with self.lock:
-            self._raise_error()
-            while self._is_full() and not self.closed:
-                self._room_is_wanted = True
-                self.lock.wait()
-                self._raise_error()
-            if self.closed:
-                raise ClosureCancelledError("the coordinator was closed")
-            if len(self._quarantined) == len(self._links):
-                raise NoWorkersError(f"no worker is left: {'; '.join(self._quarantined.values())}")
+            self._wait_for_room()
             self._to_come += 1
         given = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
         when_all_arrived(
@@ -218,7 +234,18 @@ class Coordinator:
         )
         return pending
 
-    def _put(self, function: int, arguments: list[Any], pending: Pending) -> None:
+    def _wait_for_room(self) -> None:
+        self._raise_error()
+        while self._is_full() and not self.closed:
+            self._room_is_wanted = True
+            self.lock.wait()
+            self._raise_error()
+        if self.closed:
+            raise ClosureCancelledError("the coordinator was closed")
+        if len(self._quarantined) == len(self._links):
+            raise NoWorkersError(f"no worker is left: {'; '.join(self._quarantined.values())}")
+
+    def _put(self, function: int, arguments: list[Any], pending: Pending, *, tell: bool = True) -> None:
         """Puts a closure whose arguments are there into the queue."""
         failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
         with self.lock:
@@ -239,10 +266,12 @@ class Coordinator:
                 self.lock.notify_all()
                 return
             closure = _Closure(function, given, pending)
-            pending.number = self._dispatch.scheduled
+            pending.number = self._next_number
+            self._next_number += 1
             self._closures[pending.number] = closure
             self._queued_bytes += closure.size_bytes
-            self.handle(Scheduled(count=1))
+            if tell:
+                self.handle(Scheduled(count=1))
 
     def _is_full(self) -> bool:
         many = self._dispatch.scheduled - self._dispatch.settled >= MOST_QUEUED
@@ -329,6 +358,32 @@ class Coordinator:
                     self._finish(command)
                 case Rerun():
                     _LOG.warning("%d closures run again", command.count)
+                case Decide():
+                    self._tells.submit(self._decide, command.closures)
+
+    def _decide(self, closures: tuple[int, ...]) -> None:
+        """Says whether closures become an update, and keeps what that needs besides."""
+        with self.lock:
+            found = [self._closures[c] for c in closures if c in self._closures]
+            installed = self._functions[found[0].function] if found else None
+        if len(found) < len(closures) or installed is None:
+            return  # a rollback came between
+        commit = True
+        try:
+            assert installed.combine is not None  # only functions that have it are staged
+            combined = installed.combine([closure.pending.wait(0) for closure in found])
+            with self.lock:
+                self._scalars = {closures: combined.scalars}
+            policy = installed.function.non_finite
+            if not combined.finite and policy != "apply":
+                commit = False
+                self.num_skipped += policy == "skip"
+                if policy == "raise":
+                    self.fail(ClosureError(f"closures {closures}: a gradient is NaN or infinite"))
+        except Exception as exc:  # noqa: BLE001  # whatever it is, the round must not wait for this thread for ever
+            commit = False
+            self.fail(ClosureError(f"closures {closures}: what they gave cannot be put together: {exc}"))
+        self.handle(Decided(closures=closures, commit=commit))
 
     def _cancel(self) -> None:
         dispatch = self._dispatch
@@ -352,7 +407,7 @@ class Coordinator:
                 del self._closures[command.closure]
         if self._since % SNAPSHOT_EVERY == 0 or before <= MOST_LOGGED_BYTES < self._logged_bytes:
             self._tells.submit(self._snapshot_quietly)
-        if closure is None or command.worker is not None:
+        if closure is None or command.arrived:
             return
         if command.outcome == "void":
             closure.pending.arrive([], ClosureCancelledError("another closure had failed"))
@@ -367,7 +422,14 @@ class Coordinator:
                 kept, programs = self._snapshot.kept[command.shard], self._programs[command.shard]
                 answer = self._shards.clients[command.shard].restore(command.message, kept, programs)
             else:
-                (answer,), _, results = self._shards.clients[command.shard].say([command.message])
+                message, scalars = command.message, None
+                if isinstance(message, Commit) and message.as_one:
+                    scalars = self._scalars.get(message.closures) or None
+                    with self.lock:
+                        closure = self._closures.get(message.closures[0])
+                        view = 0 if closure is None else self._functions[closure.function].function.view or 0
+                    message = dataclasses.replace(message, view=view)
+                (answer,), _, results = self._shards.clients[command.shard].say([message], scalars)
                 if isinstance(answer, Held):
                     answer = dataclasses.replace(answer, results=tuple(results.items()))
         except JDistError as exc:

@@ -11,11 +11,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jdist.ps import rounds
 from jdist.ps.events import (
     Answered,
     Assign,
     Cancelled,
     Command,
+    Decided,
     Event,
     Finish,
     Lost,
@@ -27,6 +29,7 @@ from jdist.ps.events import (
     Tell,
 )
 from jdist.ps.messages import Commit, Drop, Fence, Held, Message, Restore
+from jdist.ps.rounds import Rounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class Dispatch:
         workers: by number.
         recoveries: of the workers in "fencing".
         restoring: shards that have not yet acknowledged the present history; nothing is handed out meanwhile.
+        rounds: the update that is being made, in synchronous mode; None in asynchronous mode.
     """
 
     num_shards: int
@@ -96,6 +100,7 @@ class Dispatch:
     workers: Mapping[int, Worker] = dataclasses.field(default_factory=dict)
     recoveries: Mapping[int, Recovery] = dataclasses.field(default_factory=dict)
     restoring: frozenset[int] = frozenset()
+    rounds: Rounds | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -115,6 +120,9 @@ def handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
     """
     dispatch, commands = _after(dispatch, event)
     dispatch, assigned = _assign(dispatch)
+    if dispatch.rounds is not None and _nothing_is_to_come(dispatch):
+        dispatch, more = _turned(dispatch, rounds.given_up)
+        commands += more
     return dispatch, [*commands, *assigned]
 
 
@@ -132,6 +140,8 @@ def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
             return _answered(dispatch, event)
         case Rollback():
             return _rollback(dispatch, event)
+        case Decided():
+            return _turned(dispatch, rounds.decided, event.closures, commit=event.commit)
         case Cancelled():
             dropped = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)} - event.spare
             spared = tuple(c for c in dispatch.returned if c in event.spare)
@@ -148,7 +158,7 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
     while ready := [
         w for w, known in dispatch.workers.items() if known.state == "ready" and len(known.closures) < dispatch.depth
     ]:
-        limit = min(dispatch.scheduled, dispatch.settled + dispatch.window)
+        limit = min(dispatch.scheduled, dispatch.settled + dispatch.window, _end_of_round(dispatch))
         if dispatch.returned and dispatch.returned[0] < limit:
             closure, changes = dispatch.returned[0], {"returned": dispatch.returned[1:]}
         elif dispatch.next < limit:
@@ -191,9 +201,9 @@ def _reported(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Comma
     if not mine or event.closure not in known.closures:
         return dispatch, []
     dispatch = _with(dispatch, event.worker, closures=tuple(c for c in known.closures if c != event.closure))
-    return _finish(dispatch, {event.closure}), [
-        Finish(closure=event.closure, outcome=event.outcome, worker=event.worker)
-    ]
+    if event.outcome == "staged":
+        return _turned(dispatch, rounds.staged, event.closure, base=event.base)
+    return _finish(dispatch, {event.closure}), [Finish(closure=event.closure, outcome=event.outcome, arrived=True)]
 
 
 def _lost(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
@@ -223,6 +233,8 @@ def _answered(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Comma
         return dispatch, []
     if isinstance(message, Restore):
         return dataclasses.replace(dispatch, restoring=dispatch.restoring - {event.shard}), []
+    if dispatch.rounds is not None and message == dispatch.rounds.asks:
+        return _turned(dispatch, rounds.answered, event.shard, message)
     found = [w for w, recovery in dispatch.recoveries.items() if recovery.asks == message]
     if not found or event.shard not in dispatch.recoveries[found[0]].unanswered:
         return dispatch, []
@@ -240,6 +252,8 @@ def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple
     if isinstance(message, Fence):
         closures = dispatch.workers[worker].closures
         commit = tuple(c for c in closures if _takes_effect(c, recovery.held.values()))
+        if dispatch.rounds is not None:  # nobody is sure of what it was computed from; it is computed again
+            commit = ()
         recovery = dataclasses.replace(recovery, commit=commit, drop=tuple(c for c in closures if c not in commit))
         if commit:
             return _ask(dispatch, worker, recovery, Commit(generation=generation, closures=commit))
@@ -289,11 +303,43 @@ def _rollback(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Comma
         workers=workers,
         recoveries={},
         restoring=frozenset(shards),
+        rounds=None if dispatch.rounds is None else dispatch.rounds.begun_anew(event.version),
     )
     for worker in joining:
         dispatch, _ = _registered(dispatch, Registered(worker=worker))
     restore = Restore(generation=generation, version=event.version, settled=event.settled, applied=event.applied)
     return dispatch, [*([Rerun(count=again)] if again else []), *(Tell(shard=s, message=restore) for s in shards)]
+
+
+def _nothing_is_to_come(dispatch: Dispatch) -> bool:
+    """Whether no closure is with a worker, or could be."""
+    is_held = any(known.closures for known in dispatch.workers.values())
+    return not is_held and not dispatch.returned and dispatch.next == dispatch.scheduled
+
+
+def _end_of_round(dispatch: Dispatch) -> int:
+    """In synchronous mode: closures below this number may be handed out; as many as an update takes are not done."""
+    if dispatch.rounds is None:
+        return dispatch.scheduled
+    if dispatch.rounds.asks is not None or dispatch.rounds.chosen:
+        return dispatch.settled  # what is computed now would be computed from old parameters
+    end, left = dispatch.settled, dispatch.rounds.window
+    while left and end < dispatch.scheduled:
+        left -= end not in dispatch.done
+        end += 1
+    return end
+
+
+def _turned(dispatch: Dispatch, what: Any, *given: Any, **more: Any) -> tuple[Dispatch, list[Command]]:
+    """Has a round go on, and takes over what it leads to."""
+    assert dispatch.rounds is not None  # nobody speaks of rounds in asynchronous mode
+    turn = what(dispatch.rounds, *given, generation=dispatch.generation, num_shards=dispatch.num_shards, **more)
+    dispatch = dataclasses.replace(
+        dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned}))
+    )
+    outcome = "done" if turn.commit else "void"
+    finished = [Finish(closure=c, outcome=outcome, arrived=True) for c in sorted(turn.finished)]
+    return _finish(dispatch, set(turn.finished)), [*turn.commands, *finished]
 
 
 def _finish(dispatch: Dispatch, closures: set[int]) -> Dispatch:

@@ -8,7 +8,8 @@ from typing import Literal
 from jdist.ps.messages import Answer, Message, Ref
 
 # "read": it changed nothing and was not to. "void": it took no effect and never will.
-Outcome = Literal["done", "read", "void"]
+# "staged": of synchronous mode, it is on all shards, and takes effect with others.
+Outcome = Literal["done", "read", "void", "staged"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,9 @@ class Reported:
         epoch: under which epoch it computed.
         generation: in which history.
         closure: which.
-        outcome: "done"; "read", if its function changes nothing; or "void", if it took no effect and never will (it failed).
+        outcome: "done"; "read", if its function changes nothing; "void", if it took no effect and never will (it failed);
+            "staged", in synchronous mode.
+        base: the version of the shards that what is staged was computed from.
     """
 
     worker: int
@@ -50,6 +53,7 @@ class Reported:
     generation: int
     closure: int
     outcome: Outcome = "done"
+    base: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,19 @@ class Rollback:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Decided:
+    """Event: what becomes of closures that were staged together.
+
+    Attributes:
+        closures: which.
+        commit: whether they become one update; else they are forgotten, and count as done.
+    """
+
+    closures: tuple[int, ...]
+    commit: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cancelled:
     """Event: what no worker has is not to be computed.
 
@@ -108,7 +125,7 @@ class Cancelled:
     spare: frozenset[int] = frozenset()
 
 
-Event = Scheduled | Registered | Reported | Lost | Answered | Rollback | Cancelled
+Event = Scheduled | Registered | Reported | Lost | Answered | Rollback | Decided | Cancelled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,13 +167,13 @@ class Finish:
     Attributes:
         closure: which.
         outcome: whether it took effect.
-        worker: whose report has its result; None where a shard kept it.
-        result: the shard's name for it; None if it is the worker's, or there is none.
+        arrived: whether its result came with a worker's report; else a shard kept it.
+        result: the shard's name for it; None if it has arrived, or there is none.
     """
 
     closure: int
     outcome: Outcome = "done"
-    worker: int | None = None
+    arrived: bool = False
     result: Ref | None = None
 
 
@@ -171,4 +188,15 @@ class Rerun:
     count: int
 
 
-Command = Assign | Tell | Finish | Rerun
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decide:
+    """Command: say by `Decided` what becomes of closures that are staged, enough for one update.
+
+    Attributes:
+        closures: which.
+    """
+
+    closures: tuple[int, ...]
+
+
+Command = Assign | Tell | Finish | Rerun | Decide

@@ -54,6 +54,7 @@ class Function:
         outputs: what a closure returns.
         view: which step's view of the shards it has; None for a function that has no part in the state.
         updates: whether it pushes.
+        stages_only: whether what it pushes is committed by the coordinator (synchronous mode).
         takes_index: whether its first argument is the worker's number, which no closure brings.
         num_pushed: how many arrays it pushes.
         num_scalars: how many scalars.
@@ -66,6 +67,7 @@ class Function:
     outputs: tuple[Described, ...]
     view: int | None = None
     updates: bool = False
+    stages_only: bool = False
     takes_index: bool = False
     num_pushed: int = 0
     num_scalars: int = 0
@@ -81,17 +83,20 @@ def described(arrays: Sequence[Any]) -> tuple[Described, ...]:
     return tuple((tuple(x.shape), np.dtype(x.dtype).name) for x in arrays)
 
 
-def keeping_of(layout: Layout, shard: ShardLayout, rules: Rules) -> Keeping:
+def keeping_of(layout: Layout, shard: ShardLayout, rules: Rules, *, is_sync: bool = False) -> Keeping:
     """What a server is told of its shard."""
+
+    def view(step: int) -> StepView:
+        pushes = _described(layout.push_specs(shard, step))
+        arrays = len(pushes) - len(layout.steps[step].update.scalar_shapes)
+        pushes, scalars = (pushes[:arrays], pushes[arrays:]) if is_sync else (pushes, ())
+        found = shard.views[step]
+        return StepView(pushes=pushes, scalars=scalars, pulled=found.pulled, pulled_once=found.pulled_once)
+
     return Keeping(
         kept=_described(layout.kept_specs(shard)),
         changing=shard.changing,
-        views=tuple(
-            StepView(
-                pushes=_described(layout.push_specs(shard, step)), pulled=view.pulled, pulled_once=view.pulled_once
-            )
-            for step, view in enumerate(shard.views)
-        ),
+        views=tuple(map(view, range(len(layout.steps)))),
         max_staleness=rules.max_staleness,
         on_stale=rules.on_stale,
         non_finite=rules.non_finite,
@@ -99,7 +104,13 @@ def keeping_of(layout: Layout, shard: ShardLayout, rules: Rules) -> Keeping:
 
 
 def function_of(
-    layout: Layout, step: int, arguments: Sequence[Any], outputs: Sequence[Any], non_finite: NonFinite
+    layout: Layout,
+    step: int,
+    arguments: Sequence[Any],
+    outputs: Sequence[Any],
+    non_finite: NonFinite,
+    *,
+    stages_only: bool = False,
 ) -> Function:
     """What a worker is told of a step.
 
@@ -109,6 +120,7 @@ def function_of(
         arguments: arrays or structs of a closure's arguments.
         outputs: of what it returns.
         non_finite: what happens to gradients that are not finite.
+        stages_only: whether the coordinator commits what it pushes.
     """
     parts = layout.steps[step]
     read, pushed = ({i: n for n, i in enumerate(numbers)} for numbers in (parts.read, parts.pushed))
@@ -122,8 +134,9 @@ def function_of(
         outputs=described(outputs),
         view=step,
         updates=bool(parts.update.reads),
+        stages_only=stages_only,
         num_pushed=len(parts.pushed),
-        num_scalars=len(parts.update.scalar_shapes),
+        num_scalars=0 if stages_only else len(parts.update.scalar_shapes),
         shards=tuple(
             ShardOfFunction(
                 pulled=places([shard.kept[k] for k in shard.views[step].pulled], read),

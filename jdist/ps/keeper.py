@@ -22,6 +22,7 @@ from jdist.ps.messages import (
     TRAVELLING,
     Apply,
     Command,
+    Commit,
     Cut,
     Forget,
     Held,
@@ -51,11 +52,13 @@ class StepView:
 
     Attributes:
         pushes: the arrays that come with a closure.
+        scalars: those that come with the commit of several closures as one update.
         pulled: places in `Keeping.kept` of what a worker pulls when the version has changed.
         pulled_once: of what it pulls besides when it has nothing yet.
     """
 
     pushes: tuple[Described, ...]
+    scalars: tuple[Described, ...]
     pulled: tuple[int, ...]
     pulled_once: tuple[int, ...]
 
@@ -173,12 +176,15 @@ class Keeper:
             raise WireError("a result of no size")
         with self._lock:
             keeping = self._keeping
-        views = [
-            m.get("view") for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage")
-        ]
-        if keeping is None or len(views) != 1 or type(views[0]) is not int or not 0 <= views[0] < len(keeping.views):
-            raise WireError("a push to an empty shard, or of no step that it knows")
-        return [*specs(keeping.views[views[0]].pushes), Spec((size,), "uint8")]
+        said = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
+        views = [(m["is"], m.get("view")) for m in said if m["is"] != "Commit" or m.get("as_one")]
+        if keeping is None or len(views) != 1:
+            raise WireError("a push to an empty shard, or several of them")
+        ((kind, number),) = views
+        if type(number) is not int or not 0 <= number < len(keeping.views):
+            raise WireError("a push of no step that is known here")
+        view = keeping.views[number]
+        return [*specs(view.scalars if kind == "Commit" else view.pushes), Spec((size,), "uint8")]
 
     def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Several messages of one sender, one after the other: a commit, a push and the next pull are one call."""
@@ -186,8 +192,8 @@ class Keeper:
         if not isinstance(plain, list) or len(plain) > MOST_MESSAGES:
             raise WireError("no list of messages")
         messages = [from_plain(TRAVELLING, m) for m in plain]
-        if any(isinstance(m, Restore) for m in messages) or sum(isinstance(m, Push) for m in messages) != bool(arrays):
-            raise WireError("arrays without a push, or a push without arrays")
+        if any(isinstance(m, Restore) for m in messages) or (any(isinstance(m, Push) for m in messages) and not arrays):
+            raise WireError("a push without arrays")
         answers, sent = [], []
         deadline = time.monotonic() + self._wait_s
         with self._lock:
@@ -203,6 +209,8 @@ class Keeper:
             *pushes, result = arrays
             given["gradients"] = self._name((message.view, pushes))
             given["result"] = self._name(result.tobytes()) if result.size else None
+        if isinstance(message, Commit) and message.as_one and arrays:
+            given["scalars"] = self._name(arrays[:-1])
         shard, commands = receive(self._shard, dataclasses.replace(message, **given))
         self._carry_out(shard, commands)
         while call not in self._answers:
@@ -243,7 +251,8 @@ class Keeper:
         for command in commands:
             match command:
                 case Apply():
-                    self._apply([(self._held[ref], weight) for ref, weight in command.gradients])
+                    scalars = [] if command.scalars is None else self._held[command.scalars]
+                    self._apply([(self._held[ref], weight) for ref, weight in command.gradients], scalars)
                 case Forget():
                     self._held.pop(command.ref, None)
                 case Reply():
@@ -251,13 +260,13 @@ class Keeper:
         self._shard = shard
         self._lock.notify_all()
 
-    def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]]) -> None:
+    def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]], scalars: list[np.ndarray]) -> None:
         assert self._keeping is not None  # an empty shard applies nothing
         ((view, pushes), weight), *others = gradients
         if others or weight != 1.0:
             weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
             pushes = _weighted(weights, [pushes, *(more for (_, more), _ in others)])
-        new = self._programs[view]([*self._kept, *pushes])
+        new = self._programs[view]([*self._kept, *pushes, *scalars])
         self._kept[: self._keeping.changing] = new
 
 

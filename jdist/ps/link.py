@@ -17,6 +17,7 @@ from jdist.ps.events import Assign, Event, Lost, Registered, Reported
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import Spec
 
+WITH_OUTPUTS = ("done", "staged")
 _LOG = logging.getLogger(__name__)
 
 
@@ -70,7 +71,7 @@ class Batch:
     def returned(self, header: dict[str, Any]) -> list[Spec]:
         """The arrays that come with an answer: the outputs of what is done."""
         found = zip(header["outcomes"], self.outputs, strict=True)
-        return [spec for outcome, outputs in found if outcome["outcome"] == "done" for spec in outputs]
+        return [spec for outcome, outputs in found if outcome["outcome"] in WITH_OUTPUTS for spec in outputs]
 
 
 class Hub(Protocol):
@@ -224,11 +225,11 @@ class WorkerLink:
             closure, how = outcome["closure"], outcome["outcome"]
             if how == "abandoned":
                 continue
-            leaves = [next(arrays) for _ in outputs] if how == "done" else []
+            leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
             error = ClosureError(f"closure {closure}: {outcome['error']}") if outcome.get("error") else None
             hub.arrived(closure, leaves, error)
-            took_effect = "void" if how == "void" else "done" if updates else "read"
-            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=took_effect))
+            how = "read" if how == "done" and not updates else how
+            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=outcome.get("base", 0)))
             if error is not None:
                 hub.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):

@@ -79,10 +79,14 @@ class Commit(Message):
     Attributes:
         closures: their numbers; an update each, in this order.
         as_one: one update for all of them, by the mean of their gradients (synchronous mode).
+        view: of which step they are, where that brings scalars.
+        scalars: what the update needs besides the mean.
     """
 
     closures: tuple[int, ...]
     as_one: bool = False
+    view: int = 0
+    scalars: Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,13 +95,13 @@ class Drop(Message):
 
     Attributes:
         closures: their numbers.
-        of: the worker.
+        of: the worker; None: whoever staged them, of closures that nobody computes any more (synchronous mode).
         below: only what it staged under a lower epoch; so a drop that comes late does no harm to a later attempt.
     """
 
     closures: tuple[int, ...]
-    of: int
-    below: int
+    of: int | None
+    below: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,10 +253,12 @@ class Apply:
     Attributes:
         gradients: the arrays, each with its weight; their sum is divided by how many they are.
         version: the state's version afterwards.
+        scalars: what came with the commit.
     """
 
     gradients: tuple[tuple[Ref, float], ...]
     version: int
+    scalars: Ref | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,14 +39,16 @@ class StepParts:
         pushed: numbers of the arrays that it pushes, among those that the update part can read.
         update: what the servers do.
         outputs_treedef: the tree of what the step returns beside the state.
+        spec: the step, and how it is run.
+        traced: what tracing it told.
     """
 
     read: tuple[int, ...]
     pushed: tuple[int, ...]
     update: Update
     outputs_treedef: Any
-    _spec: ProgramSpec
-    _traced: _Traced
+    spec: ProgramSpec
+    traced: TracedStep
 
     @functools.cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -66,7 +68,7 @@ class StepParts:
         Returns:
             `(pushed arrays, scalars, whether all gradients are finite, leaves of the outputs)`.
         """
-        found, strategy = self._traced, self._spec.strategy
+        found, strategy = self.traced, self.spec.strategy
 
         def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
             given = dict(zip(self.read, read, strict=True))
@@ -98,8 +100,8 @@ class StepParts:
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """What tracing a step told.
+class TracedStep:
+    """What tracing a step told; for those that make programs of it.
 
     Attributes:
         plan: its two parts.
@@ -132,14 +134,15 @@ class _Traced:
         return jax.random.key_data(jnp.broadcast_to(jax.random.key(0, impl=self.impls[i]), shape.shape))
 
 
-def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -> StepParts:
+def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, *, closures: int = 1) -> StepParts:
     """Traces a step and takes it apart.
 
     Args:
         spec: the step, under a strategy of one worker's devices.
         state: the state, or a tree of what has its leaves' shapes and dtypes.
-        batches: one worker's batch, as a call of the step has it.
+        batches: the rows of one call of the step.
         others: further arguments.
+        closures: into how many closures a call is cut, whose gradients are averaged; 1: each call is one.
 
     Returns:
         Its parts.
@@ -147,10 +150,10 @@ def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
     Raises:
         BoundaryError: it cannot be taken apart; says what stands in the way and what to write instead.
     """
-    found: list[tuple[_Traced, Any]] = []
+    found: list[tuple[TracedStep, Any]] = []
 
     def trace(state: PyTree, batches: PyTree, others: PyTree) -> None:
-        found.append(_traced(spec, state, batches, others))
+        found.append(_traced(spec, state, batches, others, closures))
 
     whole, rows = PartitionSpec(), PartitionSpec(spec.strategy.axes)
     mapped = jax.shard_map(
@@ -165,13 +168,13 @@ def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
     return StepParts(parts.plan.parts.read, pushed, update, jax.tree.structure(outputs), spec, parts)
 
 
-def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -> tuple[_Traced, Any]:
+def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, closures: int) -> tuple[TracedStep, Any]:
     """The step as traced by one replica, and its update part `(state leaves, others, cuts, carried) -> (leaves, late)`."""
     strategy, seen = spec.strategy, list[Flags]()
     plan = make_plan(
         strategy,
         spec.splittable(seen),
-        spec.options.accumulate,
+        spec.options.accumulate * closures,
         state,
         batches,
         others,
@@ -197,7 +200,7 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -
 
     cuts, carried = jax.eval_shape(gradients, state, batches, others)
     late: list[int] = []
-    draft = _Traced(plan, shapes, treedef, impls, (), num_outputs)  # what is late is known once the update is traced
+    draft = TracedStep(plan, shapes, treedef, impls, (), num_outputs)  # what is late is known once the update is traced
 
     def update(*values: Any) -> list[Any]:
         old = draft.typed(values[: len(leaves)])
@@ -213,7 +216,7 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree) -
 
     arguments = [jax.random.key_data(x) if _is_key(x) else x for x in leaves] + [*others_leaves, *cuts, *carried]
     closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
-    return _Traced(plan, shapes, treedef, impls, tuple(late), num_outputs), closed
+    return TracedStep(plan, shapes, treedef, impls, tuple(late), num_outputs), closed
 
 
 def _is_key(x: Any) -> bool:

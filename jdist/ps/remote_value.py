@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import ClosureCancelledError
+
+Read = Callable[[list[list[Any]]], Any]
 
 
 class Pending:
@@ -88,23 +89,15 @@ class RemoteValue:
     Source: `tf.distribute.experimental.coordinator.RemoteValue`.
     """
 
-    def __init__(
-        self,
-        pending: Sequence[Pending],
-        leaf: int,
-        make: Callable[[list[np.ndarray]], Any] | None = None,
-        *,
-        struct: Any = None,
-    ):
+    def __init__(self, pending: Sequence[Pending], read: Read, *, struct: Any = None):
         """Stands for a result.
 
         Args:
             pending: the closures that compute it.
-            leaf: which of their results.
-            make: from the closures' results to the array; None: the only one's.
+            read: from what each of them returned to the array.
             struct: its shape and dtype, if they are known before it is there.
         """
-        self.pending, self._leaf, self._make, self.struct = tuple(pending), leaf, make, struct
+        self.pending, self._read, self.struct = tuple(pending), read, struct
 
     def result(self, timeout_s: float | None = None) -> np.ndarray:
         """The array.
@@ -117,13 +110,11 @@ class RemoteValue:
             ClosureCancelledError: the closure was cancelled, as another had failed.
             ClosureError: the closure failed.
         """
-        found = [p.wait(timeout_s)[self._leaf] for p in self.pending]
-        return found[0] if self._make is None else self._make(found)
+        return self._read([p.wait(timeout_s) for p in self.pending])
 
     def map(self, function: Callable[[np.ndarray], Any]) -> RemoteValue:
         """A function of the array, applied on the host once it is there."""
-        make = self._make or operator.itemgetter(0)
-        return RemoteValue(self.pending, self._leaf, lambda found: function(make(found)))
+        return RemoteValue(self.pending, lambda found: function(self._read(found)))
 
     @property
     def done(self) -> bool:
@@ -155,11 +146,16 @@ class RemoteValue:
         return f"RemoteValue(closure {numbers}, {state})"
 
 
+def leaf(number: int) -> Read:
+    """Reads one of the results of the only closure."""
+    return lambda found: found[0][number]
+
+
 def stacked(values: Sequence[RemoteValue]) -> RemoteValue:
     """Several closures' results of one name, along a new first axis."""
-    first = values[0]
-    make = first._make or operator.itemgetter(0)
-    pending = [p for value in values for p in value.pending]
-    size = len(first.pending)
-    parts = range(0, len(pending), size)
-    return RemoteValue(pending, first._leaf, lambda found: np.stack([make(found[i : i + size]) for i in parts]))
+    parts: list[tuple[slice, Read]] = []
+    pending: list[Pending] = []
+    for value in values:
+        parts.append((slice(len(pending), len(pending) + len(value.pending)), value._read))
+        pending += value.pending
+    return RemoteValue(pending, lambda found: np.stack([read(found[part]) for part, read in parts]))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.errors import StrategyError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import Function, function_of, keeping_of
@@ -21,8 +22,10 @@ from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
+from jdist.ps.rounds import Rounds
 from jdist.ps.shard import NonFinite, Rules
 from jdist.ps.shards import ShardClient
+from jdist.ps.sync_program import SyncParts
 from jdist.ps.transport.seam import Channel
 
 PyTree = Any
@@ -49,12 +52,14 @@ class Servers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PsOptions:
-    """How a state is spread over the servers, and what they do with late gradients."""
+    """How a state is spread over the servers, what they do with late gradients, and how many gradients make an update."""
 
     partitioner: Partitioner
     placement: Placement
     rules: Rules
     times: Times
+    is_sync: bool = False
+    backup_workers: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +72,7 @@ class Traced:
         arguments: shapes of a closure's arguments.
         outputs: shapes of what it returns.
         non_finite: what happens to gradients that are not finite.
+        sync: how the closures of a call become one update, in synchronous mode.
     """
 
     parts: StepParts
@@ -74,6 +80,7 @@ class Traced:
     arguments: Sequence[Any]
     outputs: Sequence[Any]
     non_finite: NonFinite
+    sync: SyncParts | None = None
 
 
 class PsJob:
@@ -115,14 +122,26 @@ class PsJob:
         assert self._coordinator is not None  # asked for once a step was scheduled
         return self._coordinator
 
-    def schedule(self, state: RemoteState, traced: Traced, arguments: Sequence[Any]) -> Pending:
-        """Schedules a closure of a step; brings the state to the servers first, if it is not there.
+    @property
+    def gradients_per_update(self) -> int:
+        """How many workers' gradients become one update."""
+        if not self.options.is_sync:
+            return 1
+        workers, spare = len(self.servers.workers), self.options.backup_workers
+        if spare >= workers:
+            raise StrategyError(
+                f"`backup_workers` is {spare}, and there are {workers} workers; at least one must be left."
+            )
+        return workers - spare
+
+    def schedule(self, state: RemoteState, traced: Traced, arguments: Sequence[Any]) -> list[Pending]:
+        """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
         A step that reads waits for those that update, and the other way round: what it reads is the state after all steps
         before it.
 
         Returns:
-            The closure's results, when they are there.
+            The closures' results, when they are there.
         """
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
@@ -135,7 +154,9 @@ class PsJob:
             if self._updating not in (None, updating):
                 self.coordinator.join()
             self._updating = updating
-            return self.coordinator.schedule(number, arguments)
+            if traced.sync is not None:
+                return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
+            return [self.coordinator.schedule(number, arguments)]
 
     def schedule_function(
         self, key: Any, make: Callable[[], tuple[Function, bytes]], arguments: Sequence[Any]
@@ -156,16 +177,20 @@ class PsJob:
                 self._coordinator.begin([], [])
             return self._coordinator.schedule(self._number(key, make), arguments)
 
-    def _number(self, key: Any, make: Callable[[], tuple[Function, bytes]]) -> int:
+    def _number(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> int:
         if key not in self._functions:
             self._functions[key] = self.coordinator.add(*make())
         return self._functions[key]
 
-    def _shipped(self, traced: Traced, step: int) -> tuple[Function, bytes]:
+    def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
         assert self._layout is not None  # the state has been placed
         inputs = [self._layout.shapes[i] for i in traced.parts.read]
-        function = function_of(self._layout, step, traced.arguments, traced.outputs, traced.non_finite)
-        return function, pack(traced.function, [*inputs, *traced.arguments])
+        is_sync = traced.sync is not None
+        function = function_of(
+            self._layout, step, traced.arguments, traced.outputs, traced.non_finite, stages_only=is_sync
+        )
+        combine = None if traced.sync is None else traced.sync.combine
+        return function, pack(traced.function, [*inputs, *traced.arguments]), combine
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
@@ -193,6 +218,8 @@ class PsJob:
             if self._coordinator is None or self._layout is None:
                 return 0
             self._coordinator.join()
+            if self.options.is_sync:
+                return self._coordinator.num_skipped
             client = self._coordinator.shards.clients[0]
             return client.status(self.options.times.lost_after_s)["counts"]["skipped"]
 
@@ -222,7 +249,7 @@ class PsJob:
         layout = make_layout(
             steps, num_ps=len(servers.ps), partitioner=options.partitioner, placement=options.placement
         )
-        keepings = [keeping_of(layout, shard, options.rules) for shard in layout.shards]
+        keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
         coordinator = self._connected(addresses, keepings)
         clients = coordinator.shards.clients
@@ -247,7 +274,13 @@ class PsJob:
             clients,
             addresses=addresses,
             times=self.options.times,
+            rounds=self._rounds(),
         )
+
+    def _rounds(self) -> Rounds | None:
+        if not self.options.is_sync:
+            return None
+        return Rounds(size=self.gradients_per_update, spare=self.options.backup_workers)
 
     def _program(self, layout: Layout, shard: ShardLayout, step: int) -> bytes:
         """What a server does for a step, packed; empty if the step changes nothing."""

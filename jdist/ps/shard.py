@@ -241,20 +241,20 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
 def _commit(shard: Shard, message: Commit) -> tuple[Shard, list[Command]]:
     todo = tuple(c for c in message.closures if c >= shard.settled and c not in shard.applied)
     if any(c not in shard.staged for c in todo) or (message.as_one and 0 < len(todo) < len(message.closures)):
-        return shard, [_refuse(shard, message, "unknown")]
+        return shard, [*_unwanted(message), _refuse(shard, message, "unknown")]
     commands: list[Command] = []
     for closures in [todo] if message.as_one and todo else [(c,) for c in todo]:
-        shard, applied = _apply(shard, closures)
+        shard, applied = _apply(shard, closures, message.scalars)
         commands += applied
-    return _done(shard, message, before=commands)
+    return _done(shard, message, before=[*commands, *_unwanted(message)])
 
 
-def _apply(shard: Shard, closures: tuple[int, ...]) -> tuple[Shard, list[Command]]:
+def _apply(shard: Shard, closures: tuple[int, ...], scalars: Ref | None = None) -> tuple[Shard, list[Command]]:
     """One update by what is staged of these closures; none where all of it is left out."""
     entries = [shard.staged[c] for c in closures]
     gradients = tuple((entry.gradients, entry.weight) for entry in entries if entry.gradients is not None)
     version, counts = shard.version + bool(gradients), shard.counts
-    commands: list[Command] = [Apply(gradients=gradients, version=version)] if gradients else []
+    commands: list[Command] = [Apply(gradients=gradients, version=version, scalars=scalars)] if gradients else []
     commands += _forget(*(ref for ref, _ in gradients))
     done = {c: Applied(worker=shard.staged[c].worker, result=shard.staged[c].result) for c in closures}
     shard = dataclasses.replace(
@@ -271,7 +271,8 @@ def _drop(shard: Shard, message: Drop) -> tuple[Shard, list[Command]]:
     dropped = {
         c: entry
         for c, entry in shard.staged.items()
-        if c in message.closures and entry.worker == message.of and entry.epoch < message.below
+        if c in message.closures
+        and (message.of is None or (entry.worker == message.of and entry.epoch < message.below))
     }
     kept = {c: entry for c, entry in shard.staged.items() if c not in dropped}
     refs = [ref for entry in dropped.values() for ref in (entry.gradients, entry.result)]
@@ -342,7 +343,9 @@ def _refuse(shard: Shard, message: Message, reason: Reason) -> Reply:
 
 
 def _unwanted(message: Message) -> list[Command]:
-    """Forgets the arrays that came with a message which is not taken."""
+    """Forgets the arrays that came with a message which is not taken, or is through."""
+    if isinstance(message, Commit):
+        return _forget(message.scalars)
     return _forget(message.gradients, message.result) if isinstance(message, Push) else []
 
 

@@ -14,8 +14,9 @@ from jdist.data.padding import real_rows
 from jdist.errors import StepError
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
-from jdist.ps.remote_value import Pending, RemoteValue, stacked
+from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.running import PsJob, Traced
+from jdist.ps.sync_program import Combined, SyncParts
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step
@@ -53,19 +54,9 @@ class PsStep:
         state, k = self.adopt(state), self.options.steps_per_call
         check_arrays(batches, "the batch")
         each = [batches] if k == 1 else [jax.tree.map(lambda x, i=i: np.asarray(x)[i], batches) for i in range(k)]
-        found: list[Any] = []
-        pending: list[Pending] = []
-        for one in each:
-            arguments, treedef = jax.tree.flatten((one, others))
-            found = [*self._trace(call, state, one, others, treedef)]
-            pending.append(self._job.schedule(state, found[0], arguments))
-        traced, told = found
-        values = [
-            RemoteValue(pending, i, struct=traced.outputs[i])
-            if k == 1
-            else stacked([RemoteValue([p], i) for p in pending])
-            for i in range(traced.parts.outputs_treedef.num_leaves)
-        ]
+        traced, told = self._trace(call, state, each[0], others)
+        calls = [_values(traced, self._job.schedule(state, traced, jax.tree.leaves((one, others)))) for one in each]
+        values = calls[0] if k == 1 else [stacked(same) for same in zip(*calls, strict=True)]
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
         if "state" in told.returns:
             self.last_state = state
@@ -109,25 +100,45 @@ class PsStep:
             "under `jdist.one_device()`: a worker's program is that step's without the update."
         )
 
-    def _trace(
-        self, call: Call, state: RemoteState, batches: PyTree, others: PyTree, treedef: Any
-    ) -> tuple[Traced, results.Traced]:
-        shapes = tuple((np.shape(x), jax.dtypes.result_type(x)) for x in jax.tree.leaves((batches, others)))
+    def _trace(self, call: Call, state: RemoteState, batches: PyTree, others: PyTree) -> tuple[Traced, results.Traced]:
+        leaves, treedef = jax.tree.flatten((batches, others))
+        shapes = tuple((np.shape(x), jax.dtypes.result_type(x)) for x in leaves)
         key = (call, state.signature, treedef, shapes)
         if key not in self._traced:
             told = results.Traced()
             spec = ProgramSpec(self._step, self._on_worker, self.options, call, told, Watched(), self.__name__)
-            parts = take_apart(spec, state.shapes, batches, others)
             arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-            inputs = [parts.update.shapes[i] for i in parts.read]
-            worker = functools.partial(_worker, parts, treedef)
-            made = jax.eval_shape(worker, [*inputs, *arguments])
-            outputs = made[len(made) - parts.outputs_treedef.num_leaves :]
-            self._traced[key] = Traced(parts, worker, arguments, outputs, spec.policy), told
+            parts, n = take_apart(spec, state.shapes, batches, others), self._job.gradients_per_update
+            if self._job.options.is_sync and parts.update.reads:
+                parts = take_apart(spec, state.shapes, batches, others, closures=n)
+                sync = SyncParts(parts, n, treedef, arguments, len(jax.tree.leaves(batches)))
+                made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
+            else:
+                worker = functools.partial(_worker, parts, treedef)
+                inputs = [parts.update.shapes[i] for i in parts.read]
+                returned = jax.eval_shape(worker, [*inputs, *arguments])
+                outputs = returned[len(returned) - parts.outputs_treedef.num_leaves :]
+                made = Traced(parts, worker, arguments, outputs, spec.policy)
+            self._traced[key] = made, told
         return self._traced[key]
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _values(traced: Traced, pending: Sequence[Pending]) -> list[RemoteValue]:
+    """What a call returns, leaf by leaf."""
+    count = traced.parts.outputs_treedef.num_leaves
+    if traced.sync is None:
+        return [RemoteValue(pending, leaf(i), struct=traced.outputs[i]) for i in range(count)]
+    sync, combined = traced.sync, list[Combined]()
+
+    def read(i: int, found: list[list[Any]]) -> Any:
+        if not combined:  # by whom it is asked for first, for all
+            combined.append(sync.combine(found))
+        return combined[0].outputs[i]
+
+    return [RemoteValue(pending, functools.partial(read, i)) for i in range(count)]
 
 
 def _worker(parts: StepParts, treedef: Any, values: Sequence[Any]) -> list[Any]:

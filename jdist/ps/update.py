@@ -67,6 +67,13 @@ class Update:
         closed = self._sorted.closed
         return str(closed.jaxpr), tuple(np.asarray(x).tobytes() for x in closed.consts)
 
+    @property
+    def read_by_scalars(self) -> tuple[int, ...]:
+        """The pushed arrays that `worker_scalars` and `late` read."""
+        found = self._sorted
+        _, reads = dataflow.needed(found.closed, [*found.scalars, *found.late], set(found.pushed))
+        return tuple(i for i, v in enumerate(found.pushed) if v in reads)
+
     def worker_scalars(self, pushed: Sequence[Any]) -> list[Any]:
         """The scalars, from what a worker computed; traced on the worker, behind the gradient part."""
         found = self._sorted

@@ -128,7 +128,8 @@ class WorkerServer:
         """Computes closures, one after the other.
 
         Returns:
-            For each an outcome: "done", "void" with an error's text, or "abandoned"; and the outputs of those that are done.
+            For each an outcome: "done", "staged", "void" with an error's text, or "abandoned"; and the outputs of the first
+            two.
         """
         numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]
         if any(type(n) is not int for n in numbers):
@@ -146,10 +147,11 @@ class WorkerServer:
                 try:
                     if self._epoch > epoch:
                         raise Abandoned
-                    results, error = installed.compute(who, closure, arguments)
+                    computed = installed.compute(who, closure, arguments)
                 except (Abandoned, ShardLostError):
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue
-                outcomes.append({"closure": closure, "outcome": "void" if error else "done", "error": error})
-                outputs += results
+                how = "void" if computed.error else "staged" if installed.function.stages_only else "done"
+                outcomes.append({"closure": closure, "outcome": how, "error": computed.error, "base": computed.base})
+                outputs += computed.outputs
         return {"outcomes": outcomes}, outputs

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jdist.cluster.spec import ClusterSpec
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
+from jdist.near import did_you_mean
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.link import Times
 from jdist.ps.local import LocalCluster
@@ -34,6 +36,7 @@ from jdist.transforms.feed import settle
 from jdist.transforms.options import StepOptions
 
 PyTree = Any
+Mode = Literal["async", "sync"]
 
 
 def parameter_server(
@@ -46,6 +49,8 @@ def parameter_server(
     start_timeout_s: float = 300.0,
     partitioner: Partitioner | None = None,
     placement: Placement = "round_robin",
+    mode: Mode = "async",
+    backup_workers: int = 0,
     max_staleness: int | None = None,
     on_stale: OnStale = "refuse",
 ) -> Strategy:
@@ -63,6 +68,11 @@ def parameter_server(
         start_timeout_s: how long to wait for a cluster's servers.
         partitioner: into how many pieces a leaf is cut; None: `jdist.ps.min_size(256 << 10)`.
         placement: which server gets the next piece: "round_robin", or "bytes", the one that has least.
+        mode: "async", where each gradient is an update; or "sync", where the mean of one gradient of each worker is: a call's
+            batch is cut into as many parts.
+        backup_workers: in synchronous mode, how many of the workers are to spare: so many fewer gradients make an update, and
+            those that come last are computed again, for a later one (Chen et al. 2016, "Revisiting Distributed
+            Synchronous SGD").
         max_staleness: updates that may lie between the pull and the push of a gradient; None: any number.
         on_stale: beyond that, "refuse" it, so that it is computed again, or "down_weight" it.
 
@@ -98,10 +108,34 @@ def parameter_server(
         check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
+    _check_mode(mode, backup_workers, max_staleness)
     # Workers do not push what is refused.
     rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
-    options = PsOptions(partitioner=partitioner or min_size(), placement=placement, rules=rules, times=Times())
+    is_sync = mode == "sync"
+    if is_sync:
+        rules = dataclasses.replace(rules, max_staleness=0)
+    options = PsOptions(
+        partitioner=partitioner or min_size(),
+        placement=placement,
+        rules=rules,
+        times=Times(),
+        is_sync=is_sync,
+        backup_workers=backup_workers,
+    )
     return _strategy(PsJob(start, options))
+
+
+def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None) -> None:
+    if mode not in get_args(Mode):
+        raise StrategyError(f"`mode` is {mode!r}; allowed are 'async' and 'sync'.{did_you_mean(mode, get_args(Mode))}")
+    if not isinstance(backup_workers, int) or isinstance(backup_workers, bool) or backup_workers < 0:
+        raise StrategyError(f"`backup_workers` is {backup_workers!r}; it must be a whole number, 0 or more.")
+    if mode == "async" and backup_workers:
+        raise StrategyError(
+            '`backup_workers` is for `mode="sync"`: in asynchronous mode nobody waits for the last worker.'
+        )
+    if mode == "sync" and max_staleness is not None:
+        raise StrategyError('`max_staleness` is for asynchronous mode: with `mode="sync"` no gradient is stale.')
 
 
 def _local_servers(workers: int, ps: int) -> Servers:
@@ -132,7 +166,7 @@ def _strategy(job: PsJob) -> Strategy:
         chosen = settle(options["options"], options["prefetch"])
         return distributed_dataset(
             source,
-            num_replicas=1,
+            num_replicas=job.gradients_per_update,
             place=None,
             partial=options["partial"],
             with_mask=options["with_mask"],

@@ -133,14 +133,18 @@ class _Traced:
     def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any]):
         self._fn, self._treedef = fn, treedef
         self._arguments = [jax.ShapeDtypeStruct((), np.int32), *(jax.ShapeDtypeStruct(s, d) for s, d in shapes)]
-        outputs = jax.eval_shape(self._call, self._arguments)
+        outputs = jax.eval_shape(self._checked, self._arguments)
         self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
-        check_arrays(outputs, f"the result of {getattr(fn, '__name__', 'the function')}")
 
     def made(self) -> tuple[Function, bytes]:
         """What workers are sent."""
         function = Function(arguments=described(self._arguments[1:]), outputs=described(self.outputs), takes_index=True)
         return function, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
+
+    def _checked(self, values: list[Any]) -> PyTree:
+        outputs = self._call(values)
+        check_arrays(outputs, f"the result of {getattr(self._fn, '__name__', 'the function')}")
+        return outputs
 
     def _call(self, values: list[Any]) -> PyTree:
         args, kwargs = jax.tree.unflatten(self._treedef, values[1:])

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.errors import StrategyError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import Function, function_of, keeping_of
@@ -59,6 +58,7 @@ class PsOptions:
     rules: Rules
     times: Times
     is_sync: bool = False
+    gradients_per_update: int = 1
     backup_workers: int = 0
 
 
@@ -121,18 +121,6 @@ class PsJob:
         """The coordinator of the running state."""
         assert self._coordinator is not None  # asked for once a step was scheduled
         return self._coordinator
-
-    @property
-    def gradients_per_update(self) -> int:
-        """How many workers' gradients become one update."""
-        if not self.options.is_sync:
-            return 1
-        workers, spare = len(self.servers.workers), self.options.backup_workers
-        if spare >= workers:
-            raise StrategyError(
-                f"`backup_workers` is {spare}, and there are {workers} workers; at least one must be left."
-            )
-        return workers - spare
 
     def schedule(self, state: RemoteState, traced: Traced, arguments: Sequence[Any]) -> list[Pending]:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
@@ -280,7 +268,7 @@ class PsJob:
     def _rounds(self) -> Rounds | None:
         if not self.options.is_sync:
             return None
-        return Rounds(size=self.gradients_per_update, spare=self.options.backup_workers)
+        return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
 
     def _program(self, layout: Layout, shard: ShardLayout, step: int) -> bytes:
         """What a server does for a step, packed; empty if the step changes nothing."""

@@ -23,7 +23,7 @@ from jdist.transforms.calls import Call, Signature, Step
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.trees import check_arrays, check_not_traced
+from jdist.transforms.trees import check_arrays, check_batch, check_not_traced
 
 PyTree = Any
 
@@ -108,8 +108,10 @@ class PsStep:
             told = results.Traced()
             spec = ProgramSpec(self._step, self._on_worker, self.options, call, told, Watched(), self.__name__)
             arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-            parts, n = take_apart(spec, state.shapes, batches, others), self._job.gradients_per_update
+            self._check_rows(batches, 1)
+            parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
             if self._job.options.is_sync and parts.update.reads:
+                self._check_rows(batches, n)
                 parts = take_apart(spec, state.shapes, batches, others, closures=n)
                 sync = SyncParts(parts, n, treedef, arguments, len(jax.tree.leaves(batches)))
                 made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
@@ -121,6 +123,12 @@ class PsStep:
                 made = Traced(parts, worker, arguments, outputs, spec.policy)
             self._traced[key] = made, told
         return self._traced[key]
+
+    def _check_rows(self, batches: PyTree, workers: int) -> None:
+        k = self.options.accumulate
+        explanation = f"{workers} workers' gradients in an update" if workers > 1 else "one worker"
+        batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
+        check_batch(batches, parts=workers * k, explanation=explanation + f" x accumulate={k}" * (k > 1))
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist import dataflow
-from jdist.errors import BatchError, BoundaryError
+from jdist.errors import BoundaryError
 from jdist.ps.program import StepParts
 from jdist.transforms.results import LOCAL, METRIC, ROWS
 
@@ -55,14 +55,6 @@ class SyncParts:
         self.parts, self._n, self._treedef, self._num_rows = parts, closures, treedef, num_batch_leaves
         self._accumulate = parts.spec.options.accumulate
         self._plan, self._found = parts.traced.plan, parts.traced
-        k = closures * self._accumulate
-        for x in arguments[:num_batch_leaves]:
-            if not x.shape or x.shape[0] % k:
-                raise BatchError(
-                    f"the global batch has a leaf of shape {x.shape}; its rows are to be cut into {k} parts: {closures} "
-                    f"gradients make a synchronous update, and `accumulate` is {self._accumulate}. Take a multiple of {k} "
-                    "rows, or `strategy.distribute_dataset`, which fills the last batch up."
-                )
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         self._counts = jax.jit(self._count_function(structs))
         counts = jax.eval_shape(self._counts, structs)

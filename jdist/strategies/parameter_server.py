@@ -108,7 +108,8 @@ def parameter_server(
         check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
-    _check_mode(mode, backup_workers, max_staleness)
+    workers = (local_workers or 2) if spec is None else len(spec.jobs["worker"])
+    _check_mode(mode, backup_workers, max_staleness, workers)
     # Workers do not push what is refused.
     rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
     is_sync = mode == "sync"
@@ -120,12 +121,13 @@ def parameter_server(
         rules=rules,
         times=Times(),
         is_sync=is_sync,
+        gradients_per_update=workers - backup_workers if is_sync else 1,
         backup_workers=backup_workers,
     )
     return _strategy(PsJob(start, options))
 
 
-def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None) -> None:
+def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None, workers: int) -> None:
     if mode not in get_args(Mode):
         raise StrategyError(f"`mode` is {mode!r}; allowed are 'async' and 'sync'.{did_you_mean(mode, get_args(Mode))}")
     if not isinstance(backup_workers, int) or isinstance(backup_workers, bool) or backup_workers < 0:
@@ -133,6 +135,10 @@ def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None) -> No
     if mode == "async" and backup_workers:
         raise StrategyError(
             '`backup_workers` is for `mode="sync"`: in asynchronous mode nobody waits for the last worker.'
+        )
+    if backup_workers >= workers:
+        raise StrategyError(
+            f"`backup_workers` is {backup_workers}, and there are {workers} workers; at least one must be left."
         )
     if mode == "sync" and max_staleness is not None:
         raise StrategyError('`max_staleness` is for asynchronous mode: with `mode="sync"` no gradient is stale.')
@@ -166,7 +172,7 @@ def _strategy(job: PsJob) -> Strategy:
         chosen = settle(options["options"], options["prefetch"])
         return distributed_dataset(
             source,
-            num_replicas=job.gradients_per_update,
+            num_replicas=job.options.gradients_per_update,
             place=None,
             partial=options["partial"],
             with_mask=options["with_mask"],

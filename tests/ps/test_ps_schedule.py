@@ -1,0 +1,105 @@
+"""Functions scheduled by hand: `strategy.coordinator`."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.errors import ArtifactError, ClosureCancelledError, StepError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ps_program import BATCH, create, train_step
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    made = jdist.parameter_server(local_workers=2, local_ps=1)
+    yield made
+    made.coordinator.close()
+
+
+def add(x, y):
+    return {"sum": x + y}
+
+
+def square(x):
+    return x**2
+
+
+def test_results_come_as_the_tree_that_the_function_returns(strategy):
+    coordinator = strategy.coordinator
+    found = [coordinator.schedule(add, args=(np.float32(i),), kwargs={"y": np.ones(2, np.float32)}) for i in range(20)]
+    coordinator.join(60)
+    assert coordinator.done
+    fetched = coordinator.fetch(found)
+    assert [x["sum"].tolist() for x in fetched] == [[i + 1.0] * 2 for i in range(20)]
+    assert (found[0]["sum"].done, found[0]["sum"].error) == (True, None)
+    assert coordinator.num_workers == 2
+
+
+def test_a_result_is_an_argument_before_it_is_there(strategy):
+    value = strategy.coordinator.schedule(square, (np.float32(2),))
+    for _ in range(3):
+        value = strategy.coordinator.schedule(square, (value,))
+    assert float(value) == 2.0**16
+
+
+def test_each_call_knows_its_worker(strategy):
+    def who(x):
+        return x + jdist.ps.worker_index()
+
+    found = [strategy.coordinator.schedule(who, (np.int32(10),)) for _ in range(40)]
+    assert {int(x) for x in found} == {10, 11}
+    with pytest.raises(StepError, match="known only in a function"):
+        jdist.ps.worker_index()
+
+
+def test_beside_the_steps_of_a_state(strategy):
+    step, state = jdist.distribute(train_step, strategy), strategy.init(lambda: create(optax.sgd(0.1)))
+    values = []
+    for i in range(10):
+        state, _ = step(state, BATCH)
+        values.append(strategy.coordinator.schedule(square, (np.float32(i),)))
+    assert [float(x) for x in values] == [i**2 for i in range(10)]
+    assert int(strategy.fetch(state).step) == 10
+    assert float(strategy.coordinator.schedule(square, (np.float32(2),))) == 4
+
+
+def test_what_is_asked_wrongly(strategy):
+    coordinator = strategy.coordinator
+    with pytest.raises(StepError, match="the arguments"):
+        coordinator.schedule(square, ("text",))
+    with pytest.raises(StepError, match="the result of"):
+        coordinator.schedule(lambda x: "text", (np.float32(1),))
+
+    def prints(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(ArtifactError, match="calls the host"):
+        coordinator.schedule(prints, (np.float32(1),))
+    assert jdist.mirrored().coordinator is None
+    coordinator.schedule(lambda x: jnp.linalg.eigvalsh(x), (np.eye(400, dtype=np.float32),))
+    with pytest.raises(TimeoutError, match="closures are not done after"):
+        coordinator.join(0.0)
+    coordinator.join(60)
+
+
+def test_what_waits_for_a_failed_one_is_cancelled(strategy):
+    from jdist.errors import ClosureError
+
+    bad = {**BATCH, "x": np.full_like(BATCH["x"], np.nan)}
+    step, state = jdist.distribute(train_step, strategy), strategy.init(lambda: create(optax.sgd(0.1)))
+    _, metrics = step(state, bad)
+    waits = strategy.coordinator.schedule(square, (metrics["loss"],))
+    with pytest.raises(ClosureError, match="NaN or infinite"):
+        strategy.coordinator.join(60)
+    with pytest.raises(ClosureCancelledError):
+        waits.result(10)
+    assert waits.is_cancelled
+    assert float(strategy.coordinator.schedule(square, (np.float32(2),))) == 4

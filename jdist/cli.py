@@ -234,6 +234,7 @@ def serve(
     tls_ca: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     health_address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
     allow_custom_call: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
+    script: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     insecure: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
     with_parent: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")] = False,
 ) -> int:
@@ -262,6 +263,7 @@ def serve(
         tls_ca: certificates of the authority that signed all others', PEM; else JDIST_TLS_CA.
         health_address: answer probes here, too: without TLS, and nothing else.
         allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
+        script: the program, of which a worker may be asked to make datasets by functions that are defined in it.
         insecure: listen beyond loopback without TLS or token.
         with_parent: end when standard input is closed, too.
     """
@@ -277,6 +279,7 @@ def serve(
         security=security,
         grace_s=grace_s,
         allow=allow_custom_call,
+        script=script,
         with_parent=with_parent,
         insecure=insecure,
         health_address=health_address,

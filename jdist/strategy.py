@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jdist.data.input_options import InputOptions
     from jdist.data.source import RandomAccessSource
     from jdist.ps.cluster_coordinator import ClusterCoordinator
+    from jdist.ps.datasets import WorkerDataset
 
 PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -47,7 +48,9 @@ class Operations:
     check: Callable[[Strategy, PyTree], None]
     run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
     distribute_dataset: Callable[[Strategy, Iterable[PyTree], dict[str, Any]], DistributedDataset]
-    distribute_datasets_from_function: Callable[[Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset]
+    distribute_datasets_from_function: Callable[
+        [Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset | WorkerDataset
+    ]
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
 
 
@@ -299,7 +302,7 @@ class Strategy:
         partial: Literal["pad", "drop", "error"] = "pad",
         with_mask: bool = False,
         steps_per_call: int = 1,
-    ) -> DistributedDataset:
+    ) -> DistributedDataset | WorkerDataset:
         """Feeds the replicas from datasets that a function makes, batched for one replica.
 
         The function is called at once, once for each process, with its place among all input pipelines; each step
@@ -307,6 +310,9 @@ class Strategy:
         With `InputOptions(replication="per_replica")` it is called once for each replica, which takes its own
         dataset's next batch. Padding is always at the end of the joined global batch: where a batch is short, the
         rows behind it move up.
+
+        Under a parameter server it runs on the workers, each of which has to find it: see
+        `strategy.coordinator.create_per_worker_dataset`.
 
         Args:
             fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.

@@ -105,6 +105,14 @@ class DistributedDataset:
         self._end_active("the dataset was restored to another position")
         self._position, self._finished = position, False
 
+    def go_to(self, step: int) -> None:
+        """Goes to a step of the pass, from 0; as `restore`.
+
+        Raises:
+            DatasetError: the source is a plain iterable.
+        """
+        self.restore(write_state(self._resumable(), step))
+
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""
         self._end_active(None)

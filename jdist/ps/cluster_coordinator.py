@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jdist.errors import StepError
 from jdist.ps.artifact import pack
+from jdist.ps.datasets import WorkerDataset, spread
 from jdist.ps.job import Function, described
 from jdist.ps.remote_value import RemoteValue, leaf
 from jdist.ps.running import PsJob
@@ -61,7 +62,8 @@ class ClusterCoordinator:
         Args:
             fn: a pure function of trees of arrays, returning one. It is traced here, once for each form of its arguments, and
                 compiled once on each worker; pass the same function object again rather than a new lambda.
-            args: its arguments; in the place of an array there may be a `RemoteValue`, also one that is still to come.
+            args: its arguments; in the place of an array there may be a `RemoteValue`, also one that is still to come, and in
+                the place of a tree one batch of a `create_per_worker_dataset`, which the worker then reads.
             kwargs: its keyword arguments.
 
         Returns:
@@ -73,17 +75,45 @@ class ClusterCoordinator:
             StepError: an argument or a result is no array.
             ArtifactError: the function calls the host (a print, a callback), which cannot be sent to workers.
         """
-        leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs or {})))
+        leaves, treedef, place, reads = spread((tuple(args), dict(kwargs or {})))
         leaves = [x.result() if isinstance(x, RemoteValue) and x.struct is None else x for x in leaves]
-        check_arrays([x for x in leaves if not isinstance(x, RemoteValue)], "the arguments")
+        start, count = place or (0, 0)
+        sent = [*leaves[:start], *leaves[start + count :]]
+        check_arrays([x for x in sent if not isinstance(x, RemoteValue)], "the arguments")
         shapes = tuple(_shape(x) for x in leaves)
-        key = fn, treedef, shapes
+        key = fn, treedef, shapes, place
         if key not in self._traced:
-            self._traced[key] = _Traced(fn, treedef, shapes)
+            self._traced[key] = _Traced(fn, treedef, shapes, place)
         traced = self._traced[key]
-        pending = self._job.schedule_function(traced, traced.made, leaves)
+        pending = self._job.schedule_function(traced, traced.made, sent, reads)
         values = [RemoteValue([pending], leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
         return jax.tree.unflatten(traced.outputs_treedef, values)
+
+    def create_per_worker_dataset(
+        self,
+        fn: Callable[..., Any] | str,
+        *,
+        partial: Literal["pad", "drop", "error"] = "pad",
+        with_mask: bool = False,
+        prefetch: int = 2,
+    ) -> WorkerDataset:
+        """A dataset of which each worker reads its own share.
+
+        Args:
+            fn: from a `jdist.InputContext` to a source of batches; called on each worker, which has to find it: a function at
+                the top of a module, its name "package.module:function", or a function of the script that workers were
+                started with (`jdist serve --script`; workers of this machine have it).
+            partial: what to do with a batch that is shorter than the first, as for `strategy.distribute_dataset`.
+            with_mask: as there.
+            prefetch: batches that a worker makes ahead.
+
+        Returns:
+            An iterable of batches, each of which goes into a call of `schedule` or of a step.
+
+        Raises:
+            DatasetError: workers cannot find `fn`, or it failed there.
+        """
+        return self._job.dataset(fn, {"partial": partial, "with_mask": with_mask, "prefetch": prefetch})
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was scheduled is done.
@@ -130,15 +160,22 @@ class ClusterCoordinator:
 class _Traced:
     """A function for arguments of one form."""
 
-    def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any]):
-        self._fn, self._treedef = fn, treedef
+    def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any], place: tuple[int, int] | None):
+        self._fn, self._treedef, self._place = fn, treedef, place
         self._arguments = [jax.ShapeDtypeStruct((), np.int32), *(jax.ShapeDtypeStruct(s, d) for s, d in shapes)]
         outputs = jax.eval_shape(self._checked, self._arguments)
         self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
 
     def made(self) -> tuple[Function, bytes]:
         """What workers are sent."""
-        function = Function(arguments=described(self._arguments[1:]), outputs=described(self.outputs), takes_index=True)
+        start, count = self._place or (0, 0)
+        arguments = self._arguments[1:]
+        function = Function(
+            arguments=described([*arguments[:start], *arguments[start + count :]]),
+            outputs=described(self.outputs),
+            batch=self._place,
+            takes_index=True,
+        )
         return function, pack(lambda values: jax.tree.leaves(self._call(values)), self._arguments)
 
     def _checked(self, values: list[Any]) -> PyTree:

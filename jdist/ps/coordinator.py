@@ -17,6 +17,7 @@ import numpy as np
 
 from jdist.errors import ClosureCancelledError, ClosureError, JDistError, NoWorkersError, ShardLostError
 from jdist.ps import dispatch as machine
+from jdist.ps.datasets import DatasetPass
 from jdist.ps.dispatch import Dispatch
 from jdist.ps.events import (
     Answered,
@@ -33,7 +34,7 @@ from jdist.ps.events import (
 )
 from jdist.ps.job import Function
 from jdist.ps.keeper import specs
-from jdist.ps.link import Batch, Times, WorkerLink
+from jdist.ps.link import Batch, BatchName, Times, WorkerLink
 from jdist.ps.messages import Commit, Held, Restore
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.rounds import Rounds
@@ -67,6 +68,8 @@ class _Closure:
     function: int
     arguments: list[np.ndarray]
     pending: Pending
+    reads: DatasetPass | None = None
+    batch: BatchName | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -209,13 +212,14 @@ class Coordinator:
             self.handle(Scheduled(count=len(pending)))
         return pending
 
-    def schedule(self, function: int, arguments: Sequence[Any]) -> Pending:
+    def schedule(self, function: int, arguments: Sequence[Any], reads: DatasetPass | None = None) -> Pending:
         """Puts a closure into the queue; waits while the queue is full.
 
         Args:
             function: the number that `add` returned.
             arguments: the arrays of its call, as `Function.arguments` describes them, cast to their dtypes; those that are a
                 `RemoteValue` are waited for behind the scenes.
+            reads: the dataset of which the worker reads a batch for it.
 
         Returns:
             Its results, when they are there.
@@ -230,7 +234,7 @@ class Coordinator:
         given = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
         when_all_arrived(
             [p for x in given if isinstance(x, RemoteValue) for p in x.pending],
-            lambda: self._put(function, given, pending),
+            lambda: self._put(function, given, pending, reads),
         )
         return pending
 
@@ -245,7 +249,15 @@ class Coordinator:
         if len(self._quarantined) == len(self._links):
             raise NoWorkersError(f"no worker is left: {'; '.join(self._quarantined.values())}")
 
-    def _put(self, function: int, arguments: list[Any], pending: Pending, *, tell: bool = True) -> None:
+    def _put(
+        self,
+        function: int,
+        arguments: list[Any],
+        pending: Pending,
+        reads: DatasetPass | None = None,
+        *,
+        tell: bool = True,
+    ) -> None:
         """Puts a closure whose arguments are there into the queue."""
         failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
         with self.lock:
@@ -265,7 +277,7 @@ class Coordinator:
                 pending.arrive([], ClosureError(problem))
                 self.lock.notify_all()
                 return
-            closure = _Closure(function, given, pending)
+            closure = _Closure(function, given, pending, reads)
             pending.number = self._next_number
             self._next_number += 1
             self._closures[pending.number] = closure
@@ -451,10 +463,25 @@ class Coordinator:
         answer, _ = channel.call("install", header, [found.program], timeout_s=self._times.install_s)
         return answer["name"]
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        """Closures out of these that are still wanted."""
+    def open_dataset(self, channel: Channel, dataset: int, pipeline: int) -> None:
+        """Makes a dataset known to a worker."""
+        with self.lock:
+            header = next(
+                closure.reads.dataset.header
+                for closure in self._closures.values()
+                if closure.reads is not None and closure.reads.dataset.number == dataset
+            )
+        answer, _ = channel.call("open", {**header, "pipeline": pipeline}, timeout_s=self._times.install_s)
+        if "error" in answer:
+            self.fail(ClosureError(f"a worker cannot open {header['name']}: {answer['error']}"))
+
+    def batch(self, numbers: Sequence[int], worker: int) -> Batch:
+        """Closures out of these that are still wanted; those that read a batch on the worker get the name of one."""
         with self.lock:
             wanted = [(c, self._closures[c]) for c in numbers if c in self._closures]
+            for _, closure in wanted:
+                if closure.reads is not None and closure.batch is None:
+                    closure.batch = closure.reads.take(worker)
             return Batch(
                 settled=self._dispatch.settled,
                 closures=[c for c, _ in wanted],
@@ -462,6 +489,7 @@ class Coordinator:
                 arguments=[x for _, closure in wanted for x in closure.arguments],
                 outputs=[self._functions[closure.function].outputs for _, closure in wanted],
                 updates=[self._functions[closure.function].function.updates for _, closure in wanted],
+                batches=[closure.batch for _, closure in wanted],
             )
 
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None:

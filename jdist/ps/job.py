@@ -55,6 +55,8 @@ class Function:
         view: which step's view of the shards it has; None for a function that has no part in the state.
         updates: whether it pushes.
         stages_only: whether what it pushes is committed by the coordinator (synchronous mode).
+        batch: which of its arguments are the leaves of a batch that the worker reads itself: the first one, and how many; they
+            are not among `arguments`.
         takes_index: whether its first argument is the worker's number, which no closure brings.
         num_pushed: how many arrays it pushes.
         num_scalars: how many scalars.
@@ -68,6 +70,7 @@ class Function:
     view: int | None = None
     updates: bool = False
     stages_only: bool = False
+    batch: tuple[int, int] | None = None
     takes_index: bool = False
     num_pushed: int = 0
     num_scalars: int = 0

@@ -17,6 +17,7 @@ from jdist.ps.events import Assign, Event, Lost, Registered, Reported
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import Spec
 
+BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
 WITH_OUTPUTS = ("done", "staged")
 _LOG = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Batch:
         arguments: the arrays of all, one after the other.
         outputs: what each returns.
         updates: whether each changes the state.
+        batches: the name of the batch that the worker reads for each; None for those that bring theirs.
     """
 
     settled: int
@@ -67,6 +69,7 @@ class Batch:
     arguments: list[np.ndarray]
     outputs: list[list[Spec]]
     updates: list[bool]
+    batches: list[BatchName | None]
 
     def returned(self, header: dict[str, Any]) -> list[Spec]:
         """The arrays that come with an answer: the outputs of what is done."""
@@ -85,7 +88,8 @@ class Hub(Protocol):
     def fail(self, error: ClosureError) -> None: ...
     def attach(self, channel: Channel) -> None: ...
     def install(self, channel: Channel, number: int) -> str: ...
-    def batch(self, numbers: Sequence[int]) -> Batch: ...
+    def open_dataset(self, channel: Channel, dataset: int, pipeline: int) -> None: ...
+    def batch(self, numbers: Sequence[int], worker: int) -> Batch: ...
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
@@ -178,7 +182,7 @@ class WorkerLink:
         return True
 
     def _serve(self, channel: Channel) -> None:
-        hub, lost, names = self._hub, threading.Event(), dict[int, str]()
+        hub, lost, names, opened = self._hub, threading.Event(), dict[int, str](), set[int]()
         pinging = threading.Thread(
             target=self._ping, args=(channel, lost), name=f"jdist-ping-{self.number}", daemon=True
         )
@@ -195,21 +199,33 @@ class WorkerLink:
                     self._assigned.clear()
                 newest = assigned[-1]  # those of an older history are no closures of this one
                 numbers = [c for a in assigned if a.generation == newest.generation for c in a.closures]
-                self._execute(channel, names, newest, numbers, lost)
+                self._execute(channel, names, opened, newest, numbers, lost)
         finally:
             lost.set()
             pinging.join(self._times.lost_after_s)
 
     def _execute(
-        self, channel: Channel, names: dict[int, str], newest: Assign, numbers: Sequence[int], lost: threading.Event
+        self,
+        channel: Channel,
+        names: dict[int, str],
+        opened: set[int],
+        newest: Assign,
+        numbers: Sequence[int],
+        lost: threading.Event,
     ) -> None:
         hub = self._hub
-        batch = hub.batch(numbers)
+        batch = hub.batch(numbers, self.number)
         for function in batch.functions:
             if function not in names:
                 names[function] = hub.install(channel, function)
+        for name in batch.batches:
+            if name is not None and name[0] not in opened:
+                hub.open_dataset(channel, name[0], name[2])
+                opened.add(name[0])
         said = {"epoch": newest.epoch, "generation": newest.generation}
-        closures = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
+        closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
+        if any(batch.batches):
+            closures["batches"] = [None if name is None else list(name) for name in batch.batches]
         answer, results = channel.call(
             "execute",
             {**said, **closures, "worker": self.number, "settled": batch.settled},

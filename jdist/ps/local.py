@@ -90,6 +90,9 @@ def _start(role: Role, grace_s: float, token: str, address: str = "127.0.0.1:0")
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         environ["JAX_PLATFORMS"] = "cpu"
     command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", address]
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if role == WORKER and script is not None:  # it is run there only if a dataset function of it is asked for
+        command += ["--script", os.path.abspath(script)]
     return subprocess.Popen(
         [*command, "--grace-s", str(grace_s), "--with-parent"],
         stdin=subprocess.PIPE,

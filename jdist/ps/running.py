@@ -13,6 +13,7 @@ import numpy as np
 
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
+from jdist.ps.datasets import DatasetPass, WorkerDataset, name_of_function
 from jdist.ps.job import Function, function_of, keeping_of
 from jdist.ps.keeper import Keeping
 from jdist.ps.layout import Layout, ShardLayout, make_layout
@@ -73,6 +74,7 @@ class Traced:
         outputs: shapes of what it returns.
         non_finite: what happens to gradients that are not finite.
         sync: how the closures of a call become one update, in synchronous mode.
+        batch: which of the arguments the worker reads itself: the first one, and how many.
     """
 
     parts: StepParts
@@ -81,6 +83,13 @@ class Traced:
     outputs: Sequence[Any]
     non_finite: NonFinite
     sync: SyncParts | None = None
+    batch: tuple[int, int] | None = None
+
+    @property
+    def sent(self) -> list[Any]:
+        """Shapes of the arguments that go with a closure."""
+        start, count = self.batch or (0, 0)
+        return [*self.arguments[:start], *self.arguments[start + count :]]
 
 
 class PsJob:
@@ -122,7 +131,9 @@ class PsJob:
         assert self._coordinator is not None  # asked for once a step was scheduled
         return self._coordinator
 
-    def schedule(self, state: RemoteState, traced: Traced, arguments: Sequence[Any]) -> list[Pending]:
+    def schedule(
+        self, state: RemoteState, traced: Traced, arguments: Sequence[Any], reads: DatasetPass | None = None
+    ) -> list[Pending]:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
         A step that reads waits for those that update, and the other way round: what it reads is the state after all steps
@@ -144,10 +155,14 @@ class PsJob:
             self._updating = updating
             if traced.sync is not None:
                 return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
-            return [self.coordinator.schedule(number, arguments)]
+            return [self.coordinator.schedule(number, arguments, reads)]
 
     def schedule_function(
-        self, key: Any, make: Callable[[], tuple[Function, bytes]], arguments: Sequence[Any]
+        self,
+        key: Any,
+        make: Callable[[], tuple[Function, bytes]],
+        arguments: Sequence[Any],
+        reads: DatasetPass | None = None,
     ) -> Pending:
         """Schedules a closure of a function that has no part in the state.
 
@@ -155,6 +170,7 @@ class PsJob:
             key: names the function.
             make: gives it, if it is not known yet.
             arguments: the closure's.
+            reads: the dataset of which the worker reads a batch for it.
 
         Returns:
             The closure's results, when they are there.
@@ -163,7 +179,13 @@ class PsJob:
             if self._coordinator is None:
                 self._coordinator = self._connected([], [])
                 self._coordinator.begin([], [])
-            return self._coordinator.schedule(self._number(key, make), arguments)
+            return self._coordinator.schedule(self._number(key, make), arguments, reads)
+
+    def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
+        """A dataset of which each worker reads its own share."""
+        servers = self.servers
+        connects = [functools.partial(servers.connect, address) for address in servers.workers]
+        return WorkerDataset(name_of_function(fn), options, connects, self.options.times.no_worker_timeout_s)
 
     def _number(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> int:
         if key not in self._functions:
@@ -174,9 +196,8 @@ class PsJob:
         assert self._layout is not None  # the state has been placed
         inputs = [self._layout.shapes[i] for i in traced.parts.read]
         is_sync = traced.sync is not None
-        function = function_of(
-            self._layout, step, traced.arguments, traced.outputs, traced.non_finite, stages_only=is_sync
-        )
+        function = function_of(self._layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
+        function = dataclasses.replace(function, batch=traced.batch)
         combine = None if traced.sync is None else traced.sync.combine
         return function, pack(traced.function, [*inputs, *traced.arguments]), combine
 

@@ -23,6 +23,7 @@ from jdist.ps.transport.seam import Header, Method, Methods
 Role = Literal["worker", "ps"]
 WORKER: Role = "worker"
 PS: Role = "ps"
+IS_SERVER = "JDIST_IS_SERVER"  # set in a worker's process, so that a script without a guard starts nothing in it
 READY = "jdist serve: {role} listens on {address}"
 _MOST_ADDRESSES = 4096
 _REACH_S = 5.0
@@ -105,6 +106,7 @@ def serve(
     with_parent: bool = False,
     insecure: bool = False,
     health_address: str | None = None,
+    script: str | None = None,
 ) -> int:
     """Serves until the coordinator says that it is over, or nobody has asked for anything for `grace_s`.
 
@@ -116,6 +118,7 @@ def serve(
         allow: custom calls that received functions may have.
         with_parent: end as well when standard input is closed, as it is when the parent process dies.
         insecure: listen beyond this machine although TLS or token is missing.
+        script: a worker's: the file in which dataset functions named "__main__:..." are looked up.
         health_address: where to answer probes a second time, without TLS, and nothing else.
 
     Returns:
@@ -139,7 +142,10 @@ def serve(
 
     keep_freed_memory()
     heard = LastHeard()
-    worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow) if role == WORKER else None
+    worker = None
+    if role == WORKER:
+        os.environ[IS_SERVER] = "1"
+        worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow, script=script)
     methods = Keeper(allow=allow).methods() if worker is None else {**worker.methods(), "reach": _reach(security)}
     with contextlib.ExitStack() as ends, _ended_by_sigterm():
         if worker is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import StepError
+from jdist.ps.datasets import DatasetPass, RemoteBatch, spread
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
@@ -26,6 +28,35 @@ from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.trees import check_arrays, check_batch, check_not_traced
 
 PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The arguments of a call that become a closure's.
+
+    Attributes:
+        shapes: of all of them.
+        treedef: of `(batches, others)`.
+        sent: the arrays that go with the closure.
+        place: which of the arguments the worker reads itself: the first one, and how many.
+        reads: from what it reads them.
+    """
+
+    shapes: list[Any]
+    treedef: Any
+    sent: list[Any]
+    place: tuple[int, int] | None
+    reads: DatasetPass | None
+
+    @classmethod
+    def of(cls, batches: PyTree, others: PyTree) -> Given:
+        """Sorts them."""
+        leaves, treedef, place, reads = spread((batches, others))
+        start, count = place or (0, 0)
+        sent = [*leaves[:start], *leaves[start + count :]]
+        check_arrays(jax.tree.unflatten(treedef, leaves)[0] if place is None else sent, "the batch")
+        shapes = [jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in leaves]
+        return cls(shapes, treedef, sent, place, reads)
 
 
 class PsStep:
@@ -52,10 +83,10 @@ class PsStep:
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_not_traced((state, batches, others))
         state, k = self.adopt(state), self.options.steps_per_call
-        check_arrays(batches, "the batch")
-        each = [batches] if k == 1 else [jax.tree.map(lambda x, i=i: np.asarray(x)[i], batches) for i in range(k)]
-        traced, told = self._trace(call, state, each[0], others)
-        calls = [_values(traced, self._job.schedule(state, traced, jax.tree.leaves((one, others)))) for one in each]
+        each = [batches] if k == 1 else [jax.tree.map(lambda x, i=i: _step_of(x, i), batches) for i in range(k)]
+        given = [Given.of(one, others) for one in each]
+        traced, told = self._trace(call, state, given[0])
+        calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
         values = calls[0] if k == 1 else [stacked(same) for same in zip(*calls, strict=True)]
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
         if "state" in told.returns:
@@ -100,17 +131,21 @@ class PsStep:
             "under `jdist.one_device()`: a worker's program is that step's without the update."
         )
 
-    def _trace(self, call: Call, state: RemoteState, batches: PyTree, others: PyTree) -> tuple[Traced, results.Traced]:
-        leaves, treedef = jax.tree.flatten((batches, others))
-        shapes = tuple((np.shape(x), jax.dtypes.result_type(x)) for x in leaves)
-        key = (call, state.signature, treedef, shapes)
+    def _trace(self, call: Call, state: RemoteState, given: Given) -> tuple[Traced, results.Traced]:
+        treedef, arguments = given.treedef, given.shapes
+        key = (call, state.signature, treedef, given.place, tuple((x.shape, x.dtype) for x in arguments))
         if key not in self._traced:
+            batches, others = jax.tree.unflatten(treedef, arguments)
             told = results.Traced()
             spec = ProgramSpec(self._step, self._on_worker, self.options, call, told, Watched(), self.__name__)
-            arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
             self._check_rows(batches, 1)
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
             if self._job.options.is_sync and parts.update.reads:
+                if given.reads is not None:
+                    raise StepError(
+                        "in synchronous mode the batch of an update is cut up among the workers, so it cannot be one that a "
+                        "worker reads. Feed it by `strategy.distribute_dataset`."
+                    )
                 self._check_rows(batches, n)
                 parts = take_apart(spec, state.shapes, batches, others, closures=n)
                 sync = SyncParts(parts, n, treedef, arguments, len(jax.tree.leaves(batches)))
@@ -120,7 +155,7 @@ class PsStep:
                 inputs = [parts.update.shapes[i] for i in parts.read]
                 returned = jax.eval_shape(worker, [*inputs, *arguments])
                 outputs = returned[len(returned) - parts.outputs_treedef.num_leaves :]
-                made = Traced(parts, worker, arguments, outputs, spec.policy)
+                made = Traced(parts, worker, arguments, outputs, spec.policy, batch=given.place)
             self._traced[key] = made, told
         return self._traced[key]
 
@@ -128,10 +163,20 @@ class PsStep:
         k = self.options.accumulate
         explanation = f"{workers} workers' gradients in an update" if workers > 1 else "one worker"
         batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
+        batches = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), batches)  # shapes alone count
         check_batch(batches, parts=workers * k, explanation=explanation + f" x accumulate={k}" * (k > 1))
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _step_of(x: Any, i: int) -> Any:
+    if isinstance(x, RemoteBatch):
+        raise StepError(
+            "`steps_per_call` is for batches that the program feeds. A call of a step whose batch a worker reads returns at "
+            "once anyway: leave it at 1."
+        )
+    return np.asarray(x)[i]
 
 
 def _values(traced: Traced, pending: Sequence[Pending]) -> list[RemoteValue]:

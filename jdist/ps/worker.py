@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jdist.ps.keeper import KEEPING, specs
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.seam import Channel, Header, Method
 from jdist.ps.wire import Spec, from_plain
+from jdist.ps.worker_data import WorkerData
 
 MOST_CLOSURES = 4096
 MOST_COMPILED = 64
@@ -36,6 +38,7 @@ class WorkerServer:
     Args:
         connect: from a server's address to a channel.
         allow: custom calls that a received function may have; see `artifact.unpack`.
+        script: the file in which names of dataset functions that begin with "__main__:" are looked up; see `WorkerData`.
         timeout_s: of one call to a server.
         give_up_s: how long a call to a server is repeated.
     """
@@ -45,6 +48,7 @@ class WorkerServer:
         connect: Callable[[str], Channel],
         *,
         allow: Sequence[str] = (),
+        script: str | None = None,
         timeout_s: float = 20.0,
         give_up_s: float = 60.0,
     ):
@@ -55,12 +59,14 @@ class WorkerServer:
         self._epoch = 0
         self._shards = Shards(Together([]))
         self._functions: dict[str, Installed] = {}
+        self._data = WorkerData(script)
         self._compiled: dict[str, Compiled] = {}
 
     def methods(self) -> dict[str, Method]:
         """What a transport serves."""
         return {
             "status": Method(lambda header, arrays: ({"incarnation": self.incarnation, "epoch": self._epoch}, [])),
+            **self._data.methods(),
             "attach": Method(self._attach),
             "install": Method(self._install, self._expects_of_install),
             "execute": Method(self._execute, self._expects_of_execute),
@@ -139,11 +145,20 @@ class WorkerServer:
         with self._lock:
             self._epoch = max(self._epoch, epoch)
             functions = [self._functions[name] for name in header["functions"]]
+        batches = header.get("batches") or [None] * len(closures)
+        if not isinstance(batches, list) or len(batches) != len(closures):
+            raise WireError("not a batch for each closure")
         outcomes, outputs = [], []
         given = iter(arrays)
         with self._running:  # what an earlier incarnation of the coordinator asked for ends first
-            for closure, installed in zip(closures, functions, strict=True):
+            for closure, installed, batch in zip(closures, functions, batches, strict=True):
                 arguments = list(itertools.islice(given, len(installed.function.arguments)))
+                if (read := installed.function.batch) is not None:
+                    try:
+                        arguments[read[0] : read[0]] = self._data.batch(batch)
+                    except Exception:  # noqa: BLE001  # whatever a user's dataset raises
+                        outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
+                        continue
                 try:
                     if self._epoch > epoch:
                         raise Abandoned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
@@ -17,12 +18,14 @@ from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
 from jdist.near import did_you_mean
 from jdist.ps.cluster_coordinator import ClusterCoordinator
+from jdist.ps.datasets import WorkerDataset
 from jdist.ps.link import Times
 from jdist.ps.local import LocalCluster
 from jdist.ps.partition import Partitioner, Placement, min_size
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.running import PsJob, PsOptions, Servers
 from jdist.ps.security import Security
+from jdist.ps.serve import IS_SERVER
 from jdist.ps.servers import check_place, cluster_of_environment, connected
 from jdist.ps.shard import OnStale, Rules
 from jdist.ps.step import PsStep
@@ -87,6 +90,11 @@ def parameter_server(
         ClusterTimeoutError: not all servers came in time.
         LaunchError: a process of this machine did not come up.
     """
+    if os.environ.get(IS_SERVER):
+        raise StrategyError(
+            "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
+            'under `if __name__ == "__main__":`.'
+        )
     for name, number in (("local_workers", local_workers), ("local_ps", local_ps)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
@@ -180,8 +188,20 @@ def _strategy(job: PsJob) -> Strategy:
             prefetch=chosen.prefetch,
         )
 
-    def refused(*_: Any) -> Any:
-        raise StrategyError("this is not there under `jdist.parameter_server` yet.")
+    def feed_on_workers(strategy: Strategy, fn: Callable[..., Any], options: dict[str, Any]) -> WorkerDataset:
+        chosen = settle(options["options"], None)
+        if options["steps_per_call"] != 1:
+            raise StrategyError(
+                "`steps_per_call` is for batches that the program feeds; a call of a step returns at once. Leave it at 1."
+            )
+        given = {"partial": options["partial"], "with_mask": options["with_mask"], "prefetch": chosen.prefetch}
+        return job.dataset(fn, given)
+
+    def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
+        raise StrategyError(
+            "under a parameter server there are no replicas that run the same function at the same time, so there is no "
+            "`strategy.run`. `strategy.coordinator.schedule(fn, args)` runs it on one worker."
+        )
 
     def distribute(strategy: Strategy, step: Callable[..., Any], options: StepOptions) -> PsStep:
         return PsStep(strategy, on_worker, job, step, options)
@@ -194,9 +214,9 @@ def _strategy(job: PsJob) -> Strategy:
             init=init,
             fetch=fetch,
             check=check,
-            run=refused,
+            run=run,
             distribute_dataset=feed,
-            distribute_datasets_from_function=refused,
+            distribute_datasets_from_function=feed_on_workers,
             distribute=distribute,
         ),
     )

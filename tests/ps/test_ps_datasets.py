@@ -1,0 +1,194 @@
+"""Datasets that are made and read on the workers."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.errors import DatasetError, StepError, StrategyError
+from jdist.ps.datasets import name_of_function
+from jdist.ps.worker_data import WorkerData
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ps_program import create, loss
+
+ROWS = 50
+
+
+@pytest.fixture(scope="module")
+def strategy(tmp_path_factory):
+    """Two workers that can import what the tests write to a folder."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "my_data.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        made = jdist.parameter_server(local_workers=2, local_ps=1)
+        assert made.coordinator.num_workers == 2  # started here, with that environment
+    yield made
+    made.coordinator.close()
+
+
+MODULE = """
+import numpy as np
+import jdist
+
+ROWS = 50
+
+def mine(context):
+    rows = np.arange(context.input_pipeline_id, ROWS, context.num_input_pipelines, dtype=np.float32)
+    return {"x": np.stack([rows, rows, rows], 1) / ROWS, "y": np.ones(len(rows), np.float32), "number": rows}
+
+def arrays(context):
+    return jdist.data.from_arrays(mine(context), global_batch=4)
+
+def generator(context):
+    data = mine(context)
+    for i in range(0, len(data["y"]), 4):
+        yield {name: x[i : i + 4] for name, x in data.items()}
+
+def unequal(context):
+    data = mine(context)
+    for i in range(3 if context.input_pipeline_id else 6):
+        yield {name: x[:4] for name, x in data.items()}
+
+def broken(context):
+    raise ValueError("the disk of this worker is empty")
+
+def breaks_later(context):
+    yield from list(generator(context))[:2]
+    raise ValueError("the third batch is damaged")
+"""
+
+
+def train_step(state, batch):
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    return state.apply_gradients(grads=grads), {"loss": value, "rows": batch["mask"].sum()}
+
+
+def numbers(batch):
+    return {"numbers": batch["number"], "mask": batch["mask"]}
+
+
+@pytest.mark.parametrize("name", ["my_data:arrays", "my_data:generator"])
+def test_every_row_is_read_once_each_time(strategy, name):
+    dataset = strategy.coordinator.create_per_worker_dataset(name)
+    assert dataset.element_spec["x"].shape == (4, 3)
+    for _ in range(2):
+        found = [strategy.coordinator.schedule(numbers, (batch,)) for batch in dataset]
+        assert len(found) == 14  # 25 rows of each worker, by 4
+        seen = [x for each in strategy.coordinator.fetch(found) for x in each["numbers"][each["mask"]]]
+        assert sorted(seen) == list(range(ROWS))
+
+
+def test_a_loop_over_workers_datasets_ends_when_every_share_is_done(strategy):
+    step, state = jdist.distribute(train_step, strategy), strategy.init(lambda: create(optax.sgd(0.05)))
+    rows = []
+    for batch in strategy.distribute_datasets_from_function("my_data:arrays"):
+        state, metrics = step(state, batch)
+        rows.append(metrics["rows"])
+    assert sum(int(x) for x in rows) == ROWS
+    assert int(strategy.fetch(state).step) == len(rows) == 14
+
+
+def test_shares_of_different_length(strategy):
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:unequal")
+    found = [strategy.coordinator.schedule(numbers, (batch,)) for batch in dataset]
+    assert len(strategy.coordinator.fetch(found)) == 9
+
+
+def test_a_batch_that_is_asked_for_again_is_the_same_batch(tmp_path, monkeypatch):
+    (tmp_path / "again_data.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"partial": "pad", "with_mask": False, "prefetch": 0}
+    for name in ("again_data:arrays", "again_data:generator"):
+        data = WorkerData()
+        header = {"dataset": 1, "name": name, "options": options, "pipelines": 2, "pipeline": 1}
+        answer, _ = data.methods()["open"].run(header, [])
+        assert "error" not in answer
+        first = [data.batch((1, 0, 1, i)) for i in range(5)]
+        for i in (3, 1, 4):
+            again = data.batch((1, 0, 1, i))
+            assert all(np.array_equal(a, b) for a, b in zip(first[i], again, strict=True))
+        with pytest.raises(DatasetError, match="has 7 batches, and number 9 was asked for"):
+            data.batch((1, 0, 1, 9))
+
+
+def test_what_a_dataset_function_fails_with_is_shown(strategy):
+    with pytest.raises(DatasetError, match=r"(?s)my_data:broken failed on a worker.*the disk of this worker is empty"):
+        strategy.coordinator.create_per_worker_dataset("my_data:broken")
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:breaks_later")
+    with pytest.raises(DatasetError, match=r"(?s)the third batch is damaged"):
+        list(dataset)
+    with pytest.raises(DatasetError, match=r"(?s)cannot import 'no_such_module'"):
+        strategy.coordinator.create_per_worker_dataset("no_such_module:make")
+    with pytest.raises(DatasetError, match=r"(?s)'my_data:nothing' names no function"):
+        strategy.coordinator.create_per_worker_dataset("my_data:nothing")
+
+
+def test_functions_that_workers_cannot_find_are_refused():
+    def inside(context):
+        return []
+
+    assert name_of_function(name_of_function) == "jdist.ps.datasets:name_of_function"
+    assert name_of_function("a.b:c") == "a.b:c"
+    for fn, why in (
+        (inside, "defined inside of another function"),
+        (lambda context: [], "it is a lambda"),
+        ("a", "a name is"),
+    ):
+        with pytest.raises(DatasetError, match=why):
+            name_of_function(fn)
+
+
+def test_what_does_not_go_together_is_refused(strategy):
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:arrays")
+    first, second = itertools.islice(dataset, 2)
+    with pytest.raises(DatasetError, match="two batches that workers are to read"):
+        strategy.coordinator.schedule(lambda a, b: a["x"] + b["x"], (first, second))
+    step, state = (
+        jdist.distribute(train_step, strategy, steps_per_call=2),
+        strategy.init(lambda: create(optax.sgd(0.1))),
+    )
+    with pytest.raises(StepError, match="`steps_per_call` is for batches that the program feeds"):
+        step(state, first)
+    with pytest.raises(StrategyError, match=r"`strategy\.coordinator\.schedule\(fn, args\)` runs it on one worker"):
+        strategy.run(lambda: 1)
+
+
+SCRIPT = """
+import numpy as np, optax, jdist
+
+def make(context):
+    rows = np.arange(8, dtype=np.float32) + 8 * context.input_pipeline_id
+    return jdist.data.from_arrays({"x": rows}, global_batch=4)
+
+if GUARD:
+    strategy = jdist.parameter_server(local_workers=2, local_ps=1)
+    found = [
+        strategy.coordinator.schedule(lambda batch: batch["x"].sum(), (batch,))
+        for batch in strategy.distribute_datasets_from_function(make)
+    ]
+    print("sum", sum(float(x) for x in found), len(found))
+"""
+
+
+def run(tmp_path, guard):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("GUARD", guard))
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_function_of_the_script_itself_and_its_guard_is_respected(tmp_path):
+    ended = run(tmp_path, '__name__ == "__main__"')
+    assert ended.stdout == "sum 120.0 4\n", ended.stderr
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    ended = run(tmp_path, "True")
+    assert ended.returncode == 1
+    assert 'under `if __name__ == "__main__":`' in ended.stderr

@@ -6,9 +6,9 @@ import ctypes
 import logging
 
 _LOG = logging.getLogger(__name__)
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # of glibc's malloc.h
-_LARGEST = 32 << 20  # bytes; what glibc takes as the threshold at most
-_KEPT = (1 << 31) - 1
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # of glibc's malloc.h
+_KEPT = (1 << 31) - 1  # bytes; the largest that it takes
+_PAD = 32 << 20
 
 
 def keep_freed_memory() -> bool:
@@ -25,5 +25,5 @@ def keep_freed_memory() -> bool:
     except (OSError, TypeError, AttributeError) as exc:
         _LOG.debug("the C library has no mallopt: %s", exc)
         return False
-    settings = {_MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _LARGEST, _ARENA_MAX: 1}
+    settings = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _KEPT, _TOP_PAD: _PAD, _ARENA_MAX: 1}
     return all([mallopt(name, value) for name, value in settings.items()])

@@ -6,12 +6,11 @@ what comes is checked against that before memory is allocated.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import struct
 import types
 import typing
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from jdist.errors import WireError
 
 ALIGNED = 64  # bytes; what XLA asks of a buffer that it can use without a copy
 CHUNK_BYTES = 1 << 20
+_SHARED_BYTES = 1 << 16
 MOST_HEADER_BYTES = 16 << 20
 _DTYPES = {
     np.dtype(dtype).name: np.dtype(dtype)
@@ -70,33 +70,29 @@ def spec_of(x: Any) -> Spec:
 
 
 class Buffers:
-    """Memory for arrays that are about to be received, in one block, each aligned for XLA.
+    """Memory for arrays that are about to be received, each aligned for XLA.
 
     Attributes:
         size_bytes: how many bytes are expected.
+        views: the places of the arrays, to be filled in this order by who does not `take` chunks.
     """
 
-    def __init__(self, specs: Sequence[Spec], *, most_bytes: int, pool: Pool | None = None):
+    def __init__(self, specs: Sequence[Spec], *, most_bytes: int):
         """Allocates.
 
         Args:
             specs: the arrays.
             most_bytes: what may be allocated at most.
-            pool: where large blocks come from; None: new ones.
 
         Raises:
             WireError: they are larger.
         """
         self._specs = tuple(specs)
-        self._offsets, end = [], 0
-        for spec in specs:
-            self._offsets.append(end)
-            end += -(-spec.size_bytes // ALIGNED) * ALIGNED
         self.size_bytes = sum(spec.size_bytes for spec in specs)
-        if end > most_bytes:
-            raise WireError(f"a message of {end:,} bytes; at most {most_bytes:,} are taken")
-        self._block = aligned(end) if pool is None else pool.take(end)
-        self._views = [self._block.data[o : o + s.size_bytes] for o, s in zip(self._offsets, self._specs, strict=True)]
+        if self.size_bytes > most_bytes:
+            raise WireError(f"a message of {self.size_bytes:,} bytes; at most {most_bytes:,} are taken")
+        self._blocks = _blocks([spec.size_bytes for spec in specs])
+        self.views = [block.data for block in self._blocks]
         self._at, self._within = 0, 0
 
     def take(self, chunk: bytes | memoryview) -> None:
@@ -107,26 +103,20 @@ class Buffers:
         """
         chunk = memoryview(chunk)
         while len(chunk):
-            while self._at < len(self._views) and self._within == len(self._views[self._at]):
+            while self._at < len(self.views) and self._within == len(self.views[self._at]):
                 self._at, self._within = self._at + 1, 0
-            if self._at == len(self._views):
+            if self._at == len(self.views):
                 raise WireError(f"more bytes than the {self.size_bytes:,} that were announced")
-            view = self._views[self._at]
+            view = self.views[self._at]
             n = min(len(chunk), len(view) - self._within)
             view[self._within : self._within + n] = chunk[:n]
             self._within += n
             chunk = chunk[n:]
 
-    @property
-    def views(self) -> list[memoryview]:
-        """The places of the arrays, to be filled in this order by who does not `take` them."""
-        return self._views
-
     def filled(self) -> list[np.ndarray]:
         """The arrays, once all `views` were filled."""
         return [
-            np.asarray(self._block[o : o + s.size_bytes]).view(s.numpy).reshape(s.shape)
-            for o, s in zip(self._offsets, self._specs, strict=True)
+            block.view(spec.numpy).reshape(spec.shape) for block, spec in zip(self._blocks, self._specs, strict=True)
         ]
 
     def arrays(self) -> list[np.ndarray]:
@@ -135,7 +125,7 @@ class Buffers:
         Raises:
             WireError: bytes are missing.
         """
-        there = sum(len(v) for v in self._views[: self._at]) + self._within
+        there = sum(len(v) for v in self.views[: self._at]) + self._within
         if there != self.size_bytes:
             raise WireError(f"{there:,} bytes where {self.size_bytes:,} were announced")
         return self.filled()
@@ -148,37 +138,15 @@ def aligned(size_bytes: int) -> np.ndarray:
     return block[start : start + size_bytes]
 
 
-class _Lent(np.ndarray):
-    """Memory of a pool; every array and buffer in it holds on to this object."""
-
-
-class Pool:
-    """Blocks of memory that are used again once nothing refers to them: new memory costs as much as filling it.
-
-    Args:
-        most_free: blocks that are kept while nobody uses them.
-    """
-
-    def __init__(self, most_free: int = 2):
-        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=most_free)
-
-    def take(self, size_bytes: int) -> np.ndarray:
-        """Memory for arrays; it is free again when the last array in it is gone."""
-        if size_bytes < CHUNK_BYTES:
-            return aligned(size_bytes)
-        block = self._found(size_bytes)
-        lent = block.view(_Lent)
-        weakref.finalize(lent, self._free.append, block).atexit = False
-        return lent[:]
-
-    def _found(self, size_bytes: int) -> np.ndarray:
-        while True:
-            try:
-                block = self._free.popleft()
-            except IndexError:
-                return aligned(size_bytes)
-            if block.size == size_bytes:  # others are of a job that is over
-                return block
+def _blocks(sizes: Sequence[int]) -> list[np.ndarray]:
+    """Memory for each array: small ones share a block; a large one has its own, which fits where another was."""
+    small = [size if size <= _SHARED_BYTES else 0 for size in sizes]
+    ends = list(itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in small))
+    shared = aligned(ends[-1] if ends else 0)
+    return [
+        aligned(size) if size > _SHARED_BYTES else shared[end - -(-size // ALIGNED) * ALIGNED :][:size]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def chunks(arrays: Sequence[Any], size: int = CHUNK_BYTES) -> Iterator[memoryview]:

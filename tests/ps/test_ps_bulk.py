@@ -19,7 +19,7 @@ from jdist.ps.transport import bulk
 from jdist.ps.transport.bulk import BulkServer, Stream
 from jdist.ps.transport.rpc import RpcChannel, RpcServer
 from jdist.ps.transport.seam import CallFailed
-from jdist.ps.wire import Pool, Spec, encode
+from jdist.ps.wire import Spec, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_transport import METHODS, certified, described, specs
@@ -104,7 +104,7 @@ def test_a_ticket_opens_one_connection_and_only_for_a_while(serving, monkeypatch
             stream = Stream(connection)
             try:
                 stream.send({"method": "double", "say": "hello"}, [])
-                return stream.receive(lambda header: (), most_bytes=0, pool=Pool(), by=time.monotonic() + 20)[0]["said"]
+                return stream.receive(lambda header: (), most_bytes=0, by=time.monotonic() + 20)[0]["said"]
             except (EOFError, OSError):
                 return None
 
@@ -141,7 +141,7 @@ def said_as(security, data):
     with contextlib.closing(channel._opened(data.port, data.ticket(), 20)) as connection:
         stream = Stream(connection)
         stream.send({"method": "double"}, [])
-        stream.receive(lambda header: (), most_bytes=0, pool=Pool(), by=time.monotonic() + 20)
+        stream.receive(lambda header: (), most_bytes=0, by=time.monotonic() + 20)
 
 
 def test_what_is_wrong_with_a_call_is_refused_and_the_next_one_served(serving, caplog):
@@ -175,8 +175,8 @@ def test_a_server_that_ends_in_the_middle_and_one_in_its_place(serving):
 
 
 def test_a_server_that_does_not_answer_in_time():
-    def silent(stream, pool):
-        stream.receive(lambda header: (), most_bytes=0, pool=pool)
+    def silent(stream):
+        stream.receive(lambda header: (), most_bytes=0)
         forever.wait(30)
         return {}, []
 
@@ -202,7 +202,7 @@ def streams():
 
 
 def receive(stream, expected=SPECS, most_bytes=1 << 22):
-    return stream.receive(lambda header: expected, most_bytes=most_bytes, pool=Pool(), by=time.monotonic() + 20)
+    return stream.receive(lambda header: expected, most_bytes=most_bytes, by=time.monotonic() + 20)
 
 
 @pytest.mark.parametrize("arrays", [[], [np.zeros((0, 3), np.int8), np.int16(3).reshape(())], [X], [X, X[:5]]])
@@ -250,10 +250,10 @@ def test_bytes_that_are_no_message(streams, data, message):
 def test_an_end_in_the_middle_and_a_deadline(streams):
     here, there, raw = streams
     with pytest.raises(TimeoutError):
-        there.receive(lambda header: (), most_bytes=0, pool=Pool(), by=time.monotonic() + 0.05)
+        there.receive(lambda header: (), most_bytes=0, by=time.monotonic() + 0.05)
     here.send({}, [])
     with pytest.raises(TimeoutError):
-        there.receive(lambda header: (), most_bytes=0, pool=Pool(), by=time.monotonic() - 1)
+        there.receive(lambda header: (), most_bytes=0, by=time.monotonic() - 1)
     raw.sendall(b"half")
     raw.shutdown(socket.SHUT_WR)
     assert receive(there, [])[0] == {}

@@ -22,7 +22,7 @@ import numpy as np
 from jdist.errors import WireError
 from jdist.ps.security import Security
 from jdist.ps.transport.seam import Arrays, CallFailed, Header
-from jdist.ps.wire import PREFIX_BYTES, Buffers, Pool, Spec, as_bytes, body_size, decode, encode
+from jdist.ps.wire import PREFIX_BYTES, Buffers, Spec, as_bytes, body_size, decode, encode
 
 _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
@@ -72,14 +72,13 @@ class Stream:
                 view = view[self._socket.send(view) :]
 
     def receive(
-        self, expects: Callable[[Header], Sequence[Spec]], *, most_bytes: int, pool: Pool, by: float | None = None
+        self, expects: Callable[[Header], Sequence[Spec]], *, most_bytes: int, by: float | None = None
     ) -> tuple[Header, list[np.ndarray]]:
         """Receives a message.
 
         Args:
             expects: the arrays that come with a header.
             most_bytes: of all arrays.
-            pool: where their memory comes from.
             by: as in `send`.
 
         Raises:
@@ -93,7 +92,7 @@ class Stream:
         self._into(memoryview(body), by)
         try:
             header, _ = decode(prefix + body)
-            buffers = Buffers(expects(header), most_bytes=most_bytes, pool=pool)
+            buffers = Buffers(expects(header), most_bytes=most_bytes)
             if buffers.size_bytes != size:
                 raise WireError(f"{size:,} bytes where {buffers.size_bytes:,} are expected")
         except WireError:
@@ -162,7 +161,7 @@ class BulkServer:
 
         Args:
             host: an address of this machine.
-            answer: `(stream, pool) -> (header, arrays)`: receives one call from a stream and carries it out.
+            answer: `(stream) -> (header, arrays)`: receives one call from a stream and carries it out.
             security: whom it lets in, besides the ticket.
             port: 0 takes a free one.
 
@@ -178,7 +177,6 @@ class BulkServer:
         self._lock = threading.Lock()
         self._tickets: dict[bytes, float] = {}  # and when each ends
         self._streams: set[Stream] = set()
-        self._pool = Pool()
         self._closed = False
         threading.Thread(target=self._accept, name="jdist-bulk", daemon=True).start()
 
@@ -220,7 +218,7 @@ class BulkServer:
             if not self._admit(stream, bytes(shown)):
                 return
             while stream.wait_for_more():
-                answer, arrays = self._answer(stream, self._pool)
+                answer, arrays = self._answer(stream)
                 stream.send(answer, arrays)
                 del answer, arrays  # nothing is held while it waits
         except (OSError, EOFError, WireError) as exc:
@@ -260,7 +258,6 @@ class BulkChannel:
         self._busy: set[Stream] = set()
         self._closed = False
         self._unreachable_until = 0.0
-        self._pool = Pool()
 
     def begin(
         self, header: Header, arrays: Arrays, expects: Callable[[Header], Sequence[Spec]], timeout_s: float
@@ -282,7 +279,6 @@ class BulkChannel:
                 answer, found = stream.receive(
                     lambda header: () if "failed" in header else expects(header),
                     most_bytes=1 << 40,
-                    pool=self._pool,
                     by=by,
                 )
             if "failed" in answer:

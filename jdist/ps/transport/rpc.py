@@ -17,7 +17,7 @@ from jdist.ps.security import Security as Security
 from jdist.ps.transport.bulk import BulkChannel, BulkServer, Stream
 from jdist.ps.transport.health import MOST_WATCHES, health
 from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods
-from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Pool, Spec, chunks, decode, encode
+from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
 
 _LOG = logging.getLogger(__name__)
 SERVICE = "jdist.ps.v1"
@@ -128,7 +128,7 @@ class RpcServer:
             context.abort(grpc.StatusCode.INTERNAL, "failed")
         yield from _frames(answer, results)
 
-    def _answer_bulk(self, stream: Stream, pool: Pool) -> tuple[Header, Arrays]:
+    def _answer_bulk(self, stream: Stream) -> tuple[Header, Arrays]:
         """The same of a call over a data connection, which whoever got a ticket may make."""
         methods: list[Method] = []
 
@@ -140,7 +140,7 @@ class RpcServer:
             return methods[0].expects(header)
 
         try:
-            header, arrays = stream.receive(expects, most_bytes=self._most_bytes, pool=pool)
+            header, arrays = stream.receive(expects, most_bytes=self._most_bytes)
         except WireError as exc:
             _LOG.warning("refused a call: %s", exc)
             return {"failed": "refused"}, []

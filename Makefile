@@ -61,12 +61,14 @@ bench: setup
 	$(BIN)/python benchmarks/central_storage.py
 	$(BIN)/python benchmarks/multi_worker.py
 	$(BIN)/python benchmarks/restart.py
+	$(BIN)/python benchmarks/parameter_server.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf
 	.venv-tf/bin/python -m pip install --quiet --disable-pip-version-check tensorflow-cpu==2.21.0
 	$(BIN)/python benchmarks/peers/mirrored.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/mirrored.log
 	$(BIN)/python benchmarks/peers/multi_worker.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/multi_worker.log
+	$(BIN)/python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/parameter_server.log
 
 clean:
 	rm -rf .venv .venv-tf runs build *.egg-info

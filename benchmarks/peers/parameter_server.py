@@ -4,7 +4,8 @@ python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/pyt
 
 Both schedule training steps (pull, gradients, push, SGD on the server) on two workers, all processes on loopback: a step of 8
 parameters, for steps per second, and one of 25 million in float32, for bytes per second. Targets: twice the steps of
-tf.distribute, and its bytes. The last lines say what raw TCP gives two clients of one server, in the same turns.
+tf.distribute, and its bytes; with bfloat16 on the wire twice its bytes (counted as if they were float32). Beside it what raw
+TCP gives two clients of one server, in the same turns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def main() -> None:
                 "tf.distribute": Side(args.tensorflow_python, "tf_parameter_server.py", num_ps, parameters),
             }
             if parameters > 1000:
+                sides["jdist, bf16"] = Side(
+                    sys.executable, "jdist_parameter_server.py", num_ps, parameters, "wire=bf16"
+                )
                 sides["raw TCP"] = Side(sys.executable, "loopback.py", size_bytes // 2_000_000)
             if (num_ps, parameters) == (args.ps[0], args.parameters[0]):
                 versions = sides["jdist"].versions | sides["tf.distribute"].versions
@@ -48,17 +52,19 @@ def main() -> None:
             for name, side in sides.items():
                 if name != "jdist again":
                     side.close()
-            for name in sides:
-                c = compare(times[name], times["jdist"])
+            pairs = [(name, "jdist") for name in sides]
+            if "jdist, bf16" in sides:
+                pairs.append(("tf.distribute", "jdist, bf16"))
+            for name, base in pairs:
+                c = compare(times[name], times[base])
                 rate = (
                     f"{size_bytes * steps / c.seconds / 1e6:,.0f} MB/s"
                     if parameters > 1000
                     else f"{steps / c.seconds:,.0f} steps/s"
                 )
-                ratio = f"time of {name} / jdist: {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}], "
+                ratio = f"time of {name} / {base}: {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}], "
                 print(
-                    f"{num_ps} ps, {parameters:,} parameters: {ratio if name != 'jdist' else 'jdist '}{rate}",
-                    flush=True,
+                    f"{num_ps} ps, {parameters:,} parameters: {ratio if name != base else f'{name} '}{rate}", flush=True
                 )
 
 

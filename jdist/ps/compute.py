@@ -17,6 +17,7 @@ from jdist.ps.keeper import specs
 from jdist.ps.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.shards import Together
 from jdist.ps.transport.seam import Header
+from jdist.ps.wire import aligned
 
 ONE_VERSION_S = 60.0
 
@@ -89,7 +90,7 @@ class Installed:
         self._all = shards
         self._history: tuple[int, int] | None = None  # of what was pulled
         self._versions: list[int | None] = [None] * len(function.shards)
-        self._inputs = [np.empty(spec.shape, spec.numpy) for spec in specs(function.inputs)]
+        self._inputs = [aligned(s.size_bytes).view(s.numpy).reshape(s.shape) for s in specs(function.inputs)]
 
     def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> Computed:
         """One closure, with as many attempts as it takes.

@@ -25,6 +25,6 @@ def psum() -> Reduction:
         if axes_size(axes) > 1:
             return jax.lax.psum(tree, axes)
         # XLA on CPU copies what a single device sums, twice. These are arrays of their own to JAX, and none to XLA.
-        return jax.tree.map(lambda x: jnp.copy(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x), tree)
+        return jax.tree.map(lambda x: jnp.array(x, jnp.int32 if jnp.result_type(x) == jnp.bool_ else None), tree)
 
     return keeping_nothing("psum", total)

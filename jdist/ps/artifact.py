@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
+from jax.sharding import AxisType, Mesh
 
 from jdist import dataflow
 from jdist.errors import ArtifactError
 
 _HOST_CALLS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
+AXIS = "replica"  # of a worker's mesh: a function that travels names it
 PLATFORMS = ("cpu", "cuda", "tpu")
 # What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
 _ALLOWED = (
@@ -33,7 +36,8 @@ def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -
 
     Args:
         function: from a list of arrays to a list of arrays; pure.
-        arguments: arrays or `jax.ShapeDtypeStruct`s of the shapes that it will get.
+        arguments: arrays or `jax.ShapeDtypeStruct`s of the shapes that it will get; with their shardings, if it is for several
+            devices.
 
     Returns:
         The artifact.
@@ -98,13 +102,21 @@ def unpack(
             f"the function received calls {', '.join(map(repr, refused))}, which this process does not allow. If you trust "
             f"it, start it with --allow-custom-call {refused[0]}."
         )
+    if exported.nr_devices > jax.local_device_count():
+        raise ArtifactError(
+            f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}"
+        )
     arity = len(exported.in_avals)
 
     def call(*values: Any) -> list[Any]:
         results: Any = exported.call(list(values))
         return results
 
-    compiled: Callable[..., list[jax.Array]] = jax.jit(call, donate_argnums=tuple(donate))
+    shardings: dict[str, Any] = {}
+    if exported.nr_devices > 1:
+        devices = np.array(jax.local_devices()[: exported.nr_devices])
+        shardings["in_shardings"] = exported.in_shardings_jax(Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,)))
+    compiled: Callable[..., list[jax.Array]] = jax.jit(call, donate_argnums=tuple(donate), **shardings)
 
     def run(values: Sequence[Any]) -> list[jax.Array]:
         if len(values) != arity:

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jdist.cluster.environment import TOKEN
 from jdist.errors import LaunchError
 from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY
 from jdist.ps.serve import PS, READY, WORKER, Role
+from jdist.xla_flags import CPU_DEVICES, with_flags
 
 START_S = 60.0
 END_S = 10.0
@@ -34,44 +35,35 @@ class LocalCluster:
         token: the secret that all of them share.
     """
 
-    def __init__(self, *, workers: int, ps: int, grace_s: float = 60.0):
+    def __init__(self, *, workers: int, ps: int, devices_per_worker: int | None = None, grace_s: float = 60.0):
         """Starts them, and waits until they listen.
 
         Args:
             workers: how many workers.
             ps: how many parameter servers.
+            devices_per_worker: virtual CPU devices of each worker; None: what JAX finds.
             grace_s: seconds without a call after which one ends.
 
         Raises:
             LaunchError: one of them did not come up; says what it wrote.
         """
-        self.token, self._grace_s = secrets.token_hex(16), grace_s
+        self.token = secrets.token_hex(16)
         self._processes: list[subprocess.Popen[str]] = []
         self._closed = threading.Event()
         self._finalizer = weakref.finalize(self, _end, self._processes, self._closed)
         roles = (PS,) * ps + (WORKER,) * workers
         try:
             for role in roles:
-                self._processes.append(_start(role, grace_s, self.token))
+                environ = _environment(role, self.token, devices_per_worker)
+                self._processes.append(_start(_command(role, grace_s, "127.0.0.1:0"), environ))
             addresses = [_address(p, role) for p, role in zip(self._processes, roles, strict=True)]
         except BaseException:
             self.close()
             raise
         self.ps, self.workers = addresses[:ps], addresses[ps:]
-        keeping = functools.partial(_keep, self._processes, self._closed, restart=self._restarter(addresses, ps))
+        restart = _restarter(addresses, ps, self.token, grace_s, devices_per_worker)
+        keeping = functools.partial(_keep, self._processes, self._closed, restart=restart)
         threading.Thread(target=keeping, daemon=True, name="jdist-keep").start()
-
-    def _restarter(self, addresses: Sequence[str], ps: int) -> Callable[[int], subprocess.Popen[str]]:
-        """Starts the process of a number again, under its address; holds on to nothing of this object."""
-        token, grace_s = self.token, self._grace_s
-
-        def restart(number: int) -> subprocess.Popen[str]:
-            role: Role = PS if number < ps else WORKER
-            process = _start(role, grace_s, token, addresses[number])
-            _address(process, role)
-            return process
-
-        return restart
 
     def close(self) -> None:
         """Ends them; done by itself when the object or the process is gone."""
@@ -84,22 +76,46 @@ class LocalCluster:
         return [p.pid for p in self._processes]
 
 
-def _start(role: Role, grace_s: float, token: str, address: str = "127.0.0.1:0") -> subprocess.Popen[str]:
-    # Certificates are for a cluster, and hold other names than 127.0.0.1.
-    environ = {k: v for k, v in os.environ.items() if k not in (CERTIFICATE, KEY, AUTHORITY)} | {TOKEN: token}
-    if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
-        environ["JAX_PLATFORMS"] = "cpu"
+def _restarter(
+    addresses: Sequence[str], ps: int, token: str, grace_s: float, devices: int | None
+) -> Callable[[int], subprocess.Popen[str]]:
+    """Starts the process of a number again, under its address; holds on to nothing that keeps the cluster alive."""
+
+    def restart(number: int) -> subprocess.Popen[str]:
+        role: Role = PS if number < ps else WORKER
+        process = _start(_command(role, grace_s, addresses[number]), _environment(role, token, devices))
+        _address(process, role)
+        return process
+
+    return restart
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+
+
+def _command(role: Role, grace_s: float, address: str) -> list[str]:
     command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", address]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if role == WORKER and script is not None:  # it is run there only if a dataset function of it is asked for
         command += ["--script", os.path.abspath(script)]
-    return subprocess.Popen(
-        [*command, "--grace-s", str(grace_s), "--with-parent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environ,
-    )
+    return [*command, "--grace-s", str(grace_s), "--with-parent"]
+
+
+def _environment(role: Role, token: str, devices: int | None) -> dict[str, str]:
+    """A server's environment: the program's own, but for what concerns devices and certificates."""
+    # Certificates are for a cluster, and hold other names than 127.0.0.1.
+    environ = {k: v for k, v in os.environ.items() if k not in (CERTIFICATE, KEY, AUTHORITY)} | {TOKEN: token}
+    if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
+        environ["JAX_PLATFORMS"] = "cpu"
+    # As many virtual CPU devices as are asked for, whatever the program itself has.
+    count = devices if role == WORKER and devices else 1
+    environ["XLA_FLAGS"] = with_flags(environ.get("XLA_FLAGS", ""), {CPU_DEVICES: str(count)})
+    environ.pop("JAX_NUM_CPU_DEVICES", None)
+    if devices is not None and role == WORKER:
+        environ["JAX_PLATFORMS"] = "cpu"
+    environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers may share a GPU
+    return environ
 
 
 def _address(process: subprocess.Popen[str], role: Role) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdist.errors import ClusterError, StrategyError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.datasets import DatasetPass, WorkerDataset, name_of_function
@@ -18,6 +20,7 @@ from jdist.ps.job import Function, function_of, keeping_of
 from jdist.ps.keeper import Keeping
 from jdist.ps.layout import Layout, ShardLayout, make_layout
 from jdist.ps.link import Times
+from jdist.ps.on_worker import strategy_of_worker
 from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
@@ -26,7 +29,8 @@ from jdist.ps.rounds import Rounds
 from jdist.ps.shard import NonFinite, Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.sync_program import SyncParts
-from jdist.ps.transport.seam import Channel
+from jdist.ps.transport.seam import CallFailed, Channel
+from jdist.strategy import Strategy
 
 PyTree = Any
 
@@ -113,6 +117,42 @@ class PsJob:
             if self._servers is None:
                 self._servers = self._start()
             return self._servers
+
+    @functools.cached_property
+    def on_worker(self) -> Strategy:
+        """How a worker runs its part of a step: mirrored over its devices, which are asked for here.
+
+        Raises:
+            StrategyError: the workers have different numbers of devices.
+            ClusterError: a worker does not answer.
+        """
+        found = {address: self._devices_of(address) for address in self.servers.workers}
+        if len(set(found.values())) > 1:
+            raise StrategyError(
+                f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "
+                "for example by CUDA_VISIBLE_DEVICES."
+            )
+        count = next(iter(found.values()))
+        if self.options.is_sync and count > 1:
+            raise StrategyError(
+                f"each worker has {count} devices; synchronous mode has one gradient of one device for each worker. Start "
+                "a worker for each device, or use `jdist.multi_worker()`."
+            )
+        return strategy_of_worker(count)
+
+    def _devices_of(self, address: str) -> int:
+        channel, end = self.servers.connect(address), time.monotonic() + self.options.times.ps_timeout_s
+        try:
+            while True:
+                try:
+                    header, _ = channel.call("status", {}, timeout_s=self.options.times.lost_after_s)
+                    return header["devices"]
+                except CallFailed as exc:
+                    if exc.reason == "unauthenticated" or time.monotonic() > end:
+                        raise ClusterError(f"the worker {address} does not answer: {exc}") from exc
+                    time.sleep(self.options.times.reconnect_s)
+        finally:
+            channel.close()
 
     def describe(self) -> str:
         """Where it runs, in a few words; starts nothing."""

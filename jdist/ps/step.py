@@ -14,6 +14,7 @@ from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import StepError
 from jdist.ps.datasets import DatasetPass, RemoteBatch, spread
+from jdist.ps.on_worker import with_shardings
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
@@ -68,12 +69,12 @@ class PsStep:
         last_state: the handle of the state that the newest call returned; None before the first.
     """
 
-    def __init__(self, strategy: Strategy, on_worker: Strategy, job: PsJob, step: Step, options: StepOptions):
+    def __init__(self, strategy: Strategy, job: PsJob, step: Step, options: StepOptions):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
         self.strategy, self.options = strategy, options
         self.last_state: PyTree = None
-        self._on_worker, self._job, self._step = on_worker, job, step
+        self._job, self._step = job, step
         self._signature = Signature(step, options)
         self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
         self._adopted: tuple[PyTree, RemoteState] | None = None
@@ -137,7 +138,8 @@ class PsStep:
         if key not in self._traced:
             batches, others = jax.tree.unflatten(treedef, arguments)
             told = results.Traced()
-            spec = ProgramSpec(self._step, self._on_worker, self.options, call, told, Watched(), self.__name__)
+            on_worker = self._job.on_worker
+            spec = ProgramSpec(self._step, on_worker, self.options, call, told, Watched(), self.__name__)
             self._check_rows(batches, 1)
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
             if self._job.options.is_sync and parts.update.reads:
@@ -152,6 +154,7 @@ class PsStep:
                 made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
             else:
                 worker = functools.partial(_worker, parts, treedef)
+                arguments = with_shardings(on_worker, arguments, len(jax.tree.leaves(batches)))
                 inputs = [parts.update.shapes[i] for i in parts.read]
                 returned = jax.eval_shape(worker, [*inputs, *arguments])
                 outputs = returned[len(returned) - parts.outputs_treedef.num_leaves :]
@@ -160,11 +163,11 @@ class PsStep:
         return self._traced[key]
 
     def _check_rows(self, batches: PyTree, workers: int) -> None:
-        k = self.options.accumulate
-        explanation = f"{workers} workers' gradients in an update" if workers > 1 else "one worker"
+        k, devices = self.options.accumulate, self._job.on_worker.num_replicas
+        explanation = f"{workers} workers' gradients in an update" if workers > 1 else f"{devices} devices of a worker"
         batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
         batches = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), batches)  # shapes alone count
-        check_batch(batches, parts=workers * k, explanation=explanation + f" x accumulate={k}" * (k > 1))
+        check_batch(batches, parts=workers * devices * k, explanation=explanation + f" x accumulate={k}" * (k > 1))
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

@@ -65,12 +65,15 @@ class WorkerServer:
     def methods(self) -> dict[str, Method]:
         """What a transport serves."""
         return {
-            "status": Method(lambda header, arrays: ({"incarnation": self.incarnation, "epoch": self._epoch}, [])),
+            "status": Method(lambda header, arrays: (self._status(), [])),
             **self._data.methods(),
             "attach": Method(self._attach),
             "install": Method(self._install, self._expects_of_install),
             "execute": Method(self._execute, self._expects_of_execute),
         }
+
+    def _status(self) -> Header:
+        return {"incarnation": self.incarnation, "epoch": self._epoch, "devices": jax.local_device_count()}
 
     def close(self) -> None:
         """Ends its connections."""

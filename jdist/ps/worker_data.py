@@ -105,7 +105,7 @@ class _Made:
         source: Iterable[Any] = self._fn(context)
         return distributed_dataset(
             source,
-            num_replicas=1,
+            num_replicas=jax.local_device_count(),
             place=None,
             partial=self._options["partial"],
             with_mask=bool(self._options["with_mask"]),

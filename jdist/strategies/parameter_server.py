@@ -33,7 +33,6 @@ from jdist.ps.transport.rpc import RpcChannel
 from jdist.reduction import psum
 from jdist.remote import fetched
 from jdist.strategies.mirrored import mirrored
-from jdist.strategies.one_device import one_device
 from jdist.strategy import Operations, Strategy
 from jdist.transforms.feed import settle
 from jdist.transforms.options import StepOptions
@@ -47,6 +46,7 @@ def parameter_server(
     *,
     local_workers: int | None = None,
     local_ps: int | None = None,
+    devices_per_worker: int | None = None,
     insecure: bool = False,
     keep_servers: bool = False,
     start_timeout_s: float = 300.0,
@@ -66,6 +66,8 @@ def parameter_server(
         cluster: where they are; None: as the environment says (TF_CONFIG), and if it says nothing, processes of this machine.
         local_workers: processes of this machine that compute, instead of a cluster; None for 2.
         local_ps: processes of this machine that keep the state, instead of a cluster; None for 1.
+        devices_per_worker: virtual CPU devices of each such worker, over which it runs its step mirrored; None: one on a CPU,
+            all that JAX finds on other machines.
         insecure: go on although servers on other machines lack TLS or a token.
         keep_servers: leave a cluster's servers running when the program is done, for the next one.
         start_timeout_s: how long to wait for a cluster's servers.
@@ -95,13 +97,15 @@ def parameter_server(
             "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
             'under `if __name__ == "__main__":`.'
         )
-    for name, number in (("local_workers", local_workers), ("local_ps", local_ps)):
+    local_numbers = {"local_workers": local_workers, "local_ps": local_ps, "devices_per_worker": devices_per_worker}
+    for name, number in local_numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
-    local = local_workers is not None or local_ps is not None
+    local = any(number is not None for number in local_numbers.values())
     if cluster is not None and local:
         raise StrategyError(
-            "both `cluster` and processes of this machine are given; leave out `local_workers` and `local_ps`."
+            "both `cluster` and processes of this machine are given; leave out `local_workers`, `local_ps` and "
+            "`devices_per_worker`."
         )
     if cluster is not None and not isinstance(cluster, ClusterSpec):
         raise StrategyError(
@@ -111,7 +115,7 @@ def parameter_server(
     if spec is not None and spec.task_type == "evaluator":
         return mirrored()
     if spec is None:
-        start = functools.partial(_local_servers, local_workers or 2, local_ps or 1)
+        start = functools.partial(_local_servers, local_workers or 2, local_ps or 1, devices_per_worker)
     else:
         check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
@@ -152,8 +156,8 @@ def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None, worke
         raise StrategyError('`max_staleness` is for asynchronous mode: with `mode="sync"` no gradient is stale.')
 
 
-def _local_servers(workers: int, ps: int) -> Servers:
-    cluster = LocalCluster(workers=workers, ps=ps)
+def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:
+    cluster = LocalCluster(workers=workers, ps=ps, devices_per_worker=devices_per_worker)
     security = Security(token=cluster.token)
     return Servers(
         workers=tuple(cluster.workers),
@@ -165,8 +169,6 @@ def _local_servers(workers: int, ps: int) -> Servers:
 
 
 def _strategy(job: PsJob) -> Strategy:
-    on_worker = one_device(jax.devices("cpu")[0] if jax.default_backend() == "cpu" else None)
-
     def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> RemoteState:
         return RemoteState(job, jax.device_get(jax.jit(fn)(*args)))
 
@@ -180,7 +182,7 @@ def _strategy(job: PsJob) -> Strategy:
         chosen = settle(options["options"], options["prefetch"])
         return distributed_dataset(
             source,
-            num_replicas=job.options.gradients_per_update,
+            num_replicas=job.options.gradients_per_update * job.on_worker.num_replicas,
             place=None,
             partial=options["partial"],
             with_mask=options["with_mask"],
@@ -204,7 +206,7 @@ def _strategy(job: PsJob) -> Strategy:
         )
 
     def distribute(strategy: Strategy, step: Callable[..., Any], options: StepOptions) -> PsStep:
-        return PsStep(strategy, on_worker, job, step, options)
+        return PsStep(strategy, job, step, options)
 
     return Strategy(
         name="parameter_server",

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jdist
-from jdist.errors import ClosureError, StepError
+from jdist.errors import BatchError, ClosureError, StepError
 from jdist.train import Checkpointer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -200,3 +200,39 @@ def test_nnx_objects_are_refused_with_what_to_write_and_that_works(strategy):
 
     found, expected = under(strategy, do)
     near(found, expected)
+
+
+def test_workers_with_several_devices_run_the_step_mirrored_over_them():
+    made = jdist.parameter_server(local_workers=1, local_ps=1, devices_per_worker=4)
+    try:
+
+        def step(state, batch):
+            value, grads = jdist.value_and_grad(loss)(state.params, batch)
+            replicas = jdist.all_reduce(jnp.float32(1), "sum")
+            noise = jax.random.normal(jdist.replica_rng(state.rng), ())
+            metrics = {
+                "loss": value,
+                "norm": optax.tree.norm(grads),
+                "replicas": replicas,
+                "own": jdist.PerReplica(noise),
+            }
+            return state.apply_gradients(grads=grads), metrics
+
+        def do(strategy):
+            rows = {"x": np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32), "y": np.ones(30, np.float32)}
+            train, state, found = jdist.distribute(step, strategy), strategy.init(lambda: create(optax.adam(0.1))), []
+            for batch in strategy.distribute_dataset(jdist.data.from_arrays(rows, global_batch=8)):
+                state, metrics = train(state, batch)
+                found.append(metrics)
+            return jax.tree.map(np.asarray, found), strategy.fetch(state).params
+
+        (metrics, params), (expected, expected_params) = do(made), do(jdist.mirrored(jax.devices()[:4]))
+        near(metrics, expected)
+        near(params, expected_params)
+        assert float(metrics[0]["replicas"]) == 4
+        assert metrics[0]["own"].value.shape == (4,)
+        odd = {k: v[:6] for k, v in BATCH.items()}
+        with pytest.raises(BatchError, match=r"6 rows does not divide by 4 \(4 devices of a worker\)"):
+            jdist.distribute(step, made)(made.init(lambda: create(optax.sgd(0.1))), odd)
+    finally:
+        made.coordinator.close()

@@ -1,0 +1,52 @@
+"""How a worker runs its part of a step, as the coordinator sees it: over devices that are not the coordinator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jdist.ps.artifact import AXIS
+from jdist.reduction import psum
+from jdist.strategies.local import LOCAL
+from jdist.strategies.one_device import one_device
+from jdist.strategy import Strategy
+
+
+def strategy_of_worker(num_devices: int) -> Strategy:
+    """A strategy to trace a worker's part of a step under; nothing can be run under it here.
+
+    Args:
+        num_devices: the worker's devices, over which the step is mirrored.
+    """
+    if num_devices == 1:
+        return one_device(jax.devices()[0], axis=AXIS)
+    return Strategy(
+        name="worker",
+        devices=(jax.devices()[0],) * num_devices,  # only their number counts
+        mesh=AbstractMesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,)),  # type: ignore[arg-type]  # it stands for one
+        axes=(AXIS,),
+        transform="shard_map",
+        reduction=psum(),
+        operations=LOCAL,
+    )
+
+
+def with_shardings(strategy: Strategy, arguments: Sequence[Any], num_rows: int) -> list[Any]:
+    """Shapes of a closure's arguments with where they go on the worker's devices: the rows of the batch are spread.
+
+    Args:
+        strategy: what `strategy_of_worker` returned.
+        arguments: structs; the batch's come first.
+        num_rows: how many these are.
+    """
+    if strategy.num_replicas == 1:
+        return list(arguments)
+    mesh: Any = strategy.mesh
+    rows, whole = NamedSharding(mesh, PartitionSpec(strategy.axes)), NamedSharding(mesh, PartitionSpec())
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if i < num_rows else whole)
+        for i, x in enumerate(arguments)
+    ]

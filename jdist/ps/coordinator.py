@@ -102,7 +102,7 @@ class Coordinator:
         self._shards, self._addresses = Together(shards), list(addresses)
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of room in a full queue
-        self._room_is_wanted = False
+        self._room_is_wanted = self._rolled_back = False
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self._functions: list[_Installable] = []
         self._closures: dict[int, _Closure] = {}
@@ -166,27 +166,36 @@ class Coordinator:
             ShardLostError: a shard does not answer.
         """
         while True:
-            with self._snapshotting, self.lock:
-                generation, settled = self._dispatch.generation, self._dispatch.settled
-                void = {c for c in self._void if c < settled}
-            found = take_snapshot(
-                self._shards,
-                generation=generation,
-                settled=settled,
-                is_wanted=lambda g=generation: self.generation == g and not self.closed,
-            )
+            with self._snapshotting:  # two at a time would thaw each other's shards
+                found = self._try_snapshot()
+            if found is not None:
+                return found
             with self.lock:
-                if found is not None and self._dispatch.generation == generation:
-                    self._snapshot, self._since = found, 0
-                    self._void -= void
-                    for c in [c for c in self._closures if c < settled or c in found.applied]:
-                        if self._closures[c].pending.done:
-                            self._logged_bytes -= self._closures.pop(c).size_bytes
-                    self.lock.notify_all()
-                    return found
                 self._raise_error()
                 if self.closed:
                     raise ShardLostError("the coordinator was closed")
+
+    def _try_snapshot(self) -> ClusterSnapshot | None:
+        """A snapshot, unless the shards begin a new history meanwhile."""
+        with self.lock:
+            generation, settled = self._dispatch.generation, self._dispatch.settled
+            void = {c for c in self._void if c < settled}
+        found = take_snapshot(
+            self._shards,
+            generation=generation,
+            settled=settled,
+            is_wanted=lambda: self.generation == generation and not self.closed,
+        )
+        with self.lock:
+            if found is None or self._dispatch.generation != generation:
+                return None
+            self._snapshot, self._since = found, 0
+            self._void -= void
+            for c in [c for c in self._closures if c < settled or c in found.applied]:
+                if self._closures[c].pending.done:
+                    self._logged_bytes -= self._closures.pop(c).size_bytes
+            self.lock.notify_all()
+            return found
 
     def memory_lost(self, shard: int) -> None:
         """A shard has begun anew, and is empty: all shards go back to the snapshot, and what was done since runs again."""
@@ -195,6 +204,7 @@ class Coordinator:
             assert found is not None  # the state at the beginning is one
             done = found.applied | {c for c in self._void if c >= found.settled}
             _LOG.warning("parameter server %d lost its memory", shard)
+            self._rolled_back = True
             # What is not in the snapshot is queued again; closures without effect are not kept once they are done.
             again = [closure for c, closure in self._closures.items() if c >= found.settled and c not in done]
             self._queued_bytes = sum(closure.size_bytes for closure in again)
@@ -354,9 +364,19 @@ class Coordinator:
             self._carry_out(event)
             if self._error is not None and not isinstance(event, Cancelled):
                 self._cancel()  # what came back meanwhile, from a worker that was lost
+            if self._rolled_back and self._dispatch.is_idle:
+                self._rolled_back = False
+                self._close_orphans()
             if self._dispatch.is_idle or self._room_is_wanted:  # to wake somebody in vain takes longer than the event
                 self._room_is_wanted = False
                 self.lock.notify_all()
+
+    def _close_orphans(self) -> None:
+        """What took effect before a rollback, and whose result was lost with its worker, has none to wait for."""
+        for c, closure in self._closures.items():
+            if not closure.pending.done:
+                lost = f"closure {c} took effect, but its result was lost with the worker and the server that had it"
+                closure.pending.arrive([], ClosureError(lost))
 
     def _carry_out(self, event: Event) -> None:
         self._dispatch, commands = machine.handle(self._dispatch, event)

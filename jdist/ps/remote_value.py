@@ -137,6 +137,9 @@ class RemoteValue:
     def __int__(self) -> int:
         return int(self.result())
 
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else repr(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.result(), dtype)
 

@@ -118,7 +118,7 @@ class Coordinator:
         self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
         self._since = 0  # closures that have been done since the snapshot
         self._snapshot: ClusterSnapshot | None = None
-        self._snapshotting = threading.Lock()
+        self._snapshotting, self._snapshots = threading.Lock(), 0
         self._watches = [ShardWatch(number, client, self, times) for number, client in enumerate(shards)]
 
     def begin(
@@ -163,15 +163,18 @@ class Coordinator:
             ShardLostError: a shard does not answer.
         """
         while True:
-            with self._snapshotting, self.lock:
-                generation, settled = self._dispatch.generation, self._dispatch.settled
-                void = {c for c in self._void if c < settled}
-            found = take_snapshot(
-                self._shards,
-                generation=generation,
-                settled=settled,
-                is_wanted=lambda g=generation: self.generation == g and not self.closed,
-            )
+            with self._snapshotting:  # a shard has one at a time
+                self._snapshots += 1
+                with self.lock:
+                    generation, settled = self._dispatch.generation, self._dispatch.settled
+                    void = {c for c in self._void if c < settled}
+                found = take_snapshot(
+                    self._shards,
+                    number=self._snapshots,
+                    generation=generation,
+                    settled=settled,
+                    is_wanted=lambda g=generation: self.generation == g and not self.closed,
+                )
             with self.lock:
                 if found is not None and self._dispatch.generation == generation:
                     self._snapshot, self._since = found, 0

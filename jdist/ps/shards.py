@@ -103,17 +103,19 @@ class ShardClient:
 
         return finish
 
-    def read(self) -> list[Any]:
-        """The arrays of its last snapshot."""
+    def read(self, generation: int, version: int) -> list[Any] | None:
+        """The arrays of its last snapshot; None if that is not of this version, or was read before.
+
+        It can be read once: if the answer was lost on its way, another snapshot has to be taken.
+        """
         kept = specs(self.keeping.kept)
+        asked = {"generation": generation, "version": version}
         header, arrays = self._repeated(
             lambda t: self.channel.call(
-                "read", {}, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
+                "read", asked, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
             )
         )
-        if header["arrays"] != len(kept):
-            raise ShardLostError(f"the parameter server {self.channel.peer} has no snapshot any more")
-        return arrays
+        return arrays if header["arrays"] == len(kept) else None
 
     def status(self, timeout_s: float) -> dict[str, Any]:
         """Its incarnation, generation, version and counts; asked once.

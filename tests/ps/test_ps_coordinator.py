@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -175,6 +176,32 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
         assert count(job) == [40] * num_ps
         assert before.version >= 12
         assert job.coordinator.generation == 2
+
+
+def steps_of(job, kept):
+    """The counter in each shard's arrays."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
+    place = names.index(".step")
+    return [int(arrays[[r.of for r in s.kept].index(place)]) for s, arrays in zip(job.layout.shards, kept, strict=True)]
+
+
+def test_snapshots_that_are_wanted_at_the_same_time_are_each_of_one_moment():
+    with Job(2, 2) as job, ThreadPoolExecutor(3) as pool:
+        pending = [job.schedule() for _ in range(60)]
+        found = [pool.submit(job.coordinator.snapshot) for _ in range(12)]
+        for snapshot in (f.result(60) for f in found):
+            assert steps_of(job, snapshot.kept) == [snapshot.version] * 2
+        job.coordinator.join(60)
+        assert all(p.done for p in pending)
+
+
+def test_a_snapshot_of_which_an_answer_is_lost_is_taken_again():
+    with Job(2, 1) as job:
+        job.schedule().wait(60)
+        lost = iter(["lose the answer"])
+        job.clients[1].channel._fault = lambda method, header: next(lost, None) if method == "read" else None
+        assert steps_of(job, job.coordinator.snapshot().kept) == [1, 1]
+        assert next(lost, None) is None
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):

@@ -132,7 +132,7 @@ class ShardClient:
             try:
                 return call(min(self._timeout_s, max(0.1, end - time.monotonic())))
             except CallFailed as exc:
-                if exc.reason in ("refused", "unauthenticated") or time.monotonic() + pause > end:
+                if exc.reason in ("refused", "unauthenticated", "closed") or time.monotonic() + pause > end:
                     raise ShardLostError(
                         f"the parameter server {self.channel.peer} does not answer: {exc.reason}"
                     ) from exc

@@ -52,7 +52,7 @@ class WorkerServer:
         self._connect, self._allow = connect, tuple(allow)
         self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
         self._lock, self._running = threading.Lock(), threading.Lock()
-        self._epoch = 0
+        self._attached = 0  # how often the coordinator has connected
         self._shards = Shards(Together([]))
         self._functions: dict[str, Installed] = {}
         self._compiled: dict[str, Compiled] = {}
@@ -60,7 +60,7 @@ class WorkerServer:
     def methods(self) -> dict[str, Method]:
         """What a transport serves."""
         return {
-            "status": Method(lambda header, arrays: ({"incarnation": self.incarnation, "epoch": self._epoch}, [])),
+            "status": Method(lambda header, arrays: ({"incarnation": self.incarnation}, [])),
             "attach": Method(self._attach),
             "install": Method(self._install, self._expects_of_install),
             "execute": Method(self._execute, self._expects_of_execute),
@@ -84,6 +84,7 @@ class WorkerServer:
         ]
         with self._lock:
             before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
+            self._attached += 1
         before.clients.close()
         return {}, []
 
@@ -137,7 +138,7 @@ class WorkerServer:
         worker, epoch, generation, settled, *closures = numbers
         who = Sender(worker=worker, epoch=epoch, generation=generation, settled=settled)
         with self._lock:
-            self._epoch = max(self._epoch, epoch)
+            attached = self._attached
             functions = [self._functions[name] for name in header["functions"]]
         outcomes, outputs = [], []
         given = iter(arrays)
@@ -145,7 +146,7 @@ class WorkerServer:
             for closure, installed in zip(closures, functions, strict=True):
                 arguments = list(itertools.islice(given, len(installed.function.arguments)))
                 try:
-                    if self._epoch > epoch:
+                    if self._attached > attached:  # whoever asked for these is not there any more
                         raise Abandoned
                     computed = installed.compute(who, closure, arguments)
                 except (Abandoned, ShardLostError):

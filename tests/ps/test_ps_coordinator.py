@@ -39,9 +39,20 @@ class Job:
         num_ps, num_workers: how many there are.
         fault: as for `FakeChannel`, of calls to shards.
         rules: about late and non-finite gradients.
+        times: how long the coordinator waits.
     """
 
-    def __init__(self, num_ps, num_workers, *, tx=None, step=train_step, fault=lambda method, header: None, rules=None):
+    def __init__(
+        self,
+        num_ps,
+        num_workers,
+        *,
+        tx=None,
+        step=train_step,
+        fault=lambda method, header: None,
+        rules=None,
+        times=TIMES,
+    ):
         rules = rules or Rules(non_finite="skip")
         self.state = create(tx or optax.sgd(0.1, 0.9))
         self.parts, state, batches, others = apart(step, self.state, BATCH)
@@ -71,25 +82,32 @@ class Job:
 
         self.workers = [WorkerServer(connect, timeout_s=2, give_up_s=5) for _ in range(num_workers)]
         self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
+        self.keepings, self.times = keepings, times
+        self.programs = [[program(self.layout, shard)] for shard in self.layout.shards]
+        self.function = function_of(self.layout, 0, self.arguments, outputs, "raise")
+        self.packed = pack(worker, [*inputs, *self.arguments])
+        self.begin(generation=1)
+
+    def begin(self, generation):
+        """Begins, or begins anew with another coordinator."""
+        addresses = [f"ps{s.ps}" for s in self.layout.shards]
         self.clients = [
-            ShardClient(FakeChannel(self.servers[f"ps{s.ps}"]), k, give_up_s=5)
-            for s, k in zip(self.layout.shards, keepings, strict=True)
+            ShardClient(self.channel(self.servers[a]), k, give_up_s=5)
+            for a, k in zip(addresses, self.keepings, strict=True)
         ]
         self.coordinator = Coordinator(
-            [lambda i=i: FakeChannel(self.worker_servers[i]) for i in range(num_workers)],
+            [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
             self.clients,
-            addresses=[f"ps{s.ps}" for s in self.layout.shards],
-            times=TIMES,
+            addresses=addresses,
+            times=self.times,
             depth=4,
         )
-        self.coordinator.begin(
-            self.layout.shared_out(self.leaves),
-            [[program(self.layout, shard)] for shard in self.layout.shards],
-            generation=1,
-        )
-        self.step = self.coordinator.add(
-            function_of(self.layout, 0, self.arguments, outputs, "raise"), pack(worker, [*inputs, *self.arguments])
-        )
+        self.coordinator.begin(self.layout.shared_out(self.leaves), self.programs, generation=generation)
+        self.step = self.coordinator.add(self.function, self.packed)
+
+    def channel(self, server):
+        """How the coordinator reaches a server."""
+        return FakeChannel(server)
 
     def schedule(self, arguments=None):
         return self.coordinator.schedule(self.step, self.arguments if arguments is None else arguments)
@@ -202,6 +220,20 @@ def test_a_snapshot_of_which_an_answer_is_lost_is_taken_again():
         job.clients[1].channel._fault = lambda method, header: next(lost, None) if method == "read" else None
         assert steps_of(job, job.coordinator.snapshot().kept) == [1, 1]
         assert next(lost, None) is None
+
+
+def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        for _ in range(3):
+            job.worker_servers[0].stop()
+            job.worker_servers[0] = FakeServer("worker0", job.workers[0].methods())
+            job.schedule().wait(60)
+        assert job.coordinator.epoch_of(0) > 2
+        job.coordinator.close()
+        job.begin(generation=2)
+        job.schedule().wait(60)
+        assert job.coordinator.epoch_of(0) == 1
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):

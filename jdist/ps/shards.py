@@ -117,12 +117,18 @@ class ShardClient:
         )
         return arrays if header["arrays"] == len(kept) else None
 
-    def status(self, timeout_s: float) -> dict[str, Any]:
-        """Its incarnation, generation, version and counts; asked once.
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Its incarnation, generation, version and counts.
+
+        Args:
+            timeout_s: asked once, for so long; None: again and again, as with `say`.
 
         Raises:
-            CallFailed: there was no answer.
+            CallFailed: there was no answer to the one question.
+            ShardLostError: there was none for `give_up_s`.
         """
+        if timeout_s is None:
+            return self._repeated(self.status)
         header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
         return header
 

@@ -1,5 +1,7 @@
 """A whole job in one process: coordinator, workers and shards over the fake transport."""
 
+import contextlib
+import dataclasses
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import ClosureCancelledError, ClosureError
+from jdist.errors import ClosureCancelledError, ClosureError, ShardLostError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import function_of, keeping_of
@@ -234,6 +236,40 @@ def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
         job.begin(generation=2)
         job.schedule().wait(60)
         assert job.coordinator.epoch_of(0) == 1
+
+
+class TestAShardThatIsGone:
+    TIMES = dataclasses.replace(TIMES, ps_timeout_s=0.5)
+
+    def test_every_call_says_so_and_nobody_waits_until_it_is_back_with_all_it_had(self):
+        with Job(2, 2, times=self.TIMES) as job:
+            pending = [job.schedule() for _ in range(30)]
+            pending[5].wait(60)
+            job.servers["ps1"].stop()
+            said = r"the parameter server ps1 has not answered for \d+ s: unavailable\. Start it again"
+            for _ in range(2):
+                with pytest.raises(ShardLostError, match=said):
+                    job.coordinator.join(60)
+                with pytest.raises(ShardLostError, match=said):
+                    job.schedule()
+            for p in pending:
+                with contextlib.suppress(ShardLostError, ClosureCancelledError):
+                    p.wait(60)
+            job.servers["ps1"].resume()
+            while not job.coordinator.done:
+                with contextlib.suppress(ShardLostError):
+                    job.coordinator.join(60)
+            cancelled = sum(isinstance(p.error, ClosureCancelledError) for p in pending)
+            assert count(job) == [30 - cancelled] * 2
+            assert all(p.done for p in pending)
+
+    def test_a_coordinator_that_begins_without_it_says_so(self):
+        with Job(2, 1) as job:
+            job.schedule().wait(60)
+            job.coordinator.close()
+            job.servers["ps1"].stop()
+            with pytest.raises(ShardLostError, match="the parameter server ps1 does not answer: unavailable"):
+                job.begin(generation=2)
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):

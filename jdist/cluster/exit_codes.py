@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from jdist.errors import (
     CheckpointError,
+    ClosureError,
     ClusterTimeoutError,
     JDistError,
     NonFiniteError,
+    NoWorkersError,
     PeerFailedError,
     PeerLostError,
     PortInUseError,
     ReplicaDivergenceError,
+    ShardLostError,
 )
 
 FINISHED = 0
@@ -19,6 +22,7 @@ USAGE = 2  # what was asked for is not right; trying again leads to the same
 PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h: another process was lost, failed or did not come; nothing was saved since
 INTERRUPTED = 130  # 128 + SIGINT: saved and left
 PREEMPTED = 143  # 128 + SIGTERM: saved and left
+_LOST = (PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError)
 
 
 def of(error: BaseException) -> int:
@@ -30,10 +34,12 @@ def of(error: BaseException) -> int:
     """
     if isinstance(error, PeerFailedError) and error.exit_code == USAGE:
         return USAGE  # then starting again helps nowhere
-    if isinstance(error, PeerFailedError | PeerLostError | ClusterTimeoutError | PortInUseError):
+    if isinstance(
+        error, PeerFailedError | PeerLostError | ClusterTimeoutError | PortInUseError | NoWorkersError | ShardLostError
+    ):
         return PEER_LOST
     if isinstance(error, JDistError) and not isinstance(
-        error, NonFiniteError | ReplicaDivergenceError | CheckpointError
+        error, NonFiniteError | ReplicaDivergenceError | CheckpointError | ClosureError
     ):
         return USAGE
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED

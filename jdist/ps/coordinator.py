@@ -35,14 +35,14 @@ from jdist.ps.events import (
 from jdist.ps.job import Function
 from jdist.ps.keeper import specs
 from jdist.ps.link import Batch, BatchName, Times, WorkerLink
-from jdist.ps.messages import Commit, Held, Restore
+from jdist.ps.messages import Answer, Commit, Held, Restore
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.rounds import Rounds
 from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
 from jdist.ps.sync_program import Combined
-from jdist.ps.transport.seam import Channel
+from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import Spec, to_plain
 
 Combine = Callable[[Sequence[Sequence[Any]]], Combined]
@@ -112,6 +112,7 @@ class Coordinator:
         self.num_skipped = 0  # updates that were left out in synchronous mode
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
         self._error: ClosureError | None = None
+        self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
         self._quarantined: dict[int, str] = {}
         self._worker_seen = time.monotonic()
         self.closed = False
@@ -121,7 +122,7 @@ class Coordinator:
         self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
         self._since = 0  # closures that have been done since the snapshot
         self._snapshot: ClusterSnapshot | None = None
-        self._snapshotting = threading.Lock()
+        self._snapshotting, self._snapshots = threading.Lock(), 0
         self._watches = [ShardWatch(number, client, self, times) for number, client in enumerate(shards)]
 
     def begin(
@@ -134,11 +135,16 @@ class Coordinator:
             programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
             first: the first closure's number.
             generation: the least number of the history that begins.
+
+        Raises:
+            ShardLostError: a shard does not answer.
         """
         self._programs = programs
         self._snapshot = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
         self._dispatch = dataclasses.replace(self._dispatch, scheduled=first, next=first)
         self._next_number = first
+        for watch in self._watches:
+            watch.note()
         self.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
         for thread in (*self._watches, *self._links):
             thread.start()
@@ -178,10 +184,12 @@ class Coordinator:
     def _try_snapshot(self) -> ClusterSnapshot | None:
         """A snapshot, unless the shards begin a new history meanwhile."""
         with self.lock:
-            generation, settled = self._dispatch.generation, self._dispatch.settled
+            self._snapshots += 1
+            number, generation, settled = self._snapshots, self._dispatch.generation, self._dispatch.settled
             void = {c for c in self._void if c < settled}
         found = take_snapshot(
             self._shards,
+            number=number,
             generation=generation,
             settled=settled,
             is_wanted=lambda: self.generation == generation and not self.closed,
@@ -211,6 +219,24 @@ class Coordinator:
             self._logged_bytes = sum(closure.size_bytes for closure in self._closures.values()) - self._queued_bytes
             self.handle(Rollback(settled=found.settled, applied=frozenset(done), version=found.version))
 
+    def shard_lost(self, shard: int, error: ShardLostError) -> None:
+        """A shard is given up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""
+        with self.lock:
+            if self.closed:
+                return
+            self._lost[shard] = error
+            self._cancel()
+            for closure in self._closures.values():
+                closure.pending.give_up(error)
+            self.lock.notify_all()
+
+    def shard_found(self, shard: int) -> None:
+        """A shard that was given up is there again: what was with a worker when it went will be done after all."""
+        with self.lock:
+            self._lost.pop(shard, None)
+            for closure in self._closures.values() if not self._lost else ():
+                closure.pending.give_up(None)
+
     def schedule_round(self, function: int, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
         """Puts closures that make one update into the queue, all at once; as `schedule`."""
         with self.lock:
@@ -236,6 +262,7 @@ class Coordinator:
 
         Raises:
             ClosureError: an earlier closure failed; what was in the queue is cancelled, and the error then forgotten.
+            ShardLostError: a shard has not answered for long.
         """
         pending = Pending()
         with self.lock:
@@ -305,9 +332,10 @@ class Coordinator:
         Raises:
             TimeoutError: they were not after `timeout_s`.
             ClosureError: one of them failed.
+            ShardLostError: a shard has not answered for long.
         """
         with self.lock:
-            if not self.lock.wait_for(lambda: self.done or self.closed, timeout_s):
+            if not self.lock.wait_for(lambda: self.done or self.closed or bool(self._lost), timeout_s):
                 left = self._dispatch.scheduled - self._dispatch.settled + self._to_come
                 raise TimeoutError(f"up to {left:,} closures are not done after {timeout_s:g} s")
             self._raise_error()
@@ -352,7 +380,10 @@ class Coordinator:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            self.lock.wait_for(lambda: self.done or self.closed)
+            self.lock.wait_for(lambda: self.done or self.closed or bool(self._lost))
+        for lost in self._lost.values():
+            raise ShardLostError(str(lost))
+        if self._error is not None:
             error, self._error = self._error, None
             raise error
 
@@ -447,28 +478,32 @@ class Coordinator:
             closure.pending.arrive(_from_bytes(command.result or b"", self._functions[closure.function].outputs))
 
     def _tell(self, command: Tell) -> None:
-        """Tells a shard something until it answers."""
-        try:
-            if isinstance(command.message, Restore):
-                assert self._snapshot is not None  # set before the first one
-                kept, programs = self._snapshot.kept[command.shard], self._programs[command.shard]
-                answer = self._shards.clients[command.shard].restore(command.message, kept, programs)
-            else:
-                message, scalars = command.message, None
-                if isinstance(message, Commit) and message.as_one:
-                    scalars = self._scalars.get(message.closures) or None
-                    with self.lock:
-                        closure = self._closures.get(message.closures[0])
-                        view = 0 if closure is None else self._functions[closure.function].function.view or 0
-                    message = dataclasses.replace(message, view=view)
-                (answer,), _, results = self._shards.clients[command.shard].say([message], scalars)
-                if isinstance(answer, Held):
-                    answer = dataclasses.replace(answer, results=tuple(results.items()))
-        except JDistError as exc:
-            if not self.closed:
-                self.fail(ClosureError(f"a parameter server is lost: {exc}"))
-            return
-        self.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+        """Tells a shard something until it answers, or nobody wants to know any more; how long it may take its watch says."""
+        while not self.closed and command.message.generation == self.generation:
+            try:
+                answer = self._answer_to(command)
+            except ShardLostError as exc:
+                if isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused":
+                    return self.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
+                with self.lock:
+                    self.lock.wait_for(lambda: self.closed, self._times.ping_s)
+                continue
+            return self.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+
+    def _answer_to(self, command: Tell) -> Answer:
+        if isinstance(command.message, Restore):
+            assert self._snapshot is not None  # set before the first one
+            kept, programs = self._snapshot.kept[command.shard], self._programs[command.shard]
+            return self._shards.clients[command.shard].restore(command.message, kept, programs)
+        message, scalars = command.message, None
+        if isinstance(message, Commit) and message.as_one:
+            scalars = self._scalars.get(message.closures) or None
+            with self.lock:
+                closure = self._closures.get(message.closures[0])
+                view = 0 if closure is None else self._functions[closure.function].function.view or 0
+            message = dataclasses.replace(message, view=view)
+        (answer,), _, results = self._shards.clients[command.shard].say([message], scalars)
+        return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer
 
     def attach(self, channel: Channel) -> None:
         """Tells a worker where the state is."""

@@ -121,6 +121,7 @@ class Keeper:
         self._held: dict[int, Any] = {}
         self._next_ref = 0
         self._cut: list[np.ndarray] = []
+        self._cut_of: tuple[Any, Any] = 0, 0  # its generation and version
         self._answers: dict[int, Any] = {}
 
     def methods(self) -> dict[str, Method]:
@@ -230,13 +231,16 @@ class Keeper:
         if isinstance(answer, Cut):
             # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
             self._cut = [np.asarray(x) for x in self._kept]
+            self._cut_of = message.generation, answer.version
         if isinstance(answer, Held):
             plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
         return plain
 
     def _read(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """The arrays of the last snapshot, which can be read once."""
+        """The arrays of the last snapshot, which can be read once, by who says which it is."""
         with self._lock:
+            if self._cut_of != (header.get("generation"), header.get("version")):
+                return {"arrays": 0}, []
             cut, self._cut = self._cut, []
         return {"arrays": len(cut)}, cut
 

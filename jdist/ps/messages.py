@@ -95,8 +95,9 @@ class Drop(Message):
 
     Attributes:
         closures: their numbers.
-        of: the worker; None: whoever staged them, of closures that nobody computes any more (synchronous mode).
-        below: only what it staged under a lower epoch; so a drop that comes late does no harm to a later attempt.
+        of: the worker; None: whoever staged them (synchronous mode).
+        below: only what it staged under a lower epoch, or where `of` is None, what was computed from a lower version; so a
+            drop that comes late does no harm to a later attempt.
     """
 
     closures: tuple[int, ...]
@@ -119,12 +120,24 @@ class Fence(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Freeze(Message):
-    """Pushes and stages wait from now on."""
+    """Pushes and stages wait from now on.
+
+    Attributes:
+        number: of the snapshot that this is for; later ones have higher numbers.
+    """
+
+    number: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thaw(Message):
-    """Pushes and stages go on."""
+    """Pushes and stages go on; a freeze for this snapshot, or an earlier one, that comes late changes nothing.
+
+    Attributes:
+        number: of the snapshot.
+    """
+
+    number: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,27 +22,38 @@ class Pending:
 
     def __init__(self, number: int | None = None):
         self.number = number
-        self._arrived = threading.Event()
+        self._is_there = False
+        self._woken = threading.Event()  # those who wait; also in vain
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
         self._leaves: list[Any] = []
         self._error: BaseException | None = None
+        self._given_up: BaseException | None = None
 
     def arrive(self, leaves: list[Any], error: BaseException | None = None) -> None:
         """Sets the results, or the error; only the first time counts."""
         with self._lock:
-            if self._arrived.is_set():
+            if self._is_there:
                 return
-            self._leaves, self._error = leaves, error
-            self._arrived.set()
+            self._leaves, self._error, self._is_there = leaves, error, True
+            self._woken.set()
             then, self._then = self._then, []
         for call in then:
             call()
 
+    def give_up(self, error: BaseException | None) -> None:
+        """From now on nobody waits for the results, but meets an error; with None they can be waited for again."""
+        with self._lock:
+            self._given_up = error
+            if error is not None:
+                self._woken.set()
+            elif not self._is_there:
+                self._woken.clear()
+
     def then(self, call: Callable[[], None]) -> None:
         """Calls something once the results are there, or at once."""
         with self._lock:
-            if not self._arrived.is_set():
+            if not self._is_there:
                 self._then.append(call)
                 return
         call()
@@ -52,17 +63,22 @@ class Pending:
 
         Raises:
             TimeoutError: they have not arrived within `timeout_s`.
+            ClosureError: the closure failed.
+            ShardLostError: a parameter server is gone.
         """
-        if not self._arrived.wait(timeout_s):
+        if not self._woken.wait(timeout_s):
             raise TimeoutError(f"closure {self.number} is not done after {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._leaves
+        with self._lock:
+            error = self._error if self._is_there else self._given_up
+            is_there = self._is_there
+        if error is not None:
+            raise error
+        return self._leaves if is_there else self.wait(timeout_s)  # it was given up, and is not any more
 
     @property
     def done(self) -> bool:
         """Whether they have arrived, or the closure has failed."""
-        return self._arrived.is_set()
+        return self._is_there
 
     @property
     def error(self) -> BaseException | None:
@@ -109,6 +125,7 @@ class RemoteValue:
             TimeoutError: it was not there in time.
             ClosureCancelledError: the closure was cancelled, as another had failed.
             ClosureError: the closure failed.
+            ShardLostError: a parameter server is gone.
         """
         return self._read([p.wait(timeout_s) for p in self.pending])
 

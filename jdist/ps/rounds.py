@@ -78,7 +78,7 @@ def decided(rounds: Rounds, closures: tuple[int, ...], *, commit: bool, generati
     if closures != rounds.chosen or rounds.asks is not None:
         return Turn(rounds=rounds)
     ask = Commit(generation=generation, closures=closures, as_one=True)
-    return _asked(rounds, ask if commit else Drop(generation=generation, closures=closures, of=None), num_shards)
+    return _asked(rounds, ask if commit else _drop(generation, closures, rounds.version + 1), num_shards)
 
 
 def given_up(rounds: Rounds, *, generation: int, num_shards: int) -> Turn:
@@ -87,7 +87,7 @@ def given_up(rounds: Rounds, *, generation: int, num_shards: int) -> Turn:
         return Turn(rounds=rounds)
     chosen = tuple(sorted(rounds.staged))
     rounds = dataclasses.replace(rounds, chosen=chosen)
-    return _asked(rounds, Drop(generation=generation, closures=chosen, of=None), num_shards)
+    return _asked(rounds, _drop(generation, chosen, rounds.version + 1), num_shards)
 
 
 def answered(rounds: Rounds, shard: int, message: Message, *, generation: int, num_shards: int) -> Turn:
@@ -120,11 +120,15 @@ def _next(rounds: Rounds, generation: int, num_shards: int) -> Turn:
     if rounds.asks is not None or rounds.chosen:
         return Turn(rounds=rounds)
     if rounds.stale:
-        return _asked(rounds, Drop(generation=generation, closures=tuple(sorted(rounds.stale)), of=None), num_shards)
+        return _asked(rounds, _drop(generation, tuple(sorted(rounds.stale)), rounds.version), num_shards)
     if len(rounds.staged) < rounds.size:
         return Turn(rounds=rounds)
     chosen = tuple(sorted(rounds.staged))[: rounds.size]
     return Turn(rounds=dataclasses.replace(rounds, chosen=chosen), commands=[Decide(closures=chosen)])
+
+
+def _drop(generation: int, closures: tuple[int, ...], below: int) -> Drop:
+    return Drop(generation=generation, closures=closures, of=None, below=below)
 
 
 def _asked(rounds: Rounds, message: Message, num_shards: int) -> Turn:

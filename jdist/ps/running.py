@@ -270,7 +270,7 @@ class PsJob:
             if self.options.is_sync:
                 return self._coordinator.num_skipped
             client = self._coordinator.shards.clients[0]
-            return client.status(self.options.times.lost_after_s)["counts"]["skipped"]
+            return client.status()["counts"]["skipped"]
 
     def close(self) -> None:
         """Ends the workers' threads, the connections and what was started."""
@@ -302,7 +302,7 @@ class PsJob:
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
         coordinator = self._connected(addresses, keepings)
         clients = coordinator.shards.clients
-        generation = 1 + max(client.status(options.times.lost_after_s)["generation"] for client in clients)
+        generation = 1 + max(client.status()["generation"] for client in clients)
         coordinator.begin(
             layout.shared_out(state.leaves),
             [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards],
@@ -316,7 +316,8 @@ class PsJob:
     def _connected(self, addresses: Sequence[str], keepings: Sequence[Keeping]) -> Coordinator:
         servers = self.servers
         clients = [
-            ShardClient(servers.connect(address), keeping) for address, keeping in zip(addresses, keepings, strict=True)
+            ShardClient(servers.connect(address), keeping, give_up_s=self.options.times.ps_timeout_s)
+            for address, keeping in zip(addresses, keepings, strict=True)
         ]
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],

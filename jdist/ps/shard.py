@@ -85,6 +85,7 @@ class Staged:
         worker: who computed it; None: the coordinator.
         epoch: under which epoch.
         attempt: in which of its attempts.
+        base: the version that it was computed from.
         gradients: its arrays; None where a gradient that is not finite is left out.
         weight: 1, or less for a stale one.
         result: what it returned, on its home shard.
@@ -93,6 +94,7 @@ class Staged:
     worker: int | None
     epoch: int
     attempt: int
+    base: int
     gradients: Ref | None
     weight: float
     result: Ref | None
@@ -124,6 +126,7 @@ class Shard:
         applied: closures applied and not settled.
         settled: closures below this number are done.
         frozen: whether pushes and stages wait.
+        thawed: the last snapshot for which they did, and do not any more.
         waiting: those that do, in their order.
         counts: what has happened.
     """
@@ -136,6 +139,7 @@ class Shard:
     applied: Mapping[int, Applied] = dataclasses.field(default_factory=dict)
     settled: int = 0
     frozen: bool = False
+    thawed: int = 0
     waiting: tuple[Push, ...] = ()
     counts: Counts = Counts()
 
@@ -184,7 +188,7 @@ def _heard(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
         case Fence():
             return _fence(shard, message)
         case Freeze():
-            return _done(dataclasses.replace(shard, frozen=True), message)
+            return _done(dataclasses.replace(shard, frozen=shard.frozen or message.number > shard.thawed), message)
         case Thaw():
             return _thaw(shard, message)
         case Snapshot() if shard.frozen:
@@ -218,6 +222,7 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
         worker=message.worker,
         epoch=message.epoch,
         attempt=message.attempt,
+        base=message.base,
         gradients=None if skip else message.gradients,
         weight=1 / (1 + late) if too_late else 1.0,
         result=message.result,
@@ -272,7 +277,11 @@ def _drop(shard: Shard, message: Drop) -> tuple[Shard, list[Command]]:
         c: entry
         for c, entry in shard.staged.items()
         if c in message.closures
-        and (message.of is None or (entry.worker == message.of and entry.epoch < message.below))
+        and (
+            entry.base < message.below
+            if message.of is None
+            else (entry.worker == message.of and entry.epoch < message.below)
+        )
     }
     kept = {c: entry for c, entry in shard.staged.items() if c not in dropped}
     refs = [ref for entry in dropped.values() for ref in (entry.gradients, entry.result)]
@@ -300,8 +309,10 @@ def _fence(shard: Shard, message: Fence) -> tuple[Shard, list[Command]]:
 
 
 def _thaw(shard: Shard, message: Thaw) -> tuple[Shard, list[Command]]:
-    waiting = shard.waiting
-    shard, commands = _done(dataclasses.replace(shard, frozen=False, waiting=()), message)
+    if message.number <= shard.thawed:
+        return _done(shard, message)
+    waiting, thawed = shard.waiting, message.number
+    shard, commands = _done(dataclasses.replace(shard, frozen=False, thawed=thawed, waiting=()), message)
     for held in waiting:
         shard, more = _admit(shard, held)
         commands += more

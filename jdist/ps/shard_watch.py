@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Protocol
 
-from jdist.errors import ClosureError
+from jdist.errors import ShardLostError
 from jdist.ps.link import Times
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.seam import CallFailed
@@ -19,7 +19,8 @@ class Hub(Protocol):
     closed: bool
 
     def memory_lost(self, shard: int) -> None: ...
-    def fail(self, error: ClosureError) -> None: ...
+    def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
+    def shard_found(self, shard: int) -> None: ...
 
 
 class ShardWatch:
@@ -41,13 +42,16 @@ class ShardWatch:
         self._incarnation: str | None = None
         self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
 
-    def start(self) -> None:
-        """Notes who the shard is, and starts the watch.
+    def note(self) -> None:
+        """Notes who the shard is, before it is given its state: who comes in its place later is another.
 
         Raises:
-            CallFailed: it does not answer.
+            ShardLostError: it does not answer.
         """
-        self._incarnation = self._client.status(self._times.lost_after_s)["incarnation"]
+        self._incarnation = self._client.status()["incarnation"]
+
+    def start(self) -> None:
+        """Starts the watch."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
@@ -71,13 +75,16 @@ class ShardWatch:
                     told = True
                     peer = self._client.channel.peer
                     what = "refuses the token" if refused else f"has not answered for {silent_s:.0f} s: {exc.reason}"
-                    hub.fail(
-                        ClosureError(
+                    hub.shard_lost(
+                        self.number,
+                        ShardLostError(
                             f"the parameter server {peer} {what}. Start it again"
                             + (" with this job's." if refused else ", or give it more time by `ps_timeout_s`.")
-                        )
+                        ),
                     )
                 continue
+            if told:
+                hub.shard_found(self.number)
             last, told = time.monotonic(), False
             if found != self._incarnation:
                 self._incarnation = found

@@ -103,24 +103,32 @@ class ShardClient:
 
         return finish
 
-    def read(self) -> list[Any]:
-        """The arrays of its last snapshot."""
+    def read(self, generation: int, version: int) -> list[Any] | None:
+        """The arrays of its last snapshot; None if that is not of this version, or was read before.
+
+        It can be read once: if the answer was lost on its way, another snapshot has to be taken.
+        """
         kept = specs(self.keeping.kept)
+        asked = {"generation": generation, "version": version}
         header, arrays = self._repeated(
             lambda t: self.channel.call(
-                "read", {}, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
+                "read", asked, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
             )
         )
-        if header["arrays"] != len(kept):
-            raise ShardLostError(f"the parameter server {self.channel.peer} has no snapshot any more")
-        return arrays
+        return arrays if header["arrays"] == len(kept) else None
 
-    def status(self, timeout_s: float) -> dict[str, Any]:
-        """Its incarnation, generation, version and counts; asked once.
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Its incarnation, generation, version and counts.
+
+        Args:
+            timeout_s: asked once, for so long; None: again and again, as with `say`.
 
         Raises:
-            CallFailed: there was no answer.
+            CallFailed: there was no answer to the one question.
+            ShardLostError: there was none for `give_up_s`.
         """
+        if timeout_s is None:
+            return self._repeated(self.status)
         header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
         return header
 
@@ -130,7 +138,7 @@ class ShardClient:
             try:
                 return call(min(self._timeout_s, max(0.1, end - time.monotonic())))
             except CallFailed as exc:
-                if exc.reason in ("refused", "unauthenticated") or time.monotonic() + pause > end:
+                if exc.reason in ("refused", "unauthenticated", "closed") or time.monotonic() + pause > end:
                     raise ShardLostError(
                         f"the parameter server {self.channel.peer} does not answer: {exc.reason}"
                     ) from exc

@@ -29,7 +29,13 @@ class ClusterSnapshot:
 
 
 def take_snapshot(
-    shards: Together, *, generation: int, settled: int, is_wanted: Callable[[], bool], timeout_s: float = 30.0
+    shards: Together,
+    *,
+    number: int,
+    generation: int,
+    settled: int,
+    is_wanted: Callable[[], bool],
+    timeout_s: float = 30.0,
 ) -> ClusterSnapshot | None:
     """Takes a snapshot while the job goes on.
 
@@ -39,13 +45,14 @@ def take_snapshot(
 
     Args:
         shards: the shards.
+        number: of the snapshot; higher than of all before it.
         generation: their history.
         settled: closures below this number are applied on all of them.
         is_wanted: asked before each try; a rollback meanwhile makes the snapshot void.
         timeout_s: how long shards may disagree, as they do while a lost worker's closures are sorted out.
 
     Returns:
-        The snapshot; None if the shards began another history, or did not agree in time.
+        The snapshot; None if the shards began another history, did not agree in time, or it was gone before it was read.
 
     Raises:
         ShardLostError: a shard does not answer.
@@ -53,7 +60,7 @@ def take_snapshot(
     said: dict[str, Any] = {"generation": generation}
     end, cuts = time.monotonic() + timeout_s, []
     try:
-        shards.each(lambda i, client: client.say([Freeze(**said)]))
+        shards.each(lambda i, client: client.say([Freeze(**said, number=number)]))
         while is_wanted() and time.monotonic() < end:
             answers = shards.each(lambda i, client: client.say([Snapshot(**said)])[0][0])
             if not all(isinstance(answer, Cut) for answer in answers):
@@ -64,9 +71,12 @@ def take_snapshot(
             cuts = []
             time.sleep(0.01)
     finally:
-        shards.each(lambda i, client: client.say([Thaw(**said)]))
+        shards.each(lambda i, client: client.say([Thaw(**said, number=number)]))
     if not cuts:
         return None
     applied, version = cuts[0]
-    kept = shards.each(lambda i, client: client.read())
+    found = shards.each(lambda i, client: client.read(generation, version))
+    kept = [arrays for arrays in found if arrays is not None]
+    if len(kept) < len(found):
+        return None
     return ClusterSnapshot(settled=settled, applied=applied, version=version, kept=kept)

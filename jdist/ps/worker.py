@@ -56,7 +56,7 @@ class WorkerServer:
         self._connect, self._allow = connect, tuple(allow)
         self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
         self._lock, self._running = threading.Lock(), threading.Lock()
-        self._epoch = 0
+        self._attached = 0  # how often the coordinator has connected
         self._shards = Shards(Together([]))
         self._functions: dict[str, Installed] = {}
         self._data = WorkerData(script)
@@ -73,7 +73,7 @@ class WorkerServer:
         }
 
     def _status(self) -> Header:
-        return {"incarnation": self.incarnation, "epoch": self._epoch, "devices": jax.local_device_count()}
+        return {"incarnation": self.incarnation, "devices": jax.local_device_count()}
 
     def close(self) -> None:
         """Ends its connections."""
@@ -93,6 +93,7 @@ class WorkerServer:
         ]
         with self._lock:
             before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
+            self._attached += 1
         before.clients.close()
         return {}, []
 
@@ -146,7 +147,7 @@ class WorkerServer:
         worker, epoch, generation, settled, *closures = numbers
         who = Sender(worker=worker, epoch=epoch, generation=generation, settled=settled)
         with self._lock:
-            self._epoch = max(self._epoch, epoch)
+            attached = self._attached
             functions = [self._functions[name] for name in header["functions"]]
         batches = header.get("batches") or [None] * len(closures)
         if not isinstance(batches, list) or len(batches) != len(closures):
@@ -163,7 +164,7 @@ class WorkerServer:
                         outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
                         continue
                 try:
-                    if self._epoch > epoch:
+                    if self._attached > attached:  # whoever asked for these is not there any more
                         raise Abandoned
                     computed = installed.compute(who, closure, arguments)
                 except (Abandoned, ShardLostError):

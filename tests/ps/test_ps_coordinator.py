@@ -1,7 +1,10 @@
 """A whole job in one process: coordinator, workers and shards over the fake transport."""
 
+import contextlib
+import dataclasses
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -10,7 +13,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import ClosureCancelledError, ClosureError
+from jdist.errors import ClosureCancelledError, ClosureError, ShardLostError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import function_of, keeping_of
@@ -38,9 +41,20 @@ class Job:
         num_ps, num_workers: how many there are.
         fault: as for `FakeChannel`, of calls to shards.
         rules: about late and non-finite gradients.
+        times: how long the coordinator waits.
     """
 
-    def __init__(self, num_ps, num_workers, *, tx=None, step=train_step, fault=lambda method, header: None, rules=None):
+    def __init__(
+        self,
+        num_ps,
+        num_workers,
+        *,
+        tx=None,
+        step=train_step,
+        fault=lambda method, header: None,
+        rules=None,
+        times=TIMES,
+    ):
         rules = rules or Rules(non_finite="skip")
         self.state = create(tx or optax.sgd(0.1, 0.9))
         self.parts, state, batches, others = apart(step, self.state, BATCH)
@@ -70,25 +84,32 @@ class Job:
 
         self.workers = [WorkerServer(connect, timeout_s=2, give_up_s=5) for _ in range(num_workers)]
         self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
+        self.keepings, self.times = keepings, times
+        self.programs = [[program(self.layout, shard)] for shard in self.layout.shards]
+        self.function = function_of(self.layout, 0, self.arguments, outputs, "raise")
+        self.packed = pack(worker, [*inputs, *self.arguments])
+        self.begin(generation=1)
+
+    def begin(self, generation):
+        """Begins, or begins anew with another coordinator."""
+        addresses = [f"ps{s.ps}" for s in self.layout.shards]
         self.clients = [
-            ShardClient(FakeChannel(self.servers[f"ps{s.ps}"]), k, give_up_s=5)
-            for s, k in zip(self.layout.shards, keepings, strict=True)
+            ShardClient(self.channel(self.servers[a]), k, give_up_s=5)
+            for a, k in zip(addresses, self.keepings, strict=True)
         ]
         self.coordinator = Coordinator(
-            [lambda i=i: FakeChannel(self.worker_servers[i]) for i in range(num_workers)],
+            [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
             self.clients,
-            addresses=[f"ps{s.ps}" for s in self.layout.shards],
-            times=TIMES,
+            addresses=addresses,
+            times=self.times,
             depth=4,
         )
-        self.coordinator.begin(
-            self.layout.shared_out(self.leaves),
-            [[program(self.layout, shard)] for shard in self.layout.shards],
-            generation=1,
-        )
-        self.step = self.coordinator.add(
-            function_of(self.layout, 0, self.arguments, outputs, "raise"), pack(worker, [*inputs, *self.arguments])
-        )
+        self.coordinator.begin(self.layout.shared_out(self.leaves), self.programs, generation=generation)
+        self.step = self.coordinator.add(self.function, self.packed)
+
+    def channel(self, server):
+        """How the coordinator reaches a server."""
+        return FakeChannel(server)
 
     def schedule(self, arguments=None):
         return self.coordinator.schedule(self.step, self.arguments if arguments is None else arguments)
@@ -175,6 +196,80 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
         assert count(job) == [40] * num_ps
         assert before.version >= 12
         assert job.coordinator.generation == 2
+
+
+def steps_of(job, kept):
+    """The counter in each shard's arrays."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
+    place = names.index(".step")
+    return [int(arrays[[r.of for r in s.kept].index(place)]) for s, arrays in zip(job.layout.shards, kept, strict=True)]
+
+
+def test_snapshots_that_are_wanted_at_the_same_time_are_each_of_one_moment():
+    with Job(2, 2) as job, ThreadPoolExecutor(3) as pool:
+        pending = [job.schedule() for _ in range(60)]
+        found = [pool.submit(job.coordinator.snapshot) for _ in range(12)]
+        for snapshot in (f.result(60) for f in found):
+            assert steps_of(job, snapshot.kept) == [snapshot.version] * 2
+        job.coordinator.join(60)
+        assert all(p.done for p in pending)
+
+
+def test_a_snapshot_of_which_an_answer_is_lost_is_taken_again():
+    with Job(2, 1) as job:
+        job.schedule().wait(60)
+        lost = iter(["lose the answer"])
+        job.clients[1].channel._fault = lambda method, header: next(lost, None) if method == "read" else None
+        assert steps_of(job, job.coordinator.snapshot().kept) == [1, 1]
+        assert next(lost, None) is None
+
+
+def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        for _ in range(3):
+            job.worker_servers[0].stop()
+            job.worker_servers[0] = FakeServer("worker0", job.workers[0].methods())
+            job.schedule().wait(60)
+        assert job.coordinator.epoch_of(0) > 2
+        job.coordinator.close()
+        job.begin(generation=2)
+        job.schedule().wait(60)
+        assert job.coordinator.epoch_of(0) == 1
+
+
+class TestAShardThatIsGone:
+    TIMES = dataclasses.replace(TIMES, ps_timeout_s=0.5)
+
+    def test_every_call_says_so_and_nobody_waits_until_it_is_back_with_all_it_had(self):
+        with Job(2, 2, times=self.TIMES) as job:
+            pending = [job.schedule() for _ in range(30)]
+            pending[5].wait(60)
+            job.servers["ps1"].stop()
+            said = r"the parameter server ps1 has not answered for \d+ s: unavailable\. Start it again"
+            for _ in range(2):
+                with pytest.raises(ShardLostError, match=said):
+                    job.coordinator.join(60)
+                with pytest.raises(ShardLostError, match=said):
+                    job.schedule()
+            for p in pending:
+                with contextlib.suppress(ShardLostError, ClosureCancelledError):
+                    p.wait(60)
+            job.servers["ps1"].resume()
+            while not job.coordinator.done:
+                with contextlib.suppress(ShardLostError):
+                    job.coordinator.join(60)
+            cancelled = sum(isinstance(p.error, ClosureCancelledError) for p in pending)
+            assert count(job) == [30 - cancelled] * 2
+            assert all(p.done for p in pending)
+
+    def test_a_coordinator_that_begins_without_it_says_so(self):
+        with Job(2, 1) as job:
+            job.schedule().wait(60)
+            job.coordinator.close()
+            job.servers["ps1"].stop()
+            with pytest.raises(ShardLostError, match="the parameter server ps1 does not answer: unavailable"):
+                job.begin(generation=2)
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):

@@ -34,6 +34,7 @@ from jdist.ps.partition import fixed_shards
 from jdist.ps.shard import Rules
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.transport.seam import CallFailed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_layout import raw
@@ -79,7 +80,7 @@ class Job:
             (answer,), _, _ = client.say([Snapshot(generation=1)])
             assert isinstance(answer, Cut)
             client.say([Thaw(generation=1)])
-            arrays = client.read()
+            arrays = client.read(1, answer.version)
             for rows, x in zip(shard.kept, arrays, strict=True):
                 found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
         return found
@@ -196,6 +197,19 @@ def test_a_server_that_is_gone_is_named():
     job.servers[0].stop()
     with pytest.raises(ShardLostError, match="the parameter server ps0 does not answer: unavailable"):
         job.clients[0].say([Pull(generation=1)])
+
+
+def test_whoever_has_closed_the_connection_does_not_try_again():
+    job = Job(1).restore()
+
+    def closed(*given, **options):
+        calls.append(1)
+        raise CallFailed("ps0", "closed")
+
+    calls, job.clients[0].channel.begin = [], closed
+    with pytest.raises(ShardLostError, match="closed"):
+        job.clients[0].say([push(base=0)], job.computed()[0])
+    assert calls == [1]
 
 
 def test_all_shards_are_asked_at_the_same_time():

@@ -232,6 +232,19 @@ class TestFrozen:
         assert [c.call for c in commands if isinstance(c, Reply)] == [None, "a", "b"]
         assert (shard.version, set(shard.staged), shard.waiting) == (2, {2}, ())
 
+    def test_a_freeze_or_thaw_that_comes_late_changes_nothing(self):
+        def freeze(n):
+            return coordinator(Freeze, number=n)
+
+        def thaw(n):
+            return coordinator(Thaw, number=n)
+
+        shard, _, answer = run(restored(), freeze(1), thaw(1), freeze(1))
+        assert (shard.frozen, answer) == (False, Done(version=0))
+        shard, commands, _ = run(shard, freeze(2), push(0, call="a"), thaw(1), freeze(1))
+        assert (shard.frozen, len(shard.waiting), applied(commands)) == (True, 1, [])
+        assert not run(shard, thaw(2))[0].waiting
+
     def test_a_snapshot_needs_it(self):
         assert refused(run(restored(), coordinator(Snapshot))[2]) == "unknown"
 
@@ -248,6 +261,18 @@ class TestRound:
         shard, commands, answer = run(shard, *[coordinator(Commit, closures=(0, 1), as_one=True)] * 2)
         assert applied(commands) == [(("g0.0.1", 1.0), ("g1.1.1", 1.0))]
         assert (shard.version, answer) == (1, Done(version=1))
+
+    def test_a_drop_that_comes_late_leaves_what_was_computed_again_from_the_new_version(self):
+        drop = coordinator(Drop, closures=(1,), of=None, below=1)
+        shard = run(restored(), stage(0), stage(1, worker=1), coordinator(Commit, closures=(0,), as_one=True))[0]
+        shard, _, _ = run(shard, drop)
+        assert shard.staged == {}
+        shard, commands, answer = run(shard, stage(1, 1), drop)
+        assert (set(shard.staged), answer, commands[-2:-1]) == (
+            {1},
+            Done(version=1),
+            [Reply(call=None, answer=Done(version=1))],
+        )
 
     def test_never_in_parts(self):
         shard = run(restored(), stage(0), stage(1), coordinator(Commit, closures=(0,)))[0]

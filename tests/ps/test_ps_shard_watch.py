@@ -15,10 +15,15 @@ class Hub:
     def __init__(self):
         self.lock, self.closed = threading.Condition(), False
         self.errors, self.lost, self.told = [], [], threading.Event()
+        self.found, self.back = [], threading.Event()
 
-    def fail(self, error):
+    def shard_lost(self, shard, error):
         self.errors.append(str(error))
         self.told.set()
+
+    def shard_found(self, shard):
+        self.found.append(shard)
+        self.back.set()
 
     def memory_lost(self, shard):
         self.lost.append(shard)
@@ -30,13 +35,13 @@ class Client:
 
     def __init__(self, then):
         self.channel, self._then, self._asked = self, then, 0
-        self.peer = "ps:2222"
+        self.peer, self.is_back = "ps:2222", False
 
-    def status(self, timeout_s):
+    def status(self, timeout_s=None):
         self._asked += 1
-        if self._asked > 1 and isinstance(self._then, str):
+        if self._asked > 1 and isinstance(self._then, str) and not self.is_back:
             raise CallFailed(self.peer, self._then)
-        return {"incarnation": "first" if self._asked == 1 else "second"}
+        return {"incarnation": "first" if self._asked == 1 or self.is_back else "second"}
 
 
 @pytest.fixture
@@ -46,8 +51,10 @@ def watch():
 
     def start(then, ps_timeout_s):
         hub = Hub()
-        watching = ShardWatch(3, Client(then), hub, Times(ping_s=0.01, ps_timeout_s=ps_timeout_s))
+        hub.client = Client(then)
+        watching = ShardWatch(3, hub.client, hub, Times(ping_s=0.01, ps_timeout_s=ps_timeout_s))
         ended.append((hub, watching))
+        watching.note()
         watching.start()
         assert hub.told.wait(20)
         return hub
@@ -70,6 +77,13 @@ def test_silence_is_told_after_its_time(watch):
     assert error.startswith(
         "the parameter server ps:2222 has not answered for 0 s: unavailable. Start it again, or give it"
     )
+
+
+def test_one_that_answers_again_is_found_and_has_lost_nothing(watch):
+    hub = watch("unavailable", 0.02)
+    hub.client.is_back = True
+    assert hub.back.wait(20)
+    assert (hub.found, hub.lost) == ([3], [])
 
 
 def test_another_incarnation_has_lost_its_memory(watch):

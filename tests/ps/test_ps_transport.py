@@ -91,6 +91,17 @@ def test_a_server_that_is_gone(connected):
     assert info.value.reason in ("unavailable", "deadline")
 
 
+def test_a_channel_that_was_closed_says_so():
+    server = RpcServer("127.0.0.1:0", METHODS)
+    channel = RpcChannel(f"127.0.0.1:{server.port}")
+    channel.close()
+    for call in (channel.call, lambda *given, **options: channel.begin(*given, **options)()):
+        with pytest.raises(CallFailed) as info:
+            call("double", {}, timeout_s=20)
+        assert info.value.reason == "closed"
+    server.stop()
+
+
 @pytest.fixture
 def server():
     server = RpcServer("127.0.0.1:0", METHODS, most_bytes=10_000)

@@ -323,7 +323,7 @@ class BulkChannel:
     def _connected(self, by: float) -> Stream | None:
         with self._lock:
             if self._closed:
-                raise CallFailed(self._address, "unavailable", "closed")
+                raise CallFailed(self._address, "closed")
             if self._idle:
                 self._busy.add(self._idle[-1])
                 return self._idle.pop()
@@ -344,7 +344,7 @@ class BulkChannel:
         with self._lock:
             if self._closed:
                 stream.close()
-                raise CallFailed(self._address, "unavailable", "closed")
+                raise CallFailed(self._address, "closed")
             self._busy.add(stream)
         return stream
 

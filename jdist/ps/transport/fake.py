@@ -31,6 +31,10 @@ class FakeServer:
         """From now on every call fails."""
         self._stopped.set()
 
+    def resume(self) -> None:
+        """From now on calls are answered again."""
+        self._stopped.clear()
+
     def answer(self, method: str, frame: bytes, payload: list[bytes]) -> tuple[bytes, list[bytes]]:
         """What comes back for the bytes of a call."""
         if self._stopped.is_set():

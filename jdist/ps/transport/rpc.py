@@ -188,6 +188,7 @@ class RpcChannel:
         self._small = self._channel.unary_unary(f"/{SERVICE}/Call")
         self._large = self._channel.stream_stream(f"/{SERVICE}/Bulk")
         self._data = BulkChannel(address, security=security, ask=self._ask_for_ticket)
+        self._closed = False
 
     @property
     def peer(self) -> str:
@@ -219,6 +220,10 @@ class RpcChannel:
         except grpc.RpcError as exc:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
             raise CallFailed(self._address, _REASONS.get(status, "unavailable"), exc.details() or "") from exc  # type: ignore[attr-defined]  # as above
+        except ValueError as exc:  # what grpc says of a channel that was closed
+            if not self._closed:
+                raise
+            raise CallFailed(self._address, "closed") from exc
 
     def begin(
         self,
@@ -238,6 +243,7 @@ class RpcChannel:
 
     def close(self) -> None:
         """See `Channel`."""
+        self._closed = True
         self._data.close()
         self._channel.close()
 

@@ -19,7 +19,8 @@ class CallFailed(ConnectionError):
 
     Attributes:
         peer: whom.
-        reason: "unavailable", "deadline", "unauthenticated", or "refused" where the peer found the call wrong.
+        reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, or "closed" where
+            this side has ended the connection, so that no other call will do better.
     """
 
     def __init__(self, peer: str, reason: str, detail: str = ""):

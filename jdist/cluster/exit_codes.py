@@ -34,9 +34,7 @@ def of(error: BaseException) -> int:
     """
     if isinstance(error, PeerFailedError) and error.exit_code == USAGE:
         return USAGE  # then starting again helps nowhere
-    if isinstance(
-        error, PeerFailedError | PeerLostError | ClusterTimeoutError | PortInUseError | NoWorkersError | ShardLostError
-    ):
+    if isinstance(error, _LOST):
         return PEER_LOST
     if isinstance(error, JDistError) and not isinstance(
         error, NonFiniteError | ReplicaDivergenceError | CheckpointError | ClosureError

@@ -167,6 +167,9 @@ class WorkerServer:
                     if self._attached > attached:  # whoever asked for these is not there any more
                         raise Abandoned
                     computed = installed.compute(who, closure, arguments)
+                except jax.errors.JaxRuntimeError:  # out of memory, for example: the closure's fault, or this machine's
+                    outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
+                    continue
                 except (Abandoned, ShardLostError):
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue

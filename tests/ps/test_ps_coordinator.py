@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import ClosureCancelledError, ClosureError, ShardLostError
+from jdist.errors import ClosureCancelledError, ClosureError, NoWorkersError, ShardLostError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import function_of, keeping_of
@@ -24,6 +24,7 @@ from jdist.ps.partition import fixed_shards
 from jdist.ps.shard import Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.transport.seam import Method
 from jdist.ps.worker import WorkerServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -308,3 +309,66 @@ def test_closing_ends_every_thread():
     for thread in left:
         thread.join(10)
         assert not thread.is_alive(), thread
+
+
+@pytest.mark.parametrize("limit", ["MOST_QUEUED", "MOST_QUEUED_BYTES"])
+def test_a_full_queue_makes_the_next_call_wait(monkeypatch, limit):
+    monkeypatch.setattr(f"jdist.ps.coordinator.{limit}", 5 if limit == "MOST_QUEUED" else 1000)
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        job.worker_servers[0].stop()
+        scheduled = []
+
+        def schedule():
+            for _ in range(20):
+                scheduled.append(job.schedule())
+
+        scheduling = threading.Thread(target=schedule)
+        scheduling.start()
+        scheduling.join(1.0)
+        waits, there = scheduling.is_alive(), len(scheduled)
+        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
+        scheduling.join(60)
+        job.coordinator.join(60)
+        assert (waits, there < 20, len(scheduled), count(job)) == (True, True, 20, [21])
+
+
+def test_a_worker_that_refuses_all_it_is_asked_is_left_alone_and_the_user_hears_of_it(caplog):
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        methods = job.workers[0].methods()
+        job.worker_servers[0]._methods = {**methods, "execute": Method(lambda header, arrays: 1 / 0)}
+        pending = [job.schedule() for _ in range(3)]
+        with pytest.raises(NoWorkersError, match=r"no worker is left: worker 0 at worker0 was lost 8 times.*refused"):
+            job.coordinator.join(60)
+        assert all(p.done for p in pending)
+        with pytest.raises(NoWorkersError):
+            job.schedule()
+
+
+def test_without_any_worker_for_long_the_job_fails_and_its_state_is_whole():
+    with Job(2, 1, times=dataclasses.replace(TIMES, no_worker_timeout_s=0.5)) as job:
+        job.schedule().wait(60)
+        job.worker_servers[0].stop()
+        job.schedule()
+        with pytest.raises(NoWorkersError, match="What the servers have is whole"):
+            job.coordinator.join(60)
+        assert count(job) == [1, 1]
+        assert len(job.whole()) == len(job.leaves)
+
+
+def test_what_a_function_fails_with_on_a_worker_is_shown_and_cancels_the_queue(monkeypatch):
+    def fail(self, arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory on this worker")
+
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr("jdist.ps.compute.Installed._called", fail)
+            failed = job.schedule()
+            with pytest.raises(ClosureError, match=r"(?s)closure 1: Traceback.*out of memory on this worker"):
+                job.coordinator.join(60)
+        assert isinstance(failed.error, ClosureError)
+        job.schedule()
+        job.coordinator.join(60)
+        assert count(job) == [2]

@@ -54,7 +54,15 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
 
 # All-reduce algorithms that always run with these alone, and with everything in `make conformance`: what they sum does not
 # depend on the model, and each case compiles for two seconds.
-ALGORITHMS = ("mirrored_bucketed", "mirrored_to_one_device", "mirrored_bf16", "mirrored_int8")
+# The same goes for parameter servers, whose processes take their time.
+ALGORITHMS = (
+    "mirrored_bucketed",
+    "mirrored_to_one_device",
+    "mirrored_bf16",
+    "mirrored_int8",
+    "parameter_server",
+    "parameter_server_sync",
+)
 LIGHT_FAMILIES = ("plain_pytree", "gan", "nnx_mlp")
 LIGHT_OPTIONS = ("plain", "accumulate", "steps_per_call", "skip_non_finite")
 

@@ -1,4 +1,4 @@
-"""jdist's side of parameter_server.py: arguments PS PARAMETERS; reads numbers of steps, prints their seconds as JSON."""
+"""jdist's side of parameter_server.py: arguments PS PARAMETERS [OPTION=VALUE ...]; 0 parameters: closures that do nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import optax
 from side import serve
 
 import jdist
-from jdist.strategies.parameter_server import parameter_server
 
 NUM_PS, PARAMETERS = int(sys.argv[1]), int(sys.argv[2])
 LEAVES = 2 if PARAMETERS < 1000 else 10
-strategy = parameter_server(local_workers=2, local_ps=NUM_PS, **dict(pair.split("=") for pair in sys.argv[3:]))
+strategy = jdist.parameter_server(local_workers=2, local_ps=NUM_PS, **dict(pair.split("=") for pair in sys.argv[3:]))
 
 
 def create_state():
@@ -35,7 +34,11 @@ def train_step(state, batch):
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-state = strategy.init(create_state)
+def nothing(x):
+    return x
+
+
+state = strategy.init(create_state) if PARAMETERS else None
 batch = {"scale": np.full(1, 1e-4, np.float32)}
 
 
@@ -46,5 +49,15 @@ def run(steps):
     return float(metrics["loss"])
 
 
-serve({"jdist": jdist.__version__, "jax": jax.__version__, "python": sys.version.split()[0]}, run)
-state.job.close()
+def run_nothing(calls):
+    for _ in range(calls):
+        value = strategy.coordinator.schedule(nothing, (batch["scale"],))
+    strategy.coordinator.join()
+    return float(value.result()[0])
+
+
+serve(
+    {"jdist": jdist.__version__, "jax": jax.__version__, "python": sys.version.split()[0]},
+    run if PARAMETERS else run_nothing,
+)
+strategy.coordinator.close()

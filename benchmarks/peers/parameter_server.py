@@ -5,7 +5,8 @@ python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/pyt
 Both schedule training steps (pull, gradients, push, SGD on the server) on two workers, all processes on loopback: a step of 8
 parameters, for steps per second, and one of 25 million in float32, for bytes per second. Targets: twice the steps of
 tf.distribute, and its bytes; with bfloat16 on the wire twice its bytes (counted as if they were float32). Beside it what raw
-TCP gives two clients of one server, in the same turns.
+TCP gives two clients of one server, in the same turns. 0 parameters are closures that return their argument, for closures
+per second.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 
 from mirrored import Side
 
-CASES = {8: 200, 25_000_000: 6}  # parameters: steps in a round
+CASES = {0: 1000, 8: 200, 25_000_000: 6}  # parameters: steps in a round
 
 
 def main() -> None:
@@ -31,6 +32,8 @@ def main() -> None:
 
     for num_ps in args.ps:
         for parameters in args.parameters:
+            if not parameters and num_ps != args.ps[0]:
+                continue  # they have no part in the servers
             steps, size_bytes = CASES[parameters], 8 * parameters
             sides = {
                 "jdist": Side(sys.executable, "jdist_parameter_server.py", num_ps, parameters),
@@ -57,11 +60,9 @@ def main() -> None:
                 pairs.append(("tf.distribute", "jdist, bf16"))
             for name, base in pairs:
                 c = compare(times[name], times[base])
-                rate = (
-                    f"{size_bytes * steps / c.seconds / 1e6:,.0f} MB/s"
-                    if parameters > 1000
-                    else f"{steps / c.seconds:,.0f} steps/s"
-                )
+                rate = f"{steps / c.seconds:,.0f} {'steps' if parameters else 'closures'}/s"
+                if parameters > 1000:
+                    rate = f"{size_bytes * steps / c.seconds / 1e6:,.0f} MB/s"
                 ratio = f"time of {name} / {base}: {c.ratio:.2f} [{c.ratio_low:.2f}, {c.ratio_high:.2f}], "
                 print(
                     f"{num_ps} ps, {parameters:,} parameters: {ratio if name != base else f'{name} '}{rate}", flush=True

@@ -49,7 +49,7 @@ class Function:
     Of a step it returns pushed arrays, scalars, whether all gradients are finite, and outputs; else outputs alone.
 
     Attributes:
-        inputs: the leaves of the state that it reads, whole.
+        inputs: the leaves of the state that it reads, whole, as they travel.
         arguments: batch and other arguments of a closure.
         outputs: what a closure returns.
         view: which step's view of the shards it has; None for a function that has no part in the state.
@@ -103,6 +103,8 @@ def keeping_of(layout: Layout, shard: ShardLayout, rules: Rules, *, is_sync: boo
         max_staleness=rules.max_staleness,
         on_stale=rules.on_stale,
         non_finite=rules.non_finite,
+        rounded=shard.rounded,
+        weighs=is_sync or rules.on_stale == "down_weight",
     )
 
 
@@ -132,7 +134,7 @@ def function_of(
         return tuple(Place(of=numbers[r.of], start=r.start, stop=r.stop) for r in rows)
 
     return Function(
-        inputs=described([layout.shapes[i] for i in parts.read]),
+        inputs=described(layout.inputs(step)),
         arguments=described(arguments),
         outputs=described(outputs),
         view=step,

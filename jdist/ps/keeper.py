@@ -6,6 +6,7 @@ Nothing is decided here: `shard.receive` says what happens, this file holds what
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 import threading
 import time
@@ -34,9 +35,10 @@ from jdist.ps.messages import (
     Reply,
     Restore,
 )
+from jdist.ps.rounding import ROUNDED
 from jdist.ps.shard import Rules, Shard, receive
 from jdist.ps.transport.seam import Header, Method
-from jdist.ps.wire import Spec, from_plain, to_plain
+from jdist.ps.wire import Spec, from_plain, to_plain, wide
 
 MOST_MESSAGES = 4096
 MOST_PROGRAM_BYTES = 1 << 32
@@ -72,6 +74,8 @@ class Keeping:
         changing: how many of them change.
         views: for each step.
         max_staleness, on_stale, non_finite: as in `shard.Rules`.
+        rounded: places in `kept` of what workers are sent rounded; programs return the copies of those that change.
+        weighs: whether gradients are weighted, late ones or several for a mean; programs then take them `wire.wide`.
     """
 
     kept: tuple[Described, ...]
@@ -80,6 +84,23 @@ class Keeping:
     max_staleness: int | None
     on_stale: str
     non_finite: str
+    rounded: tuple[int, ...] = ()
+    weighs: bool = False
+
+    def sent_specs(self) -> list[Spec]:
+        """Of `kept`, as it is sent to workers."""
+        rounded = set(self.rounded)
+        return [Spec(shape, ROUNDED.name if i in rounded else dtype) for i, (shape, dtype) in enumerate(self.kept)]
+
+    def taken(self, view: int) -> list[Spec]:
+        """Of what a view's program takes: `kept`, what is pushed, and scalars."""
+        found = self.views[view]
+        pushes = specs(found.pushes)
+        return [*specs(self.kept), *(map(wide, pushes) if self.weighs else pushes), *specs(found.scalars)]
+
+    def widens(self, view: int) -> bool:
+        """Whether some of what is pushed comes in fewer bits than the program takes it."""
+        return self.weighs and any(wide(spec) != spec for spec in specs(self.views[view].pushes))
 
     def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
         """Places in `kept` of the arrays that answer a pull.
@@ -116,6 +137,7 @@ class Keeper:
         self._shard = Shard()
         self._keeping: Keeping | None = None
         self._kept: list[jax.Array] = []
+        self._rounded: dict[int, jax.Array] = {}
         self._programs: list[Program] = []
         # A push's view and arrays, or a result's bytes, by the number that the machine knows.
         self._held: dict[int, Any] = {}
@@ -162,6 +184,7 @@ class Keeper:
             if any(isinstance(command, Replace) for command in commands):
                 # The block that came is kept by these arrays, which share its memory where they can.
                 self._kept = [jnp.asarray(x) for x in kept]
+                self._rounded = {i: self._kept[i].astype(ROUNDED) for i in keeping.rounded}
                 self._keeping, self._programs = keeping, programs
             self._carry_out(shard, commands)
             answer = self._answers.pop(0)
@@ -226,7 +249,7 @@ class Keeper:
         if isinstance(answer, Parameters) and keeping is not None:
             assert isinstance(message, Pull)  # nothing else is answered by parameters
             places = keeping.sent(message.view, changed=answer.changed, first=message.known is None)
-            sent.extend(np.asarray(self._kept[i]) for i in places)
+            sent.extend(np.asarray(self._rounded.get(i, self._kept[i])) for i in places)
         if isinstance(answer, Cut):
             # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
             self._cut = [np.asarray(x) for x in self._kept]
@@ -261,13 +284,16 @@ class Keeper:
         self._lock.notify_all()
 
     def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]], scalars: list[np.ndarray]) -> None:
-        assert self._keeping is not None  # an empty shard applies nothing
+        keeping = self._keeping
+        assert keeping is not None  # an empty shard applies nothing
         ((view, pushes), weight), *others = gradients
-        if others or weight != 1.0:
+        if others or weight != 1.0 or keeping.widens(view):
             weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
             pushes = _weighted(weights, [pushes, *(more for (_, more), _ in others)])
         new = self._programs[view]([*self._kept, *pushes, *scalars])
-        self._kept[: self._keeping.changing] = new
+        n = keeping.changing
+        self._kept[:n] = new[:n]
+        self._rounded.update(zip([i for i in keeping.rounded if i < n], new[n:], strict=True))
 
 
 def _nothing(values: Sequence[Any]) -> list[jax.Array]:
@@ -277,13 +303,11 @@ def _nothing(values: Sequence[Any]) -> list[jax.Array]:
 
 @jax.jit
 def _weighted(weights: jax.Array, gradients: list[list[jax.Array]]) -> list[jax.Array]:
-    """The weighted sum; what is no floating-point number (a flag, a count) is taken from the first."""
+    """The weighted sum, `wire.wide`; what is no floating-point number (a flag, a count) is taken from the first."""
 
     def one(*values: jax.Array) -> jax.Array:
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):
             return values[0]
-        return sum((w * x for w, x in zip(weights, values, strict=True)), jnp.zeros_like(values[0])).astype(
-            values[0].dtype
-        )
+        return functools.reduce(jnp.add, [w * x for w, x in zip(weights, values, strict=True)])  # weights are float32
 
     return jax.tree.map(one, *gradients)

@@ -12,6 +12,7 @@ import numpy as np
 from jdist.ps.groups import Groups, changed_in, make_groups, units_in
 from jdist.ps.partition import Partitioner, Piece, Placement, place
 from jdist.ps.program import StepParts
+from jdist.ps.rounding import ROUNDED, Rounding, Wire, make_rounding
 from jdist.ps.wire import Spec
 
 
@@ -68,6 +69,7 @@ class ShardLayout:
         changing: how many of them change.
         pieces: what it keeps of the groups.
         views: for each step.
+        rounded: places in `kept` of what workers pull rounded.
     """
 
     ps: int
@@ -75,6 +77,7 @@ class ShardLayout:
     changing: int
     pieces: tuple[Piece, ...]
     views: tuple[View, ...]
+    rounded: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,13 @@ class Layout:
         steps: the steps that use it.
         groups: its leaves by where they are kept.
         shards: a layout for each server that keeps any part of the state; the others take no part.
+        rounding: what travels rounded between servers and workers.
     """
 
     steps: tuple[StepParts, ...]
     groups: Groups
     shards: tuple[ShardLayout, ...]
+    rounding: Rounding
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -101,20 +106,55 @@ class Layout:
         return [rows.spec(self.shapes[rows.of]) for rows in shard.kept]
 
     def push_specs(self, shard: ShardLayout, step: int) -> list[Spec]:
-        """Of the arrays, and then the scalars, that a server gets with a closure of a step."""
+        """Of the arrays, and then the scalars, that a server gets with a closure of a step, as they travel."""
         update = self.steps[step].update
-        arrays = [rows.spec(update.pushed_shapes[rows.of]) for rows in shard.views[step].pushes]
+        arrays = [
+            rows.spec(self.rounding.of_pushed(step, rows.of, update.pushed_shapes[rows.of]))
+            for rows in shard.views[step].pushes
+        ]
         return arrays + [Spec((), np.dtype(shape.dtype).name) for shape in update.scalar_shapes]
 
+    def inputs(self, step: int) -> list[Any]:
+        """Shapes and dtypes of the leaves that a worker reads for a step, as they travel."""
+        return [self.rounding.of_leaf(i, self.shapes[i]) for i in self.steps[step].read]
+
+    def worker(self, step: int, function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+        """A step's function with the rounding at both ends, where XLA fuses it with what is computed.
+
+        Args:
+            step: which of the steps.
+            function: from what the step reads and a closure's arguments to what it pushes and the rest of its results.
+        """
+        parts = self.steps[step]
+        n, m = len(parts.read), len(parts.pushed)
+
+        def run(values: list[Any]) -> list[Any]:
+            read = [x.astype(self.shapes[i].dtype) for i, x in zip(parts.read, values[:n], strict=True)]
+            results = function([*read, *values[n:]])
+            pushed = [
+                x.astype(self.rounding.of_pushed(step, j, x).dtype)
+                for j, x in zip(parts.pushed, results[:m], strict=True)
+            ]
+            return [*pushed, *results[m:]]
+
+        return run
+
     def program(self, shard: ShardLayout, step: int) -> Callable[[list[Any]], list[Any]]:
-        """What a server does with a push: from its arrays and what it was pushed to those of its arrays that change."""
+        """What a server does with a push.
+
+        Returns:
+            From its arrays and what it was pushed, in whatever precision that came, to those of its arrays that change;
+            behind them come rounded copies of those that are `rounded`.
+        """
         update, view = self.steps[step].update, shard.views[step]
 
         def run(values: list[Any]) -> list[Any]:
             kept = dict(zip(shard.kept, values, strict=False))
             rest = values[len(shard.kept) :]
-            pushes = dict(zip(view.pushes, rest, strict=False))
-            scalars = rest[len(view.pushes) :]
+            shapes = [*(update.pushed_shapes[rows.of] for rows in view.pushes), *update.scalar_shapes]
+            given = [x.astype(shape.dtype) for x, shape in zip(rest, shapes, strict=True)]
+            pushes = dict(zip(view.pushes, given, strict=False))
+            scalars = given[len(view.pushes) :]
             whole = (*self.groups.everywhere, *self.groups.constant)
             shared = {i: kept[Rows(i)] for i in whole if Rows(i) in kept}
             new = kept | {Rows(i): x for i, x in update.new_leaves(self._everywhere(step), shared, {}, scalars).items()}
@@ -131,7 +171,8 @@ class Layout:
                     scalars,
                 )
                 new |= {Rows(i, piece.start, piece.stop): x for i, x in made.items()}
-            return [new[rows] for rows in shard.kept[: shard.changing]]
+            changed = [new[rows] for rows in shard.kept[: shard.changing]]
+            return changed + [changed[k].astype(ROUNDED) for k in shard.rounded if k < shard.changing]
 
         return run
 
@@ -161,7 +202,12 @@ class Layout:
 
 
 def make_layout(
-    steps: Sequence[StepParts], *, num_ps: int, partitioner: Partitioner, placement: Placement = "round_robin"
+    steps: Sequence[StepParts],
+    *,
+    num_ps: int,
+    partitioner: Partitioner,
+    placement: Placement = "round_robin",
+    wire: Wire = "float32",
 ) -> Layout:
     """Shares a state out over servers.
 
@@ -170,6 +216,7 @@ def make_layout(
         num_ps: how many servers there are.
         partitioner: into how many pieces leaves are cut whose updates allow it.
         placement: which server gets the next piece, as for `partition.place`.
+        wire: as what float32 arrays travel, as for `jdist.parameter_server`.
 
     Raises:
         StrategyError: as `partition.place`.
@@ -187,12 +234,13 @@ def make_layout(
     for piece in pieces:
         by_ps[piece.ps].append(piece)
     used = sorted(by_ps) or [0]
-    shards = tuple(_shard(steps, groups, ps, by_ps[ps], is_first=ps == used[0]) for ps in used)
-    return Layout(tuple(steps), groups, shards)
+    rounding = make_rounding(steps, wire)
+    shards = tuple(_shard(steps, groups, rounding, ps, by_ps[ps], is_first=ps == used[0]) for ps in used)
+    return Layout(tuple(steps), groups, shards, rounding)
 
 
 def _shard(
-    steps: Sequence[StepParts], groups: Groups, ps: int, pieces: Sequence[Piece], *, is_first: bool
+    steps: Sequence[StepParts], groups: Groups, rounding: Rounding, ps: int, pieces: Sequence[Piece], *, is_first: bool
 ) -> ShardLayout:
     kept = [Rows(i) for i in groups.everywhere]
     for piece in pieces:
@@ -217,4 +265,7 @@ def _shard(
             tuple(k for k in pulled if k >= changing and is_first),
         )
 
-    return ShardLayout(ps, tuple(kept), changing, tuple(pieces), tuple(map(view, steps)))
+    views = tuple(map(view, steps))
+    sent = {k for found in views for k in (*found.pulled, *found.pulled_once)}
+    rounded = tuple(k for k in sorted(sent) if kept[k].of in rounding.leaves)
+    return ShardLayout(ps, tuple(kept), changing, tuple(pieces), views, rounded)

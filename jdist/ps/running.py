@@ -22,6 +22,7 @@ from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
+from jdist.ps.rounding import Wire
 from jdist.ps.rounds import Rounds
 from jdist.ps.shard import NonFinite, Rules
 from jdist.ps.shards import ShardClient
@@ -52,12 +53,13 @@ class Servers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PsOptions:
-    """How a state is spread over the servers, what they do with late gradients, and how many gradients make an update."""
+    """How a state is spread over the servers and travels, what they do with late gradients, and how many make an update."""
 
     partitioner: Partitioner
     placement: Placement
     rules: Rules
     times: Times
+    wire: Wire = "float32"
     is_sync: bool = False
     gradients_per_update: int = 1
     backup_workers: int = 0
@@ -194,12 +196,12 @@ class PsJob:
 
     def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
         assert self._layout is not None  # the state has been placed
-        inputs = [self._layout.shapes[i] for i in traced.parts.read]
-        is_sync = traced.sync is not None
-        function = function_of(self._layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
+        layout, is_sync = self._layout, traced.sync is not None
+        function = function_of(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
         function = dataclasses.replace(function, batch=traced.batch)
         combine = None if traced.sync is None else traced.sync.combine
-        return function, pack(traced.function, [*inputs, *traced.arguments]), combine
+        program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
+        return function, program, combine
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
@@ -256,7 +258,11 @@ class PsJob:
             first = self._coordinator.scheduled
         self._leave()
         layout = make_layout(
-            steps, num_ps=len(servers.ps), partitioner=options.partitioner, placement=options.placement
+            steps,
+            num_ps=len(servers.ps),
+            partitioner=options.partitioner,
+            placement=options.placement,
+            wire=options.wire,
         )
         keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
@@ -265,7 +271,10 @@ class PsJob:
         generation = 1 + max(client.status(options.times.lost_after_s)["generation"] for client in clients)
         coordinator.begin(
             layout.shared_out(state.leaves),
-            [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards],
+            [
+                [self._program(layout, shard, keeping, step) for step in range(len(steps))]
+                for shard, keeping in zip(layout.shards, keepings, strict=True)
+            ],
             first=first,
             generation=generation,
         )
@@ -291,14 +300,14 @@ class PsJob:
             return None
         return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
 
-    def _program(self, layout: Layout, shard: ShardLayout, step: int) -> bytes:
+    def _program(self, layout: Layout, shard: ShardLayout, keeping: Keeping, step: int) -> bytes:
         """What a server does for a step, packed; empty if the step changes nothing."""
         parts = layout.steps[step]
         if not parts.update.reads:
             return b""
-        key = (parts.identity, layout.groups, shard.kept, shard.changing, shard.pieces)
+        taken = tuple(keeping.taken(step))
+        key = (parts.identity, layout.groups, shard.kept, shard.changing, shard.pieces, shard.rounded, taken)
         if key not in self._packed:
-            specs = [*layout.kept_specs(shard), *layout.push_specs(shard, step)]
-            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in specs]
+            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in taken]
             self._packed[key] = pack(layout.program(shard, step), structs)
         return self._packed[key]

@@ -34,8 +34,8 @@ class ShardClient:
     def __init__(self, channel: Channel, keeping: Keeping, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
         self.channel, self.keeping = channel, keeping
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
-        self._kept = specs(keeping.kept)
-        self.is_bulk = _is_bulk(self._kept)
+        self._sent = keeping.sent_specs()
+        self.is_bulk = _is_bulk(self._sent)
 
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
         """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
@@ -73,7 +73,7 @@ class ShardClient:
             result = result or b""
             header["result"] = len(result)
             arrays = [*pushes, np.frombuffer(result, np.uint8)]
-        expects = _Expects(self.keeping, self._kept, messages)
+        expects = _Expects(self.keeping, self._sent, messages)
 
         data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
 
@@ -141,8 +141,8 @@ class ShardClient:
 class _Expects:
     """The arrays that come with the answers to some messages."""
 
-    def __init__(self, keeping: Keeping, kept: Sequence[Spec], messages: Sequence[Message]):
-        self._keeping, self._kept, self._messages = keeping, kept, messages
+    def __init__(self, keeping: Keeping, sent: Sequence[Spec], messages: Sequence[Message]):
+        self._keeping, self._sent, self._messages = keeping, sent, messages
         self._of: Any = None
         self._answers: list[Any] = []
 
@@ -158,7 +158,7 @@ class _Expects:
         for message, answer in zip(self._messages, self.answers(header), strict=True):
             if isinstance(answer, Parameters) and isinstance(message, Pull):
                 places = self._keeping.sent(message.view, changed=answer.changed, first=message.known is None)
-                found += [self._kept[i] for i in places]
+                found += [self._sent[i] for i in places]
         return found
 
 

@@ -64,6 +64,13 @@ class Spec:
         return size
 
 
+def wide(spec: Spec) -> Spec:
+    """The spec of an array as means are taken: floating-point numbers have at least 32 bits."""
+    if not jnp.issubdtype(spec.numpy, jnp.inexact):
+        return spec
+    return Spec(spec.shape, np.dtype(jnp.promote_types(spec.numpy, jnp.float32)).name)
+
+
 def spec_of(x: Any) -> Spec:
     """The spec of an array or of a struct with its shape and dtype."""
     return Spec(tuple(x.shape), np.dtype(x.dtype).name)

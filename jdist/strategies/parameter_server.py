@@ -23,6 +23,7 @@ from jdist.ps.link import Times
 from jdist.ps.local import LocalCluster
 from jdist.ps.partition import Partitioner, Placement, min_size
 from jdist.ps.remote_state import RemoteState
+from jdist.ps.rounding import Wire
 from jdist.ps.running import PsJob, PsOptions, Servers
 from jdist.ps.security import Security
 from jdist.ps.serve import IS_SERVER
@@ -56,6 +57,7 @@ def parameter_server(
     backup_workers: int = 0,
     max_staleness: int | None = None,
     on_stale: OnStale = "refuse",
+    wire: Wire = "float32",
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
 
@@ -78,6 +80,9 @@ def parameter_server(
             Synchronous SGD").
         max_staleness: updates that may lie between the pull and the push of a gradient; None: any number.
         on_stale: beyond that, "refuse" it, so that it is computed again, or "down_weight" it.
+        wire: as what arrays of float32 are pulled and pushed: "float32"; or "bf16", rounded to the nearest bfloat16, which is
+            half the bytes. Servers keep, update and average in float32; single numbers, and what workers carry from step to
+            step (a layer's running statistics), are not rounded, nor is anything in `strategy.fetch` or a checkpoint.
 
     Returns:
         A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures. In the evaluator
@@ -98,6 +103,10 @@ def parameter_server(
     for name, number in (("local_workers", local_workers), ("local_ps", local_ps)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
+    if wire not in get_args(Wire):
+        raise StrategyError(
+            f"`wire` is {wire!r}; allowed are 'float32' and 'bf16'.{did_you_mean(wire, get_args(Wire))}"
+        )
     local = local_workers is not None or local_ps is not None
     if cluster is not None and local:
         raise StrategyError(
@@ -128,6 +137,7 @@ def parameter_server(
         placement=placement,
         rules=rules,
         times=Times(),
+        wire=wire,
         is_sync=is_sync,
         gradients_per_update=workers - backup_workers if is_sync else 1,
         backup_workers=backup_workers,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jdist.errors import WireError
 from jdist.ps.messages import TRAVELLING as KINDS
 from jdist.ps.messages import Commit, Fence, Held, Pull, Push, Refused, Restore, Stage
-from jdist.ps.wire import ALIGNED, Buffers, Spec, chunks, decode, encode, from_plain, spec_of, to_plain
+from jdist.ps.wire import ALIGNED, Buffers, Spec, chunks, decode, encode, from_plain, spec_of, to_plain, wide
 
 EXAMPLES = [
     Pull(generation=3, known=None),
@@ -152,6 +152,11 @@ def test_chunks_across_arrays():
     for start in range(0, len(whole), 5):
         buffers.take(whole[start : start + 5])
     np.testing.assert_array_equal(buffers.arrays()[0], ARRAYS[0])
+
+
+def test_means_are_taken_in_32_bits_at_least():
+    dtypes = ["bfloat16", "float16", "float32", "float64", "int8", "bool"]
+    assert [wide(Spec((2,), d)).dtype for d in dtypes] == ["float32", "float32", "float32", "float64", "int8", "bool"]
 
 
 def test_too_many_too_few_and_too_large():

@@ -120,10 +120,10 @@ def test_the_mean_of_rounded_gradients_is_taken_in_float32():
 def kept_of(shard, name):
     """What the shard keeps, by a snapshot."""
     shard.client.say([Freeze(generation=1)])
-    shard.client.say([Snapshot(generation=1)])
+    (cut,), _, _ = shard.client.say([Snapshot(generation=1)])
     shard.client.say([Thaw(generation=1)])
     place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.kept].index(name)
-    return shard.client.read()[place]
+    return shard.client.read(1, cut.version)[place]
 
 
 def test_a_late_gradient_that_is_given_less_weight_is_weighted_in_float32():

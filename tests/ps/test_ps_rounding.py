@@ -1,5 +1,6 @@
 """float32 on its way as bfloat16: what is rounded, that it is, and that servers and `fetch` are in full."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -117,11 +118,15 @@ def test_the_mean_of_rounded_gradients_is_taken_in_float32():
     assert np.all(kept_of(shard, ".params['b']") == expected)
 
 
+SNAPSHOTS = itertools.count(1)
+
+
 def kept_of(shard, name):
     """What the shard keeps, by a snapshot."""
-    shard.client.say([Freeze(generation=1)])
+    number = next(SNAPSHOTS)
+    shard.client.say([Freeze(generation=1, number=number)])
     (cut,), _, _ = shard.client.say([Snapshot(generation=1)])
-    shard.client.say([Thaw(generation=1)])
+    shard.client.say([Thaw(generation=1, number=number)])
     place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.kept].index(name)
     return shard.client.read(1, cut.version)[place]
 

@@ -88,6 +88,8 @@ class Buffers:
             WireError: they are larger.
         """
         self._specs = tuple(specs)
+        if any(n < 0 for spec in specs for n in spec.shape):
+            raise WireError("an array of negative size")
         self._offsets, end = [], 0
         for spec in specs:
             self._offsets.append(end)

@@ -24,6 +24,7 @@ from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.seam import Channel, Header, Method
 from jdist.ps.wire import Spec, from_plain
 
+MOST_SHARDS = 4096
 MOST_CLOSURES = 4096
 MOST_COMPILED = 64
 MOST_PROGRAM_BYTES = 1 << 32
@@ -75,7 +76,7 @@ class WorkerServer:
         addresses, keepings = header.get("addresses"), header.get("keepings")
         if not isinstance(addresses, list) or not isinstance(keepings, list) or len(addresses) != len(keepings):
             raise WireError("not a keeping for each address")
-        if not all(isinstance(address, str) for address in addresses):
+        if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
             raise WireError("an address that is none")
         found = [from_plain(KEEPING, keeping) for keeping in keepings]
         clients = [

@@ -53,6 +53,7 @@ def parameter_server(
     backup_workers: int = 0,
     max_staleness: int | None = None,
     on_stale: OnStale = "refuse",
+    times: Times | None = None,
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
 
@@ -75,6 +76,7 @@ def parameter_server(
             Synchronous SGD").
         max_staleness: updates that may lie between the pull and the push of a gradient; None: any number.
         on_stale: beyond that, "refuse" it, so that it is computed again, or "down_weight" it.
+        times: how long workers and servers are waited for; None: `jdist.ps.Times()`.
 
     Returns:
         A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures. In the evaluator
@@ -108,6 +110,8 @@ def parameter_server(
         check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
+    if not isinstance(times, Times | None):
+        raise StrategyError(f"`times` is a {type(times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
     _check_mode(mode, backup_workers, max_staleness)
     # Workers do not push what is refused.
     rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
@@ -118,7 +122,7 @@ def parameter_server(
         partitioner=partitioner or min_size(),
         placement=placement,
         rules=rules,
-        times=Times(),
+        times=times or Times(),
         is_sync=is_sync,
         backup_workers=backup_workers,
     )
@@ -146,7 +150,7 @@ def _local_servers(workers: int, ps: int) -> Servers:
         ps=tuple(cluster.ps),
         connect=lambda address: RpcChannel(address, security=security),
         close=cluster.close,
-        pids=tuple(cluster.pids),
+        processes=lambda: tuple(cluster.pids),
     )
 
 

@@ -98,8 +98,8 @@ class Coordinator:
         self._times = times
         self._shards, self._addresses = Together(shards), list(addresses)
         self.mutex = threading.RLock()
-        self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of room in a full queue
-        self._room_is_wanted = False
+        self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of every event that is awaited
+        self._is_awaited = False
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self._functions: list[_Installable] = []
         self._closures: dict[int, _Closure] = {}
@@ -182,7 +182,11 @@ class Coordinator:
                     is_wanted=lambda g=generation: self.generation == g and not self.closed,
                 )
             with self.lock:
-                if found is not None and self._dispatch.generation == generation:
+                # Of a closure that is in it nobody could get the result any more, were it not here before a rollback.
+                while found is not None and not self._are_done(found, generation):
+                    self._is_awaited = True
+                    self.lock.wait()
+                if found is not None and self._dispatch.generation == generation and not self._lost:
                     self._snapshot, self._since = found, 0
                     self._void -= void
                     for c in [c for c in self._closures if c < settled or c in found.applied]:
@@ -193,6 +197,12 @@ class Coordinator:
                 self._raise_error()
                 if self.closed:
                     raise ShardLostError("the coordinator was closed")
+
+    def _are_done(self, found: ClusterSnapshot, generation: int) -> bool:
+        """Whether all closures of a snapshot have been reported, or it is of no use any more."""
+        known = self._dispatch
+        done = all(c < known.settled or c in known.done for c in found.applied)
+        return done or self.closed or known.generation != generation or bool(self._lost)
 
     def memory_lost(self, shard: int) -> None:
         """A shard has begun anew, and is empty: all shards go back to the snapshot, and what was done since runs again."""
@@ -265,7 +275,7 @@ class Coordinator:
     def _wait_for_room(self) -> None:
         self._raise_error()
         while self._is_full() and not self.closed:
-            self._room_is_wanted = True
+            self._is_awaited = True
             self.lock.wait()
             self._raise_error()
         if self.closed:
@@ -374,8 +384,8 @@ class Coordinator:
             self._carry_out(event)
             if self._error is not None and not isinstance(event, Cancelled):
                 self._cancel()  # what came back meanwhile, from a worker that was lost
-            if self._dispatch.is_idle or self._room_is_wanted:  # to wake somebody in vain takes longer than the event
-                self._room_is_wanted = False
+            if self._dispatch.is_idle or self._is_awaited:  # to wake somebody in vain takes longer than the event
+                self._is_awaited = False
                 self.lock.notify_all()
 
     def _carry_out(self, event: Event) -> None:

@@ -4,7 +4,7 @@
 
 That is: process 1 kills itself (SIGKILL) when it is past its third step, process 0 stops (SIGSTOP) in its first save, and
 process 1 of the job's second attempt dies before it restores. Without `attempt` the first attempt is
-meant. The third action is term (SIGTERM).
+meant. The third action is term (SIGTERM). A server (`jdist serve`) is process 0 of its own.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ class Point(enum.Enum):
     AFTER_RESTORE = "restore=after"
     AT_END = "end=before"  # the program has come to its end, the others do not know yet
     IN_END = "end=in"  # all have come to their end
+    # Of a parameter server's worker:
+    BEFORE_PUSH = "push=before"  # computed, and nothing sent
+    IN_PUSH = "push=in"  # a part sent to one server; the next time, to the next
+    AFTER_PUSH = "push=after"  # staged on all servers, and committed on none
+    AFTER_COMMIT = "commit=after"  # committed on all servers, and not reported
+    # Of a parameter server:
+    IN_SNAPSHOT = "snapshot=in"  # it has taken its part, and nobody has read it
+    IN_REPLACE = "replace=in"  # told to begin anew, and has not
 
 
 @dataclass(frozen=True, kw_only=True)

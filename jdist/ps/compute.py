@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
 from jdist.errors import ShardLostError
 from jdist.ps.job import Function, ShardOfFunction
 from jdist.ps.keeper import specs
@@ -154,6 +156,7 @@ class Installed:
             pull = [self._pull_of(who, bases[i])] if kind is Push else []
             return [push, *pull], shares, result if i == home else None
 
+        failpoints.reached(Point.BEFORE_PUSH)
         told = self.shards.say([first(i, shard) for i, shard in enumerate(self.function.shards)])
         found = [(answers, arrays) for answers, arrays, _ in told]
         refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
@@ -166,12 +169,14 @@ class Installed:
             if not stages_only:
                 self._pull(who)
             return not refused
+        failpoints.reached(Point.AFTER_PUSH)
         commit = Commit(**who.said, closures=(said["closure"],))
         told = self.shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
         for i, (answers, arrays, _) in enumerate(told):
             if not isinstance(answers[0], Done):
                 raise Abandoned
             self._take(i, answers[1], arrays)
+        failpoints.reached(Point.AFTER_COMMIT)
         return True
 
     def _pull_of(self, who: Sender, known: int | None) -> Pull:

@@ -101,8 +101,10 @@ class Coordinator:
         self._times = times
         self._shards, self._addresses = Together(shards), list(addresses)
         self.mutex = threading.RLock()
-        self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of room in a full queue
-        self._room_is_wanted = self._rolled_back = False
+        self.lock = threading.Condition(
+            self.mutex
+        )  # notified of the end, of idleness, and of every event that is awaited
+        self._is_awaited = False
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self._functions: list[_Installable] = []
         self._closures: dict[int, _Closure] = {}
@@ -195,7 +197,11 @@ class Coordinator:
             is_wanted=lambda: self.generation == generation and not self.closed,
         )
         with self.lock:
-            if found is None or self._dispatch.generation != generation:
+            # Of a closure that is in it nobody could get the result any more, were it not here before a rollback.
+            while found is not None and not self._are_done(found, generation):
+                self._is_awaited = True
+                self.lock.wait()
+            if found is None or self._dispatch.generation != generation or self._lost:
                 return None
             self._snapshot, self._since = found, 0
             self._void -= void
@@ -205,6 +211,12 @@ class Coordinator:
             self.lock.notify_all()
             return found
 
+    def _are_done(self, found: ClusterSnapshot, generation: int) -> bool:
+        """Whether all closures of a snapshot have been reported, or it is of no use any more."""
+        known = self._dispatch
+        done = all(c < known.settled or c in known.done for c in found.applied)
+        return done or self.closed or known.generation != generation or bool(self._lost)
+
     def memory_lost(self, shard: int) -> None:
         """A shard has begun anew, and is empty: all shards go back to the snapshot, and what was done since runs again."""
         with self.lock:
@@ -212,7 +224,6 @@ class Coordinator:
             assert found is not None  # the state at the beginning is one
             done = found.applied | {c for c in self._void if c >= found.settled}
             _LOG.warning("parameter server %d lost its memory", shard)
-            self._rolled_back = True
             # What is not in the snapshot is queued again; closures without effect are not kept once they are done.
             again = [closure for c, closure in self._closures.items() if c >= found.settled and c not in done]
             self._queued_bytes = sum(closure.size_bytes for closure in again)
@@ -278,7 +289,7 @@ class Coordinator:
     def _wait_for_room(self) -> None:
         self._raise_error()
         while self._is_full() and not self.closed:
-            self._room_is_wanted = True
+            self._is_awaited = True
             self.lock.wait()
             self._raise_error()
         if self.closed:
@@ -395,19 +406,9 @@ class Coordinator:
             self._carry_out(event)
             if self._error is not None and not isinstance(event, Cancelled):
                 self._cancel()  # what came back meanwhile, from a worker that was lost
-            if self._rolled_back and self._dispatch.is_idle:
-                self._rolled_back = False
-                self._close_orphans()
-            if self._dispatch.is_idle or self._room_is_wanted:  # to wake somebody in vain takes longer than the event
-                self._room_is_wanted = False
+            if self._dispatch.is_idle or self._is_awaited:  # to wake somebody in vain takes longer than the event
+                self._is_awaited = False
                 self.lock.notify_all()
-
-    def _close_orphans(self) -> None:
-        """What took effect before a rollback, and whose result was lost with its worker, has none to wait for."""
-        for c, closure in self._closures.items():
-            if not closure.pending.done:
-                lost = f"closure {c} took effect, but its result was lost with the worker and the server that had it"
-                closure.pending.arrive([], ClosureError(lost))
 
     def _carry_out(self, event: Event) -> None:
         self._dispatch, commands = machine.handle(self._dispatch, event)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
 from jdist.ps.artifact import unpack
 from jdist.ps.messages import (
@@ -177,6 +179,7 @@ class Keeper:
         kept, packed = arrays[: len(keeping.kept)], arrays[len(keeping.kept) :]
         donate = range(keeping.changing)
         programs = [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
+        failpoints.reached(Point.IN_REPLACE)
         with self._lock:
             rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
             shard, commands = receive(
@@ -255,6 +258,7 @@ class Keeper:
             # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
             self._cut = [np.asarray(x) for x in self._kept]
             self._cut_of = message.generation, answer.version
+            failpoints.reached(Point.IN_SNAPSHOT)
         if isinstance(answer, Held):
             plain["results"] = [[closure, self._held[ref]] for closure, ref in answer.results]
         return plain

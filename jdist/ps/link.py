@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jdist.errors import ClosureError
+from jdist.errors import ClosureError, StrategyError
 from jdist.ps.events import Assign, Event, Lost, Registered, Reported
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import Spec
@@ -47,6 +48,11 @@ class Times:
     losses_within_s: float = 600.0
     no_worker_timeout_s: float = 300.0
     ps_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise StrategyError(f"`Times({name}=...)` is {value!r}; it must be a number above 0.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,14 +45,19 @@ class Servers:
         ps: addresses of the parameter servers.
         connect: from an address to a channel.
         close: ends what was started for the job.
-        pids: process ids of what was started: the parameter servers, then the workers.
+        processes: gives the process ids of what was started: the parameter servers, then the workers.
     """
 
     workers: tuple[str, ...]
     ps: tuple[str, ...]
     connect: Callable[[str], Channel]
     close: Callable[[], None]
-    pids: tuple[int, ...] = ()
+    processes: Callable[[], tuple[int, ...]] = tuple
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of what was started, as they are now: one that has ended is started again."""
+        return self.processes()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

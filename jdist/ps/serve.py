@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from jdist.cluster import failpoints
 from jdist.cluster.address import join, split
 from jdist.cluster.exit_codes import FINISHED, PEER_LOST, PREEMPTED
 from jdist.cluster.listen import resolved
@@ -141,6 +142,7 @@ def serve(
     from jdist.ps.worker import WorkerServer
 
     keep_freed_memory()
+    failpoints.arm(0, os.environ)
     heard = LastHeard()
     worker = None
     if role == WORKER:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
 from jdist.errors import ShardLostError
 from jdist.ps.keeper import Keeping, specs
 from jdist.ps.messages import TRAVELLING, Message, Parameters, Pull, Restore
@@ -85,6 +87,8 @@ class ShardClient:
 
         try:
             first: Callable[[], Any] | CallFailed | None = begun(self._timeout_s)
+            if pushes is not None:
+                failpoints.reached(Point.IN_PUSH)
         except CallFailed as exc:
             first = exc
 

@@ -95,6 +95,8 @@ class Buffers:
             WireError: they are larger.
         """
         self._specs = tuple(specs)
+        if any(n < 0 for spec in specs for n in spec.shape):
+            raise WireError("an array of negative size")
         self.size_bytes = sum(spec.size_bytes for spec in specs)
         if self.size_bytes > most_bytes:
             raise WireError(f"a message of {self.size_bytes:,} bytes; at most {most_bytes:,} are taken")

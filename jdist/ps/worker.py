@@ -26,6 +26,7 @@ from jdist.ps.transport.seam import Channel, Header, Method
 from jdist.ps.wire import Spec, from_plain
 from jdist.ps.worker_data import WorkerData
 
+MOST_SHARDS = 4096
 MOST_CLOSURES = 4096
 MOST_COMPILED = 64
 MOST_PROGRAM_BYTES = 1 << 32
@@ -39,6 +40,7 @@ class WorkerServer:
         connect: from a server's address to a channel.
         allow: custom calls that a received function may have; see `artifact.unpack`.
         script: the file in which names of dataset functions that begin with "__main__:" are looked up; see `WorkerData`.
+        devices: how many devices its functions are for; None: all of this process.
         timeout_s: of one call to a server.
         give_up_s: how long a call to a server is repeated.
     """
@@ -49,6 +51,7 @@ class WorkerServer:
         *,
         allow: Sequence[str] = (),
         script: str | None = None,
+        devices: int | None = None,
         timeout_s: float = 20.0,
         give_up_s: float = 60.0,
     ):
@@ -59,7 +62,8 @@ class WorkerServer:
         self._attached = 0  # how often the coordinator has connected
         self._shards = Shards(Together([]))
         self._functions: dict[str, Installed] = {}
-        self._data = WorkerData(script)
+        self._devices = devices or jax.local_device_count()
+        self._data = WorkerData(script, self._devices)
         self._compiled: dict[str, Compiled] = {}
 
     def methods(self) -> dict[str, Method]:
@@ -73,7 +77,7 @@ class WorkerServer:
         }
 
     def _status(self) -> Header:
-        return {"incarnation": self.incarnation, "devices": jax.local_device_count()}
+        return {"incarnation": self.incarnation, "devices": self._devices}
 
     def close(self) -> None:
         """Ends its connections."""
@@ -84,7 +88,7 @@ class WorkerServer:
         addresses, keepings = header.get("addresses"), header.get("keepings")
         if not isinstance(addresses, list) or not isinstance(keepings, list) or len(addresses) != len(keepings):
             raise WireError("not a keeping for each address")
-        if not all(isinstance(address, str) for address in addresses):
+        if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
             raise WireError("an address that is none")
         found = [from_plain(KEEPING, keeping) for keeping in keepings]
         clients = [

@@ -33,10 +33,11 @@ class WorkerData:
     Args:
         script: the file that names beginning with "__main__:" are looked up in; run once, as a module of another name, so that
             what it guards by `if __name__ == "__main__"` is left out.
+        num_replicas: the worker's devices, among which a batch has to divide.
     """
 
-    def __init__(self, script: str | None = None):
-        self._script, self._lock = script, threading.Lock()
+    def __init__(self, script: str | None = None, num_replicas: int = 1):
+        self._script, self._num_replicas, self._lock = script, num_replicas, threading.Lock()
         self._made: dict[int, _Made] = {}
         self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
 
@@ -61,7 +62,7 @@ class WorkerData:
         number, pipeline = _whole(header, "dataset", "pipeline")
         with self._lock:
             known = self._made.get(number)
-        made = known or _Made(header, self._script)
+        made = known or _Made(header, self._script, self._num_replicas)
         with self._lock:
             self._made[number] = made
         dataset = made.dataset(pipeline)
@@ -91,7 +92,8 @@ class WorkerData:
 class _Made:
     """A dataset function with its options."""
 
-    def __init__(self, header: Header, script: str | None):
+    def __init__(self, header: Header, script: str | None, num_replicas: int):
+        self._num_replicas = num_replicas
         name, options = header.get("name"), header.get("options")
         (self._pipelines,) = _whole(header, "pipelines")
         if not isinstance(name, str) or not isinstance(options, dict):
@@ -105,7 +107,7 @@ class _Made:
         source: Iterable[Any] = self._fn(context)
         return distributed_dataset(
             source,
-            num_replicas=jax.local_device_count(),
+            num_replicas=self._num_replicas,
             place=None,
             partial=self._options["partial"],
             with_mask=bool(self._options["with_mask"]),

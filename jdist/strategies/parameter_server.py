@@ -58,6 +58,7 @@ def parameter_server(
     max_staleness: int | None = None,
     on_stale: OnStale = "refuse",
     wire: Wire = "float32",
+    times: Times | None = None,
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
 
@@ -85,6 +86,7 @@ def parameter_server(
         wire: as what arrays of float32 are pulled and pushed: "float32"; or "bf16", rounded to the nearest bfloat16, which is
             half the bytes. Servers keep, update and average in float32; single numbers, and what workers carry from step to
             step (a layer's running statistics), are not rounded, nor is anything in `strategy.fetch` or a checkpoint.
+        times: how long workers and servers are waited for; None: `jdist.ps.Times()`.
 
     Returns:
         A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures. In the evaluator
@@ -129,6 +131,8 @@ def parameter_server(
         check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
+    if not isinstance(times, Times | None):
+        raise StrategyError(f"`times` is a {type(times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
     workers = (local_workers or 2) if spec is None else len(spec.jobs["worker"])
     _check_mode(mode, backup_workers, max_staleness, workers)
     # Workers do not push what is refused.
@@ -140,7 +144,7 @@ def parameter_server(
         partitioner=partitioner or min_size(),
         placement=placement,
         rules=rules,
-        times=Times(),
+        times=times or Times(),
         wire=wire,
         is_sync=is_sync,
         gradients_per_update=workers - backup_workers if is_sync else 1,
@@ -174,7 +178,7 @@ def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Ser
         ps=tuple(cluster.ps),
         connect=lambda address: RpcChannel(address, security=security),
         close=cluster.close,
-        pids=tuple(cluster.pids),
+        processes=lambda: tuple(cluster.pids),
     )
 
 

@@ -16,7 +16,7 @@ from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY
 
 ROOT = Path(__file__).parents[2]
 TLS = (CERTIFICATE, KEY, AUTHORITY)
-CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("JDIST_", "TF_CONFIG"))}
+CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("JDIST_", "TF_CONFIG", "XLA_FLAGS"))}
 
 
 def written(folder, authority, name="127.0.0.1", **options):

@@ -14,6 +14,7 @@ import pytest
 
 import jdist
 from jdist.errors import ClosureCancelledError, ClosureError, NoWorkersError, ShardLostError
+from jdist.ps import coordinator
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.job import function_of, keeping_of
@@ -237,6 +238,38 @@ def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
         job.begin(generation=2)
         job.schedule().wait(60)
         assert job.coordinator.epoch_of(0) == 1
+
+
+def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here(monkeypatch):
+    taken, take = threading.Event(), coordinator.take_snapshot
+
+    def noting(*given, **options):
+        try:
+            return take(*given, **options)
+        finally:
+            taken.set()
+
+    monkeypatch.setattr(coordinator, "take_snapshot", noting)
+    with Job(2, 1) as job, ThreadPoolExecutor(1) as pool:
+        job.schedule().wait(60)
+        execute, has_run, answers = job.worker_servers[0]._methods["execute"], threading.Event(), threading.Event()
+
+        def slow(header, arrays):
+            found = execute.run(header, arrays)
+            has_run.set()
+            answers.wait(60)
+            return found
+
+        job.worker_servers[0]._methods = {**job.worker_servers[0]._methods, "execute": Method(slow, execute.expects)}
+        pending = job.schedule()
+        assert has_run.wait(60)
+        snapshot = pool.submit(job.coordinator.snapshot)
+        assert taken.wait(60)
+        # Were a shard to forget everything now, nobody would compute the closure again, and nobody would have its result.
+        assert (snapshot.done(), job.coordinator._snapshot.version) == (False, 0)
+        answers.set()
+        assert snapshot.result(60).version == 2
+        assert np.isfinite(pending.wait(60)[0])
 
 
 class TestAShardThatIsGone:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hmac
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 
@@ -23,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 SERVICE = "jdist.ps.v1"
 _TOKEN = "jdist-token"
 _DATA = "data connection"  # the method that hands out tickets
+MOST_S = 24 * 3600.0  # that a call may take
 _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
     ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
@@ -110,15 +112,17 @@ class RpcServer:
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """What comes back for the frames of a call; whatever is wrong with it, the caller learns one word."""
         self._check_token(context)
+        if (context.time_remaining() or math.inf) > MOST_S:  # without a deadline it could hold a thread for ever
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
             header, first = decode(next(requests))
-            method = self._methods[header.pop("method")]
-            buffers = Buffers(method.expects(header), most_bytes=self._most_bytes)
+            method, specs = self._expected(header)
+            buffers = Buffers(specs, most_bytes=self._most_bytes)
             buffers.take(first)
             for chunk in requests:
                 buffers.take(chunk)
             arrays = buffers.arrays()
-        except (WireError, KeyError, StopIteration) as exc:
+        except (WireError, StopIteration) as exc:
             _LOG.warning("refused a call: %s", exc)
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
@@ -133,11 +137,9 @@ class RpcServer:
         methods: list[Method] = []
 
         def expects(header: Header) -> Sequence[Spec]:
-            name = header.pop("method", None)
-            if name not in self._methods:
-                raise WireError("a method that is not known")
-            methods.append(self._methods[name])
-            return methods[0].expects(header)
+            method, specs = self._expected(header)
+            methods.append(method)
+            return specs
 
         try:
             header, arrays = stream.receive(expects, most_bytes=self._most_bytes)
@@ -149,6 +151,21 @@ class RpcServer:
         except Exception:  # noqa: BLE001  # as above
             _LOG.exception("a call failed")
             return {"failed": "failed"}, []
+
+    def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
+        """The method that a header names, and the arrays that come with it.
+
+        Raises:
+            WireError: there is none, or something else is wrong with the header.
+        """
+        name = header.pop("method", None)
+        method = self._methods.get(name) if isinstance(name, str) else None
+        if method is None:
+            raise WireError("a method that is not known")
+        try:
+            return method, list(method.expects(header))
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as exc:
+            raise WireError(f"a header that makes no sense: {exc!r}") from exc
 
     def _check_token(self, context: grpc.ServicerContext) -> None:
         shown = dict(context.invocation_metadata()).get(_TOKEN, "")

@@ -1,0 +1,107 @@
+"""Servers as real processes, which a test kills, stops and starts again as it likes."""
+
+import os
+import signal
+import subprocess
+import time
+
+from servers import command, environment
+
+from jdist.cluster import ClusterSpec
+from jdist.cluster.failpoints import VARIABLE
+from jdist.cluster.launcher.ports import free_ports
+from jdist.ps import Times, fixed_shards
+from jdist.strategies.parameter_server import parameter_server
+
+BOUND_S = 60.0  # for whatever has to happen; a busy machine's
+TIMES = Times(ping_s=0.2, lost_after_s=1.0, reconnect_s=0.1, max_losses=10_000, no_worker_timeout_s=60)
+
+
+class Cluster:
+    """Workers and parameter servers on loopback.
+
+    Args:
+        workers, ps: how many there are.
+        folder: for what they say.
+    """
+
+    def __init__(self, folder, *, workers=2, ps=2):
+        ports = [f"127.0.0.1:{port}" for port in free_ports(workers + ps)]
+        self.folder, self.num_ps = folder, ps
+        self.addresses = {"ps": ports[:ps], "worker": ports[ps:]}
+        self.processes = {}
+        self.start(*(("ps", i) for i in range(ps)), *(("worker", i) for i in range(workers)))
+
+    def start(self, *who, failpoints=None):
+        """Starts servers, and waits until they listen; of one that runs already, in its place.
+
+        Args:
+            *who: `(role, number)` of each.
+            failpoints: JDIST_FAILPOINTS of each, without its process.
+        """
+        self.kill(*who)
+        for (role, number), at in zip(who, failpoints or [None] * len(who), strict=True):
+            variables = {} if at is None else {VARIABLE: f"process=0:{at}"}
+            with (self.folder / f"{role}{number}.err").open("ab") as err:
+                self.processes[role, number] = subprocess.Popen(
+                    command("--role", role, "--address", self.addresses[role][number], "--grace-s", "600"),
+                    env=environment(variables),
+                    stdout=subprocess.PIPE,
+                    stderr=err,
+                    text=True,
+                )
+        for role, number in who:
+            process = self.processes[role, number]
+            with process.stdout:
+                line = process.stdout.readline()
+            assert " listens on " in line, (self.folder / f"{role}{number}.err").read_text()
+
+    def kill(self, *who):
+        """SIGKILL."""
+        for each in who:
+            if each in self.processes:
+                self.processes[each].kill()
+        for each in who:
+            if each in self.processes:
+                self.processes[each].wait(BOUND_S)
+
+    def stop(self, role, number):
+        """SIGSTOP."""
+        os.kill(self.processes[role, number].pid, signal.SIGSTOP)
+
+    def resume(self, role, number):
+        """SIGCONT."""
+        os.kill(self.processes[role, number].pid, signal.SIGCONT)
+
+    def await_killed(self, *who):
+        """Waits until a failpoint has killed these."""
+        for each in who:
+            assert self.processes[each].wait(BOUND_S) == -signal.SIGKILL
+
+    def ready(self):
+        """Has every server run, without failpoints, whatever was done to it."""
+        for role, number in self.processes:
+            if self.processes[role, number].poll() is None:
+                self.resume(role, number)
+        self.start(*(who for who, process in self.processes.items() if process.poll() is not None))
+
+    def strategy(self, *, times=TIMES, **options):
+        """A parameter server over these, which go on when it is done."""
+        jobs = {"chief": ("127.0.0.1:1",), **{role: tuple(found) for role, found in self.addresses.items()}}
+        spec = ClusterSpec(jobs=jobs, task_type="chief", task_index=0)
+        return parameter_server(
+            spec, keep_servers=True, times=times, partitioner=fixed_shards(self.num_ps), start_timeout_s=60, **options
+        )
+
+    def close(self):
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def wait_until(holds, within_s=BOUND_S):
+    """Waits for something that is to come in bounded time."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -149,20 +149,33 @@ class Keeper:
         message = from_plain({"Restore": Restore}, header.get("say"))
         keeping = from_plain(KEEPING, header.get("keeping"))
         kept, packed = arrays[: len(keeping.kept)], arrays[len(keeping.kept) :]
-        donate = range(keeping.changing)
-        programs = [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
+        programs = self._unpacked(keeping, packed)
         with self._lock:
+            self._check()
             rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
             shard, commands = receive(
                 dataclasses.replace(self._shard, rules=rules), dataclasses.replace(message, call=0)
             )
             if any(isinstance(command, Replace) for command in commands):
-                # The block that came is kept by these arrays, which share its memory where they can.
-                self._kept = [jnp.asarray(x) for x in kept]
-                self._keeping, self._programs = keeping, programs
+                self._put(keeping, kept, programs, packed)
             self._carry_out(shard, commands)
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []
+
+    def _unpacked(self, keeping: Keeping, packed: Sequence[np.ndarray]) -> list[Program]:
+        donate = range(keeping.changing)
+        return [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
+
+    def _put(
+        self, keeping: Keeping | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
+    ) -> None:
+        """Takes over arrays in place of all that there are."""
+        # The block that came is kept by these arrays, which share its memory where they can.
+        self._kept = [jnp.asarray(x) for x in kept]
+        self._keeping, self._programs = keeping, programs
+
+    def _check(self) -> None:
+        """Raises what ends a call that waits; here nothing does. See `copy.ShardCopy`."""
 
     def _expects_of_say(self, header: Header) -> list[Spec]:
         """The arrays of a push, then the bytes of its result."""
@@ -197,19 +210,25 @@ class Keeper:
         return {"answers": answers}, sent
 
     def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Any:
+        call = self._take(message, arrays)
+        while call not in self._answers:
+            if not self._lock.wait(deadline - time.monotonic()):
+                # The message stays where it is; whoever repeats it is answered then.
+                raise TimeoutError("the shard stayed frozen")
+            self._check()
+        return self._answers.pop(call)
+
+    def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
+        """Hands a message to the machine; the call's name, under which it is answered now or later."""
         call = self._name()
         given: dict[str, Any] = {"call": call}
-        if isinstance(message, Push):
+        if isinstance(message, Push) and arrays:
             *pushes, result = arrays
             given["gradients"] = self._name((message.view, pushes))
             given["result"] = self._name(result.tobytes()) if result.size else None
         shard, commands = receive(self._shard, dataclasses.replace(message, **given))
         self._carry_out(shard, commands)
-        while call not in self._answers:
-            if not self._lock.wait(deadline - time.monotonic()):
-                # The message stays where it is; whoever repeats it is answered then.
-                raise TimeoutError("the shard stayed frozen")
-        return self._answers.pop(call)
+        return call
 
     def _told(self, message: Message, answer: Any, sent: list[Any]) -> Header:
         """An answer as it travels, and the arrays that go with it."""

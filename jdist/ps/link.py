@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist.errors import ClosureError
 from jdist.ps.events import Assign, Event, Lost, Registered, Reported
-from jdist.ps.transport.seam import CallFailed, Channel
+from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.wire import Spec
 
 _LOG = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ class Hub(Protocol):
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
     def attach(self, channel: Channel) -> None: ...
+    def routes(self) -> Header: ...
     def install(self, channel: Channel, number: int) -> str: ...
     def batch(self, numbers: Sequence[int]) -> Batch: ...
     def quarantine(self, worker: int, why: str) -> None: ...
@@ -241,7 +242,7 @@ class WorkerLink:
         try:
             while not lost.wait(self._times.ping_s):
                 try:
-                    channel.call("status", {}, timeout_s=self._times.ping_s)
+                    channel.call("status", self._hub.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
                 except CallFailed:
                     if time.monotonic() - last > self._times.lost_after_s:

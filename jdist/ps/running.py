@@ -21,6 +21,7 @@ from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
+from jdist.ps.replica_watch import two_copies
 from jdist.ps.shard import NonFinite, Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.seam import Channel
@@ -55,6 +56,7 @@ class PsOptions:
     placement: Placement
     rules: Rules
     times: Times
+    replicas: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,8 +227,7 @@ class PsJob:
         keepings = [keeping_of(layout, shard, options.rules) for shard in layout.shards]
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
         coordinator = self._connected(addresses, keepings)
-        clients = coordinator.shards.clients
-        generation = 1 + max(client.status(options.times.lost_after_s)["generation"] for client in clients)
+        generation = 1 + coordinator.highest_generation()
         coordinator.begin(
             layout.shared_out(state.leaves),
             [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards],
@@ -239,14 +240,15 @@ class PsJob:
 
     def _connected(self, addresses: Sequence[str], keepings: Sequence[Keeping]) -> Coordinator:
         servers = self.servers
-        clients = [
-            ShardClient(servers.connect(address), keeping) for address, keeping in zip(addresses, keepings, strict=True)
-        ]
+        copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
+        channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
+        clients = [ShardClient(channel, keeping) for channel, keeping in zip(channels, keepings, strict=True)]
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
             addresses=addresses,
             times=self.options.times,
+            copies=copies,
         )
 
     def _program(self, layout: Layout, shard: ShardLayout, step: int) -> bytes:

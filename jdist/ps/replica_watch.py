@@ -1,0 +1,219 @@
+"""Whether a shard's two copies are there, which of them leads, and who has to be told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from jdist.errors import ClosureError
+from jdist.ps import replicas as machine
+from jdist.ps.link import Times
+from jdist.ps.replicas import Command, Event, Forgotten, Heard, Lead, Leads, Replicas, Silent
+from jdist.ps.route import Route, RoutedChannel, SlotChannel
+from jdist.ps.transport.seam import CallFailed, Channel
+
+_LOG = logging.getLogger(__name__)
+REFUSALS = 3  # connections refused, one after the other, after which nothing listens there: no need to wait longer
+
+
+class Hub(Protocol):
+    """What a watch needs of the coordinator; see there."""
+
+    lock: threading.Condition
+    closed: bool
+
+    def memory_lost(self, shard: int) -> None: ...
+    def fail(self, error: ClosureError) -> None: ...
+
+
+class Copies:
+    """Where the two copies of a shard are.
+
+    Attributes:
+        channel: to whichever leads.
+        places: `(address, slot)` of each.
+    """
+
+    def __init__(self, connect: Callable[[str], Channel], places: Sequence[tuple[str, int]]):
+        """Connects at the first call.
+
+        Args:
+            connect: from a server's address to a channel.
+            places: `(address, slot)` of each copy; the first leads at the beginning.
+        """
+        self._connect, self.places = connect, tuple(places)
+        self.channel = RoutedChannel(connect, self.route(0, 0))
+
+    def route(self, copy: int, term: int) -> Route:
+        """The way to a copy."""
+        address, slot = self.places[copy]
+        return Route(address=address, slot=slot, term=term)
+
+    def connected(self, copy: int) -> Channel:
+        """A channel to a copy, whether it leads or not."""
+        address, slot = self.places[copy]
+        return SlotChannel(self._connect(address), slot)
+
+    def statuses(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What both say of themselves.
+
+        Raises:
+            CallFailed: one does not answer.
+        """
+        channels = [self.connected(copy) for copy in (0, 1)]
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                return list(pool.map(lambda c: c.call("status", {}, timeout_s=timeout_s)[0], channels))
+        finally:
+            for channel in channels:
+                channel.close()
+
+
+def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
+    """Each shard on its own server, and its backup on the next.
+
+    Args:
+        connect: from a server's address to a channel.
+        addresses: of each shard, its own server.
+        ps: all servers.
+    """
+    after = dict(zip(ps, [*ps[1:], ps[0]], strict=True))
+    return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
+
+
+class ReplicaWatch:
+    """Asks both copies of a shard every second who they are, and does what `replicas` makes of it.
+
+    Args:
+        number: the shard's.
+        copies: where they are.
+        hub: the coordinator.
+        times: how often it asks, and how long it waits.
+    """
+
+    def __init__(self, number: int, copies: Copies, hub: Hub, times: Times):
+        self.number = number
+        self._copies, self._hub, self._times = copies, hub, times
+        self._lock = threading.Lock()
+        self._replicas = Replicas()
+        self._asked_now = [threading.Event(), threading.Event()]
+        self._channels: list[Channel] = []
+        self._threads = [
+            threading.Thread(target=self._watch, args=(copy,), name=f"jdist-watch-{number}-{copy}", daemon=True)
+            for copy in (0, 1)
+        ]
+
+    def start(self) -> None:
+        """Has the first copy lead, and starts the watch.
+
+        Raises:
+            CallFailed: one of them does not answer.
+        """
+        found = self._copies.statuses(self._times.lost_after_s)
+        self._channels = [self._copies.connected(copy) for copy in (0, 1)]
+        term = 1 + max(status["term"] for status in found)
+        with self._lock:
+            heard = (found[0]["incarnation"], found[1]["incarnation"])
+            self._replicas, commands = machine.begin(term=term, heard=heard)
+            self._carry_out(commands)
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for its end, once the hub is closed."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+        for channel in self._channels:
+            channel.close()
+
+    @property
+    def replicas(self) -> Replicas:
+        """What is known of the copies."""
+        return self._replicas
+
+    def _watch(self, copy: int) -> None:
+        hub, times, channel = self._hub, self._times, self._channels[copy]
+        last, refusals, told = time.monotonic(), 0, False
+        while not hub.closed:
+            try:
+                header, _ = channel.call("status", {}, timeout_s=times.ping_s)
+            except CallFailed as exc:
+                silent_s = time.monotonic() - last
+                refusals = refusals + 1 if exc.reason == "unavailable" else 0
+                if silent_s > times.lost_after_s or refusals >= REFUSALS:
+                    self._happened(Silent(copy=copy))
+                refused = exc.reason == "unauthenticated"  # it came back with another token: no wait mends that
+                if (refused or silent_s > times.ps_timeout_s) and not told:
+                    told = True
+                    self._tell(copy, exc, silent_s)
+            else:
+                last, refusals, told = time.monotonic(), 0, False
+                self._happened(_heard(copy, header))
+            self._wait(copy)
+
+    def _wait(self, copy: int) -> None:
+        """Until the next question; not long while the copies are to come into step."""
+        if not self._asked_now[copy].is_set():
+            with self._hub.lock:
+                self._hub.lock.wait_for(lambda: self._hub.closed or self._asked_now[copy].is_set(), self._times.ping_s)
+        self._asked_now[copy].clear()
+
+    def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
+        """A server is not there: an error where it has the only state there is, else a line in the log."""
+        what = (
+            "refuses the token"
+            if exc.reason == "unauthenticated"
+            else f"has not answered for {silent_s:.0f} s: {exc.reason}"
+        )
+        with self._lock:
+            replicas = self._replicas
+        if copy != replicas.leader:
+            _LOG.warning("the parameter server %s %s; shard %d has no backup", exc.peer, what, self.number)
+            return
+        self._hub.fail(
+            ClosureError(
+                f"the parameter server {exc.peer} {what}, and shard {self.number} has no other copy. Start it again"
+                + (" with this job's." if "token" in what else ", or give it more time by `ps_timeout_s`.")
+            )
+        )
+
+    def _happened(self, event: Event) -> None:
+        with self._lock:
+            if self._hub.closed:
+                return
+            self._replicas, commands = machine.handle(self._replicas, event)
+            self._carry_out(commands)
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Forgotten():
+                    self._hub.memory_lost(self.number)
+                case Lead():
+                    self._lead(command)
+                case Leads():
+                    route = self._copies.route(command.copy, command.term)
+                    if self._copies.channel.move(route):
+                        _LOG.warning("the parameter server %s leads shard %d now", route.address, self.number)
+
+    def _lead(self, command: Lead) -> None:
+        """Has a copy lead. If it does not answer, it will be asked again when it does."""
+        address, slot = self._copies.places[1 - command.copy]
+        backup = {"backup": address, "backup_slot": slot} if command.backup else {"backup": None}
+        said = {"term": command.term, "incarnation": command.incarnation, **backup}
+        with contextlib.suppress(CallFailed):  # its watch hears of that
+            header, _ = self._channels[command.copy].call("lead", said, timeout_s=self._times.ping_s)
+            if header["term"] == command.term:
+                self._replicas, commands = machine.handle(self._replicas, _heard(command.copy, header))
+                self._carry_out(commands)
+
+
+def _heard(copy: int, header: dict[str, Any]) -> Heard:
+    names = ("incarnation", "term", "leads", "in_sync")
+    return Heard(copy=copy, **{name: header[name] for name in names})

@@ -33,8 +33,8 @@ from jdist.ps.job import Function
 from jdist.ps.keeper import specs
 from jdist.ps.link import Batch, Times, WorkerLink
 from jdist.ps.messages import Held, Restore
-from jdist.ps.replica_watch import Copies, ReplicaWatch
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
+from jdist.ps.replica_watch import Copies, ReplicaWatch
 from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot

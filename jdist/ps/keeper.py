@@ -33,7 +33,7 @@ from jdist.ps.messages import (
     Reply,
     Restore,
 )
-from jdist.ps.shard import Rules, Shard, receive
+from jdist.ps.shard import NonFinite, OnStale, Rules, Shard, receive
 from jdist.ps.transport.seam import Header, Method
 from jdist.ps.wire import Spec, from_plain, to_plain
 
@@ -75,8 +75,13 @@ class Keeping:
     changing: int
     views: tuple[StepView, ...]
     max_staleness: int | None
-    on_stale: str
-    non_finite: str
+    on_stale: OnStale
+    non_finite: NonFinite
+
+    @property
+    def rules(self) -> Rules:
+        """What the machine is told."""
+        return Rules(max_staleness=self.max_staleness, on_stale=self.on_stale, non_finite=self.non_finite)
 
     def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
         """Places in `kept` of the arrays that answer a pull.
@@ -152,10 +157,8 @@ class Keeper:
         programs = self._unpacked(keeping, packed)
         with self._lock:
             self._check()
-            rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
-            shard, commands = receive(
-                dataclasses.replace(self._shard, rules=rules), dataclasses.replace(message, call=0)
-            )
+            shard = dataclasses.replace(self._shard, rules=keeping.rules)
+            shard, commands = receive(shard, dataclasses.replace(message, call=0))
             if any(isinstance(command, Replace) for command in commands):
                 self._put(keeping, kept, programs, packed)
             self._carry_out(shard, commands)
@@ -175,7 +178,7 @@ class Keeper:
         self._keeping, self._programs = keeping, programs
 
     def _check(self) -> None:
-        """Raises what ends a call that waits; here nothing does. See `copy.ShardCopy`."""
+        """Raises what ends a call that waits; here nothing does. See `shard_copy.ShardCopy`."""
 
     def _expects_of_say(self, header: Header) -> list[Spec]:
         """The arrays of a push, then the bytes of its result."""

@@ -101,7 +101,6 @@ class ReplicaWatch:
         self._copies, self._hub, self._times = copies, hub, times
         self._lock = threading.Lock()
         self._replicas = Replicas()
-        self._asked_now = [threading.Event(), threading.Event()]
         self._channels: list[Channel] = []
         self._threads = [
             threading.Thread(target=self._watch, args=(copy,), name=f"jdist-watch-{number}-{copy}", daemon=True)
@@ -155,14 +154,8 @@ class ReplicaWatch:
             else:
                 last, refusals, told = time.monotonic(), 0, False
                 self._happened(_heard(copy, header))
-            self._wait(copy)
-
-    def _wait(self, copy: int) -> None:
-        """Until the next question; not long while the copies are to come into step."""
-        if not self._asked_now[copy].is_set():
-            with self._hub.lock:
-                self._hub.lock.wait_for(lambda: self._hub.closed or self._asked_now[copy].is_set(), self._times.ping_s)
-        self._asked_now[copy].clear()
+            with hub.lock:
+                hub.lock.wait_for(lambda: hub.closed, times.ping_s)
 
     def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
         """A server is not there: an error where it has the only state there is, else a line in the log."""

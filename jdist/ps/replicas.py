@@ -1,8 +1,8 @@
 """Which of a shard's two copies leads, as a pure state machine: (replicas, event) -> (replicas, commands).
 
-The coordinator alone decides that, so there is one opinion. A leader has a backup *in sync* if it has said so itself: from
-then on it acknowledges nothing that the backup does not hold, until it is told otherwise under a higher term. So that backup may take its
-place at any moment, and no other.
+The coordinator alone decides that, so there is one opinion. A leader has a backup *in sync* once it has said so itself: from
+then on it acknowledges nothing that the backup does not hold, until it is told otherwise under a higher term. So that backup
+may take its place at any moment, and no other may.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def _next(
 def _lead(replicas: Replicas) -> list[Command]:
     incarnation = replicas.holds[replicas.leader]
     assert incarnation is not None  # who leads has the state
-    return [Lead(copy=replicas.leader, incarnation=incarnation, term=replicas.term, backup=replicas.joining is not None)]
+    return [
+        Lead(copy=replicas.leader, incarnation=incarnation, term=replicas.term, backup=replicas.joining is not None)
+    ]
 
 
 def _put(pair: Pair, copy: int, value: str | None) -> Pair:

@@ -20,7 +20,8 @@ class Standing:
         role: "free" while nobody has spoken of terms: it answers everybody, as the only copy. "leads", or "follows".
         number: of the last entry that is in its state.
         complete: of a follower, whether its state is the leader's; not before it was given a copy.
-        backup: of a leader, what it has: "none", one that is "copying", or one "in_sync", without which it acknowledges nothing.
+        backup: of a leader, what it has: "none", one that is "copying", or one "in_sync": then it acknowledges nothing that
+            the backup does not hold.
         held: of a leader, the last entry that the backup holds.
     """
 

@@ -97,9 +97,7 @@ def taken_apart(state: State) -> tuple[Header, list[Any]]:
         )
         for c, x in shard.staged.items()
     ]
-    applied = [
-        Entry(closure=c, is_applied=True, worker=x.worker, returned=x.result) for c, x in shard.applied.items()
-    ]
+    applied = [Entry(closure=c, is_applied=True, worker=x.worker, returned=x.result) for c, x in shard.applied.items()]
     pushes = {e.pushed: state.held[e.pushed] for e in staged if e.pushed is not None}
     results = {e.returned: state.held[e.returned] for e in (*staged, *applied) if e.returned is not None}
     whole = Whole(
@@ -148,14 +146,9 @@ def put_together(header: Header, arrays: Sequence[np.ndarray]) -> State:
     held: dict[int, Any] = {}
     for name, view, _ in whole.held:
         assert keeping is not None  # what is expected was looked up in it
-        held[name] = (
-            next(rest).tobytes() if view == -1 else (view, [next(rest) for _ in keeping.views[view].pushes])
-        )
+        held[name] = next(rest).tobytes() if view == -1 else (view, [next(rest) for _ in keeping.views[view].pushes])
     if any(name not in held for e in whole.entries for name in (e.pushed, e.returned) if name is not None):
         raise WireError("a closure whose arrays are missing")
-    rules = Rules()
-    if keeping is not None:
-        rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
     staged = {
         e.closure: Staged(
             worker=e.worker,
@@ -169,7 +162,7 @@ def put_together(header: Header, arrays: Sequence[np.ndarray]) -> State:
         if not e.is_applied
     }
     shard = Shard(
-        rules=rules,
+        rules=Rules() if keeping is None else keeping.rules,
         generation=whole.generation,
         version=whole.version,
         fences=dict(whole.fences),

@@ -48,6 +48,8 @@ def parameter_server(
     placement: Placement = "round_robin",
     max_staleness: int | None = None,
     on_stale: OnStale = "refuse",
+    ps_replicas: int = 1,
+    lost_after_s: float = 10.0,
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
 
@@ -57,7 +59,7 @@ def parameter_server(
     Args:
         cluster: where they are; None: as the environment says (TF_CONFIG), and if it says nothing, processes of this machine.
         local_workers: processes of this machine that compute, instead of a cluster; None for 2.
-        local_ps: processes of this machine that keep the state, instead of a cluster; None for 1.
+        local_ps: processes of this machine that keep the state, instead of a cluster; None for as many as `ps_replicas`.
         insecure: go on although servers on other machines lack TLS or a token.
         keep_servers: leave a cluster's servers running when the program is done, for the next one.
         start_timeout_s: how long to wait for a cluster's servers.
@@ -65,6 +67,11 @@ def parameter_server(
         placement: which server gets the next piece: "round_robin", or "bytes", the one that has least.
         max_staleness: updates that may lie between the pull and the push of a gradient; None: any number.
         on_stale: beyond that, "refuse" it, so that it is computed again, or "down_weight" it.
+        ps_replicas: copies of each shard. With 2 each parameter server also keeps a backup of another's shard, which takes its
+            place when it is lost: nothing is lost then, nor computed again. It takes twice the memory, and gradients travel
+            twice. With 1 the state goes back to the last snapshot, and what was done since is computed again.
+        lost_after_s: seconds without an answer after which a worker or a parameter server counts as lost. Too short a time
+            costs work, never correctness.
 
     Returns:
         A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures. In the evaluator
@@ -80,6 +87,10 @@ def parameter_server(
     for name, number in (("local_workers", local_workers), ("local_ps", local_ps)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
+    if ps_replicas not in (1, 2) or isinstance(ps_replicas, bool):
+        raise StrategyError(f"`ps_replicas` is {ps_replicas!r}; it must be 1, or 2 for a backup of each shard.")
+    if not isinstance(lost_after_s, int | float) or isinstance(lost_after_s, bool) or not 0 < lost_after_s < 3600:
+        raise StrategyError(f"`lost_after_s` is {lost_after_s!r}; it must be a number of seconds between 0 and 3,600.")
     local = local_workers is not None or local_ps is not None
     if cluster is not None and local:
         raise StrategyError(
@@ -92,15 +103,27 @@ def parameter_server(
     spec = cluster if cluster is not None or local else cluster_of_environment()
     if spec is not None and spec.task_type == "evaluator":
         return mirrored()
+    num_ps = local_ps or ps_replicas if spec is None else len(spec.jobs.get("ps") or ())
+    if num_ps < ps_replicas:
+        raise StrategyError(
+            f"`ps_replicas` is 2 and there is {num_ps} parameter server; a shard's backup is on another one. "
+            + ("Give `local_ps=2` or more." if spec is None else "Add one to the cluster, or leave `ps_replicas` at 1.")
+        )
     if spec is None:
-        start = functools.partial(_local_servers, local_workers or 2, local_ps or 1)
+        start = functools.partial(_local_servers, local_workers or 2, num_ps)
     else:
         check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
     # Workers do not push what is refused.
     rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
-    options = PsOptions(partitioner=partitioner or min_size(), placement=placement, rules=rules, times=Times())
+    options = PsOptions(
+        partitioner=partitioner or min_size(),
+        placement=placement,
+        rules=rules,
+        times=Times(ping_s=min(1.0, lost_after_s / 4), lost_after_s=lost_after_s),
+        replicas=ps_replicas,
+    )
     return _strategy(PsJob(start, options))
 
 

@@ -30,7 +30,7 @@ class Leader(Protocol):
         """The last entry's number, and the state after it; None while something waits at the shard."""
         ...
 
-    def backed_up(self, term: int, number: int, incarnation: str, *, caught_up: bool) -> None:
+    def backed_up(self, term: int, number: int, *, caught_up: bool) -> None:
         """The backup holds everything up to an entry."""
         ...
 
@@ -47,13 +47,14 @@ class Forwarding:
         lock: its lock, notified of news.
         channel: to the backup.
         term: the leader's.
+        to: the backup's incarnation; another process in its place is the coordinator's affair.
     """
 
-    def __init__(self, leader: Leader, lock: threading.Condition, channel: Channel, term: int):
-        self._leader, self._lock, self._channel, self._term = leader, lock, channel, term
+    def __init__(self, leader: Leader, lock: threading.Condition, channel: Channel, term: int, to: str):
+        self._leader, self._lock, self._channel, self._term, self.to = leader, lock, channel, term, to
         self._entries: collections.deque[tuple[int, Header, list[Any]]] = collections.deque()
         self.behind_bytes = 0
-        self._closed, self._copy_is_due, self._copied = threading.Event(), True, False
+        self._closed, self._copy_is_due, self._copied, self._given_up = threading.Event(), True, False, False
         self._thread = threading.Thread(target=self._send, name="jdist-forward", daemon=True)
         self._thread.start()
 
@@ -107,6 +108,8 @@ class Forwarding:
 
     def _next(self) -> tuple[int, int, Callable[[], Header]] | None:
         """What is to be sent: the last entry's number, how many entries, and the call; None if there is nothing."""
+        if self._given_up:
+            return None
         if self._copy_is_due:
             found = self._leader.state()
             if found is None:
@@ -130,7 +133,7 @@ class Forwarding:
         return last, len(batch), lambda: self._call("forward", header, arrays, _CALL_S)
 
     def _call(self, method: str, header: Header, arrays: list[Any], timeout_s: float) -> Header:
-        header = {**header, "term": self._term}
+        header = {**header, "term": self._term, "to": self.to}
         if _bytes(arrays) > CHUNK_BYTES >> 4:
             return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[0]
         return self._channel.call(method, header, arrays, timeout_s=timeout_s)[0]
@@ -140,14 +143,16 @@ class Forwarding:
         if answer["took"] == "term":
             self._leader.deposed(answer["term"])
             return True
+        if answer["took"] == "stranger":
+            self._given_up = True  # until there is another term
+            return True
         if answer["took"] == "gap":
-            # Once it was in step it has lost its memory, and the coordinator will say what to do.
             self._copy_is_due = not self._copied
             return False
         self._copied = self._copied or sent == 0
         self._drop(sent)
         caught_up = not self._entries or self.behind_bytes > MOST_BEHIND_BYTES
-        self._leader.backed_up(self._term, number, answer["incarnation"], caught_up=caught_up and not self._copy_is_due)
+        self._leader.backed_up(self._term, number, caught_up=caught_up and not self._copy_is_due)
         return True
 
     def _drop(self, entries: int) -> None:

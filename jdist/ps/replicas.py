@@ -77,13 +77,13 @@ class Lead:
         copy: which.
         incarnation: its process; another one in its place must refuse.
         term: under which term.
-        backup: whether it brings the other copy into step.
+        backup: the incarnation of the other copy that it brings into step; None for none.
     """
 
     copy: int
     incarnation: str
     term: int
-    backup: bool
+    backup: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def handle(replicas: Replicas, event: Event) -> tuple[Replicas, list[Command]]:
             if not replicas.told:
                 commands = [Leads(copy=replicas.leader, term=replicas.term)]
             replicas = dataclasses.replace(replicas, told=True)
-            if replicas.joining is not None and event.in_sync is not None:
+            if replicas.joining is not None and event.in_sync == replicas.joining:
                 holds = _put(replicas.holds, replicas.other, event.in_sync)
                 replicas = dataclasses.replace(replicas, joining=None, holds=holds)
     decided, more = _decide(replicas)
@@ -168,9 +168,7 @@ def _next(
 def _lead(replicas: Replicas) -> list[Command]:
     incarnation = replicas.holds[replicas.leader]
     assert incarnation is not None  # who leads has the state
-    return [
-        Lead(copy=replicas.leader, incarnation=incarnation, term=replicas.term, backup=replicas.joining is not None)
-    ]
+    return [Lead(copy=replicas.leader, incarnation=incarnation, term=replicas.term, backup=replicas.joining)]
 
 
 def _put(pair: Pair, copy: int, value: str | None) -> Pair:

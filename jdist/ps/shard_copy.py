@@ -47,7 +47,6 @@ class ShardCopy(Keeper):
         self._connect = connect
         self._standing = Standing()
         self._forwarding: Forwarding | None = None
-        self._backup: str | None = None  # the incarnation that holds what was sent last
         self._packed: Sequence[np.ndarray] = ()
 
     def methods(self) -> dict[str, Method]:
@@ -71,17 +70,16 @@ class ShardCopy(Keeper):
     # What a leader does
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        shard, standing = self._shard, self._standing  # without the lock: a copy that compiles is there all the same
+        # Without the lock: a copy that compiles is there all the same.
+        shard, standing, forwarding = self._shard, self._standing, self._forwarding
         found = {"generation": shard.generation, "version": shard.version, "counts": dataclasses.asdict(shard.counts)}
-        in_sync = self._backup if standing.role == "leads" and standing.backup == "in_sync" else None
+        in_sync = forwarding.to if forwarding is not None and standing.backup == "in_sync" else None
         terms = {"term": standing.term, "leads": standing.role == "leads", "in_sync": in_sync}
         return {"incarnation": self.incarnation, **found, **terms}, []
 
     def _lead(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """The coordinator has it lead."""
-        term, backup = header.get("term"), header.get("backup")
-        if type(term) is not int or not (backup is None or isinstance(backup, str)):
-            raise WireError("no term, or no address")
+        (term,), backup = _numbers(header, "term"), _backup(header.get("backup"))
         with self._lock:
             before = self._standing
             if header.get("incarnation") == self.incarnation:
@@ -89,8 +87,9 @@ class ShardCopy(Keeper):
             if self._standing != before:
                 self._follow_nobody()
                 if backup is not None:
-                    channel = SlotChannel(self._connect(backup), slot_of({"slot": header.get("backup_slot")}, 2))
-                    self._forwarding = Forwarding(self, self._lock, channel, term)
+                    address, slot, incarnation = backup
+                    channel = SlotChannel(self._connect(address), slot)
+                    self._forwarding = Forwarding(self, self._lock, channel, term, incarnation)
                 self._lock.notify_all()
         return self._status({}, [])
 
@@ -170,9 +169,8 @@ class ShardCopy(Keeper):
         state = State(shard=self._shard, keeping=self._keeping, kept=kept, packed=self._packed, held=dict(self._held))
         return self._standing.number, state
 
-    def backed_up(self, term: int, number: int, incarnation: str, *, caught_up: bool) -> None:
+    def backed_up(self, term: int, number: int, *, caught_up: bool) -> None:
         """See `forwarding.Leader`."""
-        self._backup = incarnation
         self._standing = standings.holds(self._standing, term=term, number=number, caught_up=caught_up)
 
     def deposed(self, term: int) -> None:
@@ -184,7 +182,7 @@ class ShardCopy(Keeper):
         """Ends what belongs to an earlier standing."""
         if self._forwarding is not None:
             self._forwarding.close()
-        self._forwarding, self._backup, self._cut = None, None, []
+        self._forwarding, self._cut = None, []
         self._lock.notify_all()
 
     # What a follower does
@@ -192,6 +190,8 @@ class ShardCopy(Keeper):
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """A leader sends its whole state."""
         term, number = _numbers(header, "term", "number")
+        if header.get("to") != self.incarnation:
+            return self._took("stranger")
         state = put_together(header, arrays)
         programs = [] if state.keeping is None else self._unpacked(state.keeping, state.packed)
         with self._lock:
@@ -214,6 +214,8 @@ class ShardCopy(Keeper):
     def _forward(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """A leader forwards what has changed its state."""
         term, first = _numbers(header, "term", "first")
+        if header.get("to") != self.incarnation:
+            return self._took("stranger")
         rest, took = iter(arrays), "again"
         with self._lock:
             for number, entry in zip(itertools.count(first), header["entries"], strict=False):
@@ -231,7 +233,7 @@ class ShardCopy(Keeper):
             return self._took(took)
 
     def _took(self, took: str) -> tuple[Header, list[Any]]:
-        return {"took": took, "term": self._standing.term, "incarnation": self.incarnation}, []
+        return {"took": took, "term": self._standing.term}, []
 
 
 def _arrays_of(entry: Any, keeping: Keeping) -> list[Spec]:
@@ -245,6 +247,15 @@ def _arrays_of(entry: Any, keeping: Keeping) -> list[Spec]:
     if type(view) is not int or not 0 <= view < len(keeping.views):
         raise WireError("a push of no step that is known")
     return [*specs(keeping.views[view].pushes), Spec((size,), "uint8")]
+
+
+def _backup(plain: Any) -> tuple[str, int, str] | None:
+    """Where a backup is, and its incarnation."""
+    if plain is None:
+        return None
+    if not isinstance(plain, list) or [type(x) for x in plain] != [str, int, str]:
+        raise WireError("no backup")
+    return plain[0], plain[1], plain[2]
 
 
 def _numbers(header: Header, *names: str) -> list[int]:

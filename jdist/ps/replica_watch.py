@@ -99,7 +99,7 @@ class ReplicaWatch:
     def __init__(self, number: int, copies: Copies, hub: Hub, times: Times):
         self.number = number
         self._copies, self._hub, self._times = copies, hub, times
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._replicas = Replicas()
         self._channels: list[Channel] = []
         self._threads = [
@@ -131,10 +131,10 @@ class ReplicaWatch:
         for channel in self._channels:
             channel.close()
 
-    @property
-    def replicas(self) -> Replicas:
-        """What is known of the copies."""
-        return self._replicas
+    def wait_for(self, is_so: Callable[[Replicas], bool], timeout_s: float) -> bool:
+        """Waits until something is so of the copies; whether it was in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: is_so(self._replicas), timeout_s)
 
     def _watch(self, copy: int) -> None:
         hub, times, channel = self._hub, self._times, self._channels[copy]
@@ -182,6 +182,7 @@ class ReplicaWatch:
                 return
             self._replicas, commands = machine.handle(self._replicas, event)
             self._carry_out(commands)
+            self._lock.notify_all()
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:

@@ -13,7 +13,6 @@ import numpy as np
 
 from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.whole import State, taken_apart
-from jdist.ps.wire import CHUNK_BYTES
 
 _LOG = logging.getLogger(__name__)
 MOST_ENTRIES = 256  # of one call
@@ -134,9 +133,7 @@ class Forwarding:
 
     def _call(self, method: str, header: Header, arrays: list[Any], timeout_s: float) -> Header:
         header = {**header, "term": self._term, "to": self.to}
-        if _bytes(arrays) > CHUNK_BYTES >> 4:
-            return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[0]
-        return self._channel.call(method, header, arrays, timeout_s=timeout_s)[0]
+        return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[0]  # over a data connection, if small, too
 
     def _took(self, answer: Header, number: int, sent: int) -> bool:
         """Whether the backup took it."""

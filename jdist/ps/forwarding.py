@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jdist.errors import WireError
 from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.whole import State, taken_apart
 
@@ -91,7 +92,11 @@ class Forwarding:
             number, sent, call = made
             try:
                 answer, pause, failed = call(), _PAUSE_S, None
-            except (CallFailed, ValueError) as exc:  # ValueError is gRPC's word for a channel that was closed
+            except (
+                CallFailed,
+                WireError,
+                ValueError,
+            ) as exc:  # ValueError is gRPC's word for a channel that was closed
                 answer, failed = {}, exc
             with self._lock:
                 if self._closed.is_set():
@@ -133,7 +138,9 @@ class Forwarding:
 
     def _call(self, method: str, header: Header, arrays: list[Any], timeout_s: float) -> Header:
         header = {**header, "term": self._term, "to": self.to}
-        return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[0]  # over a data connection, if small, too
+        return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[
+            0
+        ]  # over a data connection, if small, too
 
     def _took(self, answer: Header, number: int, sent: int) -> bool:
         """Whether the backup took it."""

@@ -116,6 +116,8 @@ class ShardCopy(Keeper):
             with self._lock:
                 self._wait_for_backup(self._standing.number)
         except _Moved:
+            if not header.get("led"):
+                raise WireError("this copy follows another, and the caller knows nothing of copies") from None
             return {"moved": self._standing.term}, []
         return answer, found
 

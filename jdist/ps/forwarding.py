@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jdist.errors import WireError
 from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.whole import State, taken_apart
 
@@ -92,11 +91,7 @@ class Forwarding:
             number, sent, call = made
             try:
                 answer, pause, failed = call(), _PAUSE_S, None
-            except (
-                CallFailed,
-                WireError,
-                ValueError,
-            ) as exc:  # ValueError is gRPC's word for a channel that was closed
+            except (CallFailed, ValueError) as exc:  # a WireError; or gRPC's word for a channel that was closed
                 answer, failed = {}, exc
             with self._lock:
                 if self._closed.is_set():

@@ -101,6 +101,7 @@ class ReplicaWatch:
         self._copies, self._hub, self._times = copies, hub, times
         self._lock = threading.Condition()
         self._replicas = Replicas()
+        self._in_step_at: float | None = time.monotonic()  # None once its absence was told
         self._channels: list[Channel] = []
         self._threads = [
             threading.Thread(target=self._watch, args=(copy,), name=f"jdist-watch-{number}-{copy}", daemon=True)
@@ -158,7 +159,7 @@ class ReplicaWatch:
                 hub.lock.wait_for(lambda: hub.closed, times.ping_s)
 
     def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
-        """A server is not there: an error where it has the only state there is, else a line in the log."""
+        """A server is not there: an error where it has the only state there is; the other can be done without."""
         what = (
             "refuses the token"
             if exc.reason == "unauthenticated"
@@ -167,7 +168,6 @@ class ReplicaWatch:
         with self._lock:
             replicas = self._replicas
         if copy != replicas.leader:
-            _LOG.warning("the parameter server %s %s; shard %d has no backup", exc.peer, what, self.number)
             return
         self._hub.fail(
             ClosureError(
@@ -182,7 +182,24 @@ class ReplicaWatch:
                 return
             self._replicas, commands = machine.handle(self._replicas, event)
             self._carry_out(commands)
+            self._warn_if_alone()
             self._lock.notify_all()
+
+    def _warn_if_alone(self) -> None:
+        """Says once that a shard has had no backup for long: its servers may not reach one another."""
+        now = time.monotonic()
+        if None not in self._replicas.holds:
+            self._in_step_at = now
+        elif self._in_step_at is not None and now - self._in_step_at > self._times.ps_timeout_s:
+            self._in_step_at = None
+            first, second = (address for address, _ in self._copies.places)
+            _LOG.warning(
+                "shard %d has had no backup for %.0f s: is one of %s and %s gone, or does one not reach the other?",
+                self.number,
+                self._times.ps_timeout_s,
+                first,
+                second,
+            )
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:

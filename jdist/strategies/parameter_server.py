@@ -103,16 +103,17 @@ def parameter_server(
     spec = cluster if cluster is not None or local else cluster_of_environment()
     if spec is not None and spec.task_type == "evaluator":
         return mirrored()
-    num_ps = local_ps or ps_replicas if spec is None else len(spec.jobs.get("ps") or ())
+    if spec is not None:
+        check_place(spec)
+    num_ps = len(spec.jobs["ps"]) if spec is not None else local_ps or ps_replicas
     if num_ps < ps_replicas:
         raise StrategyError(
-            f"`ps_replicas` is 2 and there is {num_ps} parameter server; a shard's backup is on another one. "
+            "`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. "
             + ("Give `local_ps=2` or more." if spec is None else "Add one to the cluster, or leave `ps_replicas` at 1.")
         )
     if spec is None:
         start = functools.partial(_local_servers, local_workers or 2, num_ps)
     else:
-        check_place(spec)
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
     # Workers do not push what is refused.

@@ -37,12 +37,13 @@ from jdist.ps.keeper import specs
 from jdist.ps.link import Batch, BatchName, Times, WorkerLink
 from jdist.ps.messages import Answer, Commit, Held, Restore
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
+from jdist.ps.replica_watch import Copies, ReplicaWatch
 from jdist.ps.rounds import Rounds
 from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
 from jdist.ps.sync_program import Combined
-from jdist.ps.transport.seam import CallFailed, Channel
+from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.wire import Spec, to_plain
 
 Combine = Callable[[Sequence[Sequence[Any]]], Combined]
@@ -86,6 +87,7 @@ class Coordinator:
         times: how long it waits.
         depth: closures that a worker gets at a time.
         rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
+        copies: of each shard, where its two copies are; none where it has one.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Coordinator:
         times: Times,
         depth: int = 16,
         rounds: Rounds | None = None,
+        copies: Sequence[Copies] = (),
     ):
         self._times = times
         self._shards, self._addresses = Together(shards), list(addresses)
@@ -125,7 +128,9 @@ class Coordinator:
         self._since = 0  # closures that have been done since the snapshot
         self._snapshot: ClusterSnapshot | None = None
         self._snapshotting, self._snapshots = threading.Lock(), 0
-        self._watches = [ShardWatch(number, client, self, times) for number, client in enumerate(shards)]
+        self._copies = tuple(copies)
+        self._watches = [ShardWatch(n, client, self, times) for n, client in enumerate(shards) if not copies]
+        self._watches += [ReplicaWatch(n, found, self, times) for n, found in enumerate(copies)]
 
     def begin(
         self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
@@ -145,11 +150,22 @@ class Coordinator:
         self._snapshot = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
         self._dispatch = dataclasses.replace(self._dispatch, scheduled=first, next=first)
         self._next_number = first
-        for watch in self._watches:
-            watch.note()
+        for watch in self._watches:  # first, as a shard with a backup takes nothing before it was told who leads
+            watch.start()
         self.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
-        for thread in (*self._watches, *self._links):
-            thread.start()
+        for link in self._links:
+            link.start()
+
+    def highest_generation(self) -> int:
+        """The highest that any shard, or copy of one, has seen; asked before `begin`.
+
+        Raises:
+            CallFailed: a server does not answer.
+        """
+        timeout_s = self._times.lost_after_s
+        found = [s for copies in self._copies for s in copies.statuses(timeout_s)]
+        found = found or [client.status(timeout_s) for client in self._shards.clients]
+        return max((status["generation"] for status in found), default=0)
 
     def add(self, function: Function, program: bytes, combine: Combine | None = None) -> int:
         """Makes a function known, to be installed on each worker that gets a closure of it.
@@ -174,8 +190,14 @@ class Coordinator:
             ShardLostError: a shard does not answer.
         """
         while True:
-            with self._snapshotting:  # two at a time would thaw each other's shards
-                found = self._try_snapshot()
+            routes = self.routes()
+            try:
+                with self._snapshotting:  # two at a time would thaw each other's shards
+                    found = self._try_snapshot()
+            except ShardLostError:
+                if self.routes() == routes:
+                    raise
+                found = None  # the leader that had it was lost; another has the state
             if found is not None:
                 return found
             with self.lock:
@@ -510,7 +532,11 @@ class Coordinator:
         """Tells a worker where the state is."""
         keepings = [to_plain(client.keeping) for client in self._shards.clients]
         header = {"addresses": self._addresses, "keepings": keepings}
-        channel.call("attach", header, timeout_s=self._times.lost_after_s)
+        channel.call("attach", {**header, **self.routes()}, timeout_s=self._times.lost_after_s)
+
+    def routes(self) -> Header:
+        """Where the leader of each shard is, as workers are told; nothing where shards have one copy."""
+        return {"routes": [to_plain(copies.channel.route) for copies in self._copies]} if self._copies else {}
 
     def install(self, channel: Channel, number: int) -> str:
         """Gives a worker a function; its name there."""

@@ -38,7 +38,7 @@ from jdist.ps.messages import (
     Restore,
 )
 from jdist.ps.rounding import ROUNDED
-from jdist.ps.shard import Rules, Shard, receive
+from jdist.ps.shard import NonFinite, OnStale, Rules, Shard, receive
 from jdist.ps.transport.seam import Header, Method
 from jdist.ps.wire import Spec, from_plain, to_plain, wide
 
@@ -84,8 +84,8 @@ class Keeping:
     changing: int
     views: tuple[StepView, ...]
     max_staleness: int | None
-    on_stale: str
-    non_finite: str
+    on_stale: OnStale
+    non_finite: NonFinite
     rounded: tuple[int, ...] = ()
     weighs: bool = False
 
@@ -103,6 +103,11 @@ class Keeping:
     def widens(self, view: int) -> bool:
         """Whether some of what is pushed comes in fewer bits than the program takes it."""
         return self.weighs and any(wide(spec) != spec for spec in specs(self.views[view].pushes))
+
+    @property
+    def rules(self) -> Rules:
+        """What the machine is told."""
+        return Rules(max_staleness=self.max_staleness, on_stale=self.on_stale, non_finite=self.non_finite)
 
     def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
         """Places in `kept` of the arrays that answer a pull.
@@ -177,22 +182,33 @@ class Keeper:
         message = from_plain({"Restore": Restore}, header.get("say"))
         keeping = from_plain(KEEPING, header.get("keeping"))
         kept, packed = arrays[: len(keeping.kept)], arrays[len(keeping.kept) :]
-        donate = range(keeping.changing)
-        programs = [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
+        programs = self._unpacked(keeping, packed)
         failpoints.reached(Point.IN_REPLACE)
         with self._lock:
-            rules = Rules(max_staleness=keeping.max_staleness, on_stale=keeping.on_stale, non_finite=keeping.non_finite)
-            shard, commands = receive(
-                dataclasses.replace(self._shard, rules=rules), dataclasses.replace(message, call=0)
-            )
+            self._check()
+            shard = dataclasses.replace(self._shard, rules=keeping.rules)
+            shard, commands = receive(shard, dataclasses.replace(message, call=0))
             if any(isinstance(command, Replace) for command in commands):
-                # The block that came is kept by these arrays, which share its memory where they can.
-                self._kept = [jnp.asarray(x) for x in kept]
-                self._rounded = {i: self._kept[i].astype(ROUNDED) for i in keeping.rounded}
-                self._keeping, self._programs = keeping, programs
+                self._put(keeping, kept, programs, packed)
             self._carry_out(shard, commands)
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []
+
+    def _unpacked(self, keeping: Keeping, packed: Sequence[np.ndarray]) -> list[Program]:
+        donate = range(keeping.changing)
+        return [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
+
+    def _put(
+        self, keeping: Keeping | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
+    ) -> None:
+        """Takes over arrays in place of all that there are."""
+        # The block that came is kept by these arrays, which share its memory where they can.
+        self._kept = [jnp.asarray(x) for x in kept]
+        self._rounded = {} if keeping is None else {i: self._kept[i].astype(ROUNDED) for i in keeping.rounded}
+        self._keeping, self._programs = keeping, programs
+
+    def _check(self) -> None:
+        """Raises what ends a call that waits; here nothing does. See `shard_copy.ShardCopy`."""
 
     def _expects_of_say(self, header: Header) -> list[Spec]:
         """The arrays of a push, then the bytes of its result."""
@@ -230,21 +246,27 @@ class Keeper:
         return {"answers": answers}, sent
 
     def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Any:
-        call = self._name()
-        given: dict[str, Any] = {"call": call}
-        if isinstance(message, Push):
-            *pushes, result = arrays
-            given["gradients"] = self._name((message.view, pushes))
-            given["result"] = self._name(result.tobytes()) if result.size else None
-        if isinstance(message, Commit) and message.as_one and arrays:
-            given["scalars"] = self._name(arrays[:-1])
-        shard, commands = receive(self._shard, dataclasses.replace(message, **given))
-        self._carry_out(shard, commands)
+        call = self._take(message, arrays)
         while call not in self._answers:
             if not self._lock.wait(deadline - time.monotonic()):
                 # The message stays where it is; whoever repeats it is answered then.
                 raise TimeoutError("the shard stayed frozen")
+            self._check()
         return self._answers.pop(call)
+
+    def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
+        """Hands a message to the machine; the call's name, under which it is answered now or later."""
+        call = self._name()
+        given: dict[str, Any] = {"call": call}
+        if isinstance(message, Push) and arrays:
+            *pushes, result = arrays
+            given["gradients"] = self._name((message.view, pushes))
+            given["result"] = self._name(result.tobytes()) if result.size else None
+        if isinstance(message, Commit):
+            given["scalars"] = self._name(arrays[:-1]) if message.as_one and arrays else None
+        shard, commands = receive(self._shard, dataclasses.replace(message, **given))
+        self._carry_out(shard, commands)
+        return call
 
     def _told(self, message: Message, answer: Any, sent: list[Any]) -> Header:
         """An answer as it travels, and the arrays that go with it."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from jdist.errors import ClosureError, StrategyError
 from jdist.ps.events import Assign, Event, Lost, Registered, Reported
-from jdist.ps.transport.seam import CallFailed, Channel
+from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.wire import Spec
 
 BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
@@ -93,6 +93,7 @@ class Hub(Protocol):
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
     def attach(self, channel: Channel) -> None: ...
+    def routes(self) -> Header: ...
     def install(self, channel: Channel, number: int) -> str: ...
     def open_dataset(self, channel: Channel, dataset: int, pipeline: int) -> None: ...
     def batch(self, numbers: Sequence[int], worker: int) -> Batch: ...
@@ -264,7 +265,7 @@ class WorkerLink:
         try:
             while not lost.wait(self._times.ping_s):
                 try:
-                    channel.call("status", {}, timeout_s=self._times.ping_s)
+                    channel.call("status", self._hub.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
                 except CallFailed:
                     if time.monotonic() - last > self._times.lost_after_s:

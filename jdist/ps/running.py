@@ -25,6 +25,7 @@ from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
+from jdist.ps.replica_watch import two_copies
 from jdist.ps.rounding import Wire
 from jdist.ps.rounds import Rounds
 from jdist.ps.shard import NonFinite, Rules
@@ -72,6 +73,7 @@ class PsOptions:
     is_sync: bool = False
     gradients_per_update: int = 1
     backup_workers: int = 0
+    replicas: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -312,8 +314,7 @@ class PsJob:
         keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
         coordinator = self._connected(addresses, keepings)
-        clients = coordinator.shards.clients
-        generation = 1 + max(client.status()["generation"] for client in clients)
+        generation = 1 + coordinator.highest_generation()
         coordinator.begin(
             layout.shared_out(state.leaves),
             [
@@ -329,9 +330,11 @@ class PsJob:
 
     def _connected(self, addresses: Sequence[str], keepings: Sequence[Keeping]) -> Coordinator:
         servers = self.servers
+        copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
+        channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
         clients = [
-            ShardClient(servers.connect(address), keeping, give_up_s=self.options.times.ps_timeout_s)
-            for address, keeping in zip(addresses, keepings, strict=True)
+            ShardClient(channel, keeping, give_up_s=self.options.times.ps_timeout_s)
+            for channel, keeping in zip(channels, keepings, strict=True)
         ]
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
@@ -339,6 +342,7 @@ class PsJob:
             addresses=addresses,
             times=self.options.times,
             rounds=self._rounds(),
+            copies=copies,
         )
 
     def _rounds(self) -> Rounds | None:

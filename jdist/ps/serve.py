@@ -135,8 +135,8 @@ def serve(
         _check_form("--health-address", health_address)
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jdist.ps.keeper import Keeper
     from jdist.ps.memory import keep_freed_memory
+    from jdist.ps.shard_copy import ShardCopy, slots
     from jdist.ps.transport.health import serve_health
     from jdist.ps.transport.rpc import SERVICE, RpcChannel, RpcServer
     from jdist.ps.worker import WorkerServer
@@ -148,10 +148,12 @@ def serve(
     if role == WORKER:
         os.environ[IS_SERVER] = "1"
         worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow, script=script)
-    methods = Keeper(allow=allow).methods() if worker is None else {**worker.methods(), "reach": _reach(security)}
+    # Its own shard, and the backup of another's.
+    copies = [ShardCopy(lambda to: RpcChannel(to, security=security), allow=allow) for _ in range(2)]
+    methods = slots(copies) if worker is None else {**worker.methods(), "reach": _reach(security)}
     with contextlib.ExitStack() as ends, _ended_by_sigterm():
-        if worker is not None:
-            ends.callback(worker.close)
+        for end in [copy.close for copy in copies] if worker is None else [worker.close]:
+            ends.callback(end)
         try:
             server = RpcServer(address, heard.watch(methods), security=security)
             ends.callback(server.stop, 1.0)

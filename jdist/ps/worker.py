@@ -21,6 +21,7 @@ from jdist.ps.artifact import name_of, unpack
 from jdist.ps.compute import Abandoned, Installed, Sender, Shards
 from jdist.ps.job import FUNCTION, Function
 from jdist.ps.keeper import KEEPING, specs
+from jdist.ps.route import RoutedChannel, routes_in
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.seam import Channel, Header, Method
 from jdist.ps.wire import Spec, from_plain
@@ -61,6 +62,7 @@ class WorkerServer:
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._attached = 0  # how often the coordinator has connected
         self._shards = Shards(Together([]))
+        self._routed: Sequence[RoutedChannel] = ()  # where a shard has a backup
         self._functions: dict[str, Installed] = {}
         self._devices = devices or jax.local_device_count()
         self._data = WorkerData(script, self._devices)
@@ -69,19 +71,23 @@ class WorkerServer:
     def methods(self) -> dict[str, Method]:
         """What a transport serves."""
         return {
-            "status": Method(lambda header, arrays: (self._status(), [])),
+            "status": Method(self._status),
             **self._data.methods(),
             "attach": Method(self._attach),
             "install": Method(self._install, self._expects_of_install),
             "execute": Method(self._execute, self._expects_of_execute),
         }
 
-    def _status(self) -> Header:
-        return {"incarnation": self.incarnation, "devices": self._devices}
-
     def close(self) -> None:
         """Ends its connections."""
         self._shards.clients.close()
+
+    def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Who it is. The coordinator tells with it where the shards are, in case one has moved."""
+        routes, channels = routes_in(header), self._routed
+        for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
+            channel.move(route)
+        return {"incarnation": self.incarnation, "devices": self._devices}, []
 
     def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
@@ -91,13 +97,17 @@ class WorkerServer:
         if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
             raise WireError("an address that is none")
         found = [from_plain(KEEPING, keeping) for keeping in keepings]
+        routed = [RoutedChannel(self._connect, route) for route in routes_in(header)]
+        if routed and len(routed) != len(found):
+            raise WireError("not a route for each address")
+        channels = routed or [self._connect(address) for address in addresses]
         clients = [
-            ShardClient(self._connect(address), keeping, **self._times)
-            for address, keeping in zip(addresses, found, strict=True)
+            ShardClient(channel, keeping, **self._times) for channel, keeping in zip(channels, found, strict=True)
         ]
         with self._lock:
             before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
             self._attached += 1
+            self._routed = routed
         before.clients.close()
         return {}, []
 

@@ -58,6 +58,7 @@ def parameter_server(
     max_staleness: int | None = None,
     on_stale: OnStale = "refuse",
     wire: Wire = "float32",
+    ps_replicas: int = 1,
     times: Times | None = None,
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
@@ -68,7 +69,7 @@ def parameter_server(
     Args:
         cluster: where they are; None: as the environment says (TF_CONFIG), and if it says nothing, processes of this machine.
         local_workers: processes of this machine that compute, instead of a cluster; None for 2.
-        local_ps: processes of this machine that keep the state, instead of a cluster; None for 1.
+        local_ps: processes of this machine that keep the state, instead of a cluster; None for as many as `ps_replicas`.
         devices_per_worker: virtual CPU devices of each such worker, over which it runs its step mirrored; None: one on a CPU,
             all that JAX finds on other machines.
         insecure: go on although servers on other machines lack TLS or a token.
@@ -86,6 +87,9 @@ def parameter_server(
         wire: as what arrays of float32 are pulled and pushed: "float32"; or "bf16", rounded to the nearest bfloat16, which is
             half the bytes. Servers keep, update and average in float32; single numbers, and what workers carry from step to
             step (a layer's running statistics), are not rounded, nor is anything in `strategy.fetch` or a checkpoint.
+        ps_replicas: copies of each shard. With 2 each parameter server also keeps a backup of another's shard, which takes its
+            place when it is lost: nothing is lost then, nor computed again. It takes twice the memory, and gradients travel
+            twice. With 1 the state goes back to the last snapshot, and what was done since is computed again.
         times: how long workers and servers are waited for; None: `jdist.ps.Times()`.
 
     Returns:
@@ -112,6 +116,8 @@ def parameter_server(
         raise StrategyError(
             f"`wire` is {wire!r}; allowed are 'float32' and 'bf16'.{did_you_mean(wire, get_args(Wire))}"
         )
+    if ps_replicas not in (1, 2) or isinstance(ps_replicas, bool):
+        raise StrategyError(f"`ps_replicas` is {ps_replicas!r}; it must be 1, or 2 for a backup of each shard.")
     local = any(number is not None for number in local_numbers.values())
     if cluster is not None and local:
         raise StrategyError(
@@ -125,10 +131,17 @@ def parameter_server(
     spec = cluster if cluster is not None or local else cluster_of_environment()
     if spec is not None and spec.task_type == "evaluator":
         return mirrored()
-    if spec is None:
-        start = functools.partial(_local_servers, local_workers or 2, local_ps or 1, devices_per_worker)
-    else:
+    if spec is not None:
         check_place(spec)
+    num_ps = len(spec.jobs["ps"]) if spec is not None else local_ps or ps_replicas
+    if num_ps < ps_replicas:
+        raise StrategyError(
+            "`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. "
+            + ("Give `local_ps=2` or more." if spec is None else "Add one to the cluster, or leave `ps_replicas` at 1.")
+        )
+    if spec is None:
+        start = functools.partial(_local_servers, local_workers or 2, num_ps, devices_per_worker)
+    else:
         servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
         start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
     if not isinstance(times, Times | None):
@@ -149,6 +162,7 @@ def parameter_server(
         is_sync=is_sync,
         gradients_per_update=workers - backup_workers if is_sync else 1,
         backup_workers=backup_workers,
+        replicas=ps_replicas,
     )
     return _strategy(PsJob(start, options))
 

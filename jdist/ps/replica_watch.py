@@ -1,0 +1,234 @@
+"""Whether a shard's two copies are there, which of them leads, and who has to be told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from jdist.errors import ShardLostError
+from jdist.ps import replicas as machine
+from jdist.ps.link import Times
+from jdist.ps.replicas import Command, Event, Forgotten, Heard, Lead, Leads, Replicas, Silent
+from jdist.ps.route import Route, RoutedChannel, SlotChannel
+from jdist.ps.transport.seam import CallFailed, Channel
+
+_LOG = logging.getLogger(__name__)
+REFUSALS = 3  # connections refused, one after the other, after which nothing listens there: no need to wait longer
+
+
+class Hub(Protocol):
+    """What a watch needs of the coordinator; see there."""
+
+    lock: threading.Condition
+    closed: bool
+
+    def memory_lost(self, shard: int) -> None: ...
+    def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
+    def shard_found(self, shard: int) -> None: ...
+
+
+class Copies:
+    """Where the two copies of a shard are.
+
+    Attributes:
+        channel: to whichever leads.
+        places: `(address, slot)` of each.
+    """
+
+    def __init__(self, connect: Callable[[str], Channel], places: Sequence[tuple[str, int]]):
+        """Connects at the first call.
+
+        Args:
+            connect: from a server's address to a channel.
+            places: `(address, slot)` of each copy; the first leads at the beginning.
+        """
+        self._connect, self.places = connect, tuple(places)
+        self.channel = RoutedChannel(connect, self.route(0, 0))
+
+    def route(self, copy: int, term: int) -> Route:
+        """The way to a copy."""
+        address, slot = self.places[copy]
+        return Route(address=address, slot=slot, term=term)
+
+    def connected(self, copy: int) -> Channel:
+        """A channel to a copy, whether it leads or not."""
+        address, slot = self.places[copy]
+        return SlotChannel(self._connect(address), slot)
+
+    def statuses(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What both say of themselves.
+
+        Raises:
+            CallFailed: one does not answer.
+        """
+        channels = [self.connected(copy) for copy in (0, 1)]
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                return list(pool.map(lambda c: c.call("status", {}, timeout_s=timeout_s)[0], channels))
+        finally:
+            for channel in channels:
+                channel.close()
+
+
+def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
+    """Each shard on its own server, and its backup on the next.
+
+    Args:
+        connect: from a server's address to a channel.
+        addresses: of each shard, its own server.
+        ps: all servers.
+    """
+    after = dict(zip(ps, [*ps[1:], ps[0]], strict=True))
+    return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
+
+
+class ReplicaWatch:
+    """Asks both copies of a shard every second who they are, and does what `replicas` makes of it.
+
+    Args:
+        number: the shard's.
+        copies: where they are.
+        hub: the coordinator.
+        times: how often it asks, and how long it waits.
+    """
+
+    def __init__(self, number: int, copies: Copies, hub: Hub, times: Times):
+        self.number = number
+        self._copies, self._hub, self._times = copies, hub, times
+        self._lock = threading.Condition()
+        self._replicas = Replicas()
+        self._in_step_at: float | None = time.monotonic()  # None once its absence was told
+        self._channels: list[Channel] = []
+        self._threads = [
+            threading.Thread(target=self._watch, args=(copy,), name=f"jdist-watch-{number}-{copy}", daemon=True)
+            for copy in (0, 1)
+        ]
+
+    def start(self) -> None:
+        """Has the first copy lead, and starts the watch.
+
+        Raises:
+            CallFailed: one of them does not answer.
+        """
+        found = self._copies.statuses(self._times.lost_after_s)
+        self._channels = [self._copies.connected(copy) for copy in (0, 1)]
+        term = 1 + max(status["term"] for status in found)
+        with self._lock:
+            heard = (found[0]["incarnation"], found[1]["incarnation"])
+            self._replicas, commands = machine.begin(term=term, heard=heard)
+            self._carry_out(commands)
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for its end, once the hub is closed."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+        for channel in self._channels:
+            channel.close()
+
+    def wait_for(self, is_so: Callable[[Replicas], bool], timeout_s: float) -> bool:
+        """Waits until something is so of the copies; whether it was in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: is_so(self._replicas), timeout_s)
+
+    def _watch(self, copy: int) -> None:
+        hub, times, channel = self._hub, self._times, self._channels[copy]
+        last, refusals, told = time.monotonic(), 0, False
+        while not hub.closed:
+            try:
+                header, _ = channel.call("status", {}, timeout_s=times.ping_s)
+            except CallFailed as exc:
+                silent_s = time.monotonic() - last
+                refusals = refusals + 1 if exc.reason == "unavailable" else 0
+                if silent_s > times.lost_after_s or refusals >= REFUSALS:
+                    self._happened(Silent(copy=copy))
+                refused = exc.reason == "unauthenticated"  # it came back with another token: no wait mends that
+                if (refused or silent_s > times.ps_timeout_s) and not told:
+                    told = True
+                    self._tell(copy, exc, silent_s)
+            else:
+                if told:
+                    self._hub.shard_found(self.number)
+                last, refusals, told = time.monotonic(), 0, False
+                self._happened(_heard(copy, header))
+            with hub.lock:
+                hub.lock.wait_for(lambda: hub.closed, times.ping_s)
+
+    def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
+        """A server is not there: an error where it has the only state there is; the other can be done without."""
+        what = (
+            "refuses the token"
+            if exc.reason == "unauthenticated"
+            else f"has not answered for {silent_s:.0f} s: {exc.reason}"
+        )
+        with self._lock:
+            replicas = self._replicas
+        if copy != replicas.leader:
+            return
+        text = f"the parameter server {exc.peer} {what}, and shard {self.number} has no other copy. Start it again"
+        mend = (
+            " with this job's."
+            if "token" in what
+            else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
+        )
+        self._hub.shard_lost(self.number, ShardLostError(text + mend))
+
+    def _happened(self, event: Event) -> None:
+        with self._lock:
+            if self._hub.closed:
+                return
+            self._replicas, commands = machine.handle(self._replicas, event)
+            self._carry_out(commands)
+            self._warn_if_alone()
+            self._lock.notify_all()
+
+    def _warn_if_alone(self) -> None:
+        """Says once that a shard has had no backup for long: its servers may not reach one another."""
+        now = time.monotonic()
+        if None not in self._replicas.holds:
+            self._in_step_at = now
+        elif self._in_step_at is not None and now - self._in_step_at > self._times.ps_timeout_s:
+            self._in_step_at = None
+            first, second = (address for address, _ in self._copies.places)
+            _LOG.warning(
+                "shard %d has had no backup for %.0f s: is one of %s and %s gone, or does one not reach the other?",
+                self.number,
+                self._times.ps_timeout_s,
+                first,
+                second,
+            )
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Forgotten():
+                    self._hub.memory_lost(self.number)
+                case Lead():
+                    self._lead(command)
+                case Leads():
+                    route = self._copies.route(command.copy, command.term)
+                    if self._copies.channel.move(route):
+                        _LOG.warning("the parameter server %s leads shard %d now", route.address, self.number)
+
+    def _lead(self, command: Lead) -> None:
+        """Has a copy lead. If it does not answer, it will be asked again when it does."""
+        address, slot = self._copies.places[1 - command.copy]
+        backup = None if command.backup is None else [address, slot, command.backup]
+        said = {"term": command.term, "incarnation": command.incarnation, "backup": backup}
+        with contextlib.suppress(CallFailed):  # its watch hears of that
+            header, _ = self._channels[command.copy].call("lead", said, timeout_s=self._times.ping_s)
+            if header["term"] == command.term:
+                self._replicas, commands = machine.handle(self._replicas, _heard(command.copy, header))
+                self._carry_out(commands)
+
+
+def _heard(copy: int, header: dict[str, Any]) -> Heard:
+    names = ("incarnation", "term", "leads", "in_sync")
+    return Heard(copy=copy, **{name: header[name] for name in names})

@@ -1,0 +1,112 @@
+"""The watch over a shard's two copies: what it tells the coordinator, and when."""
+
+import logging
+import threading
+
+import pytest
+
+from jdist.ps.link import Times
+from jdist.ps.replica_watch import ReplicaWatch, two_copies
+from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.transport.seam import Method
+
+
+class Hub:
+    """What a watch needs of the coordinator; `told` is set once it hears of an error or of a loss."""
+
+    def __init__(self):
+        self.lock, self.closed = threading.Condition(), False
+        self.errors, self.lost, self.told = [], [], threading.Event()
+
+    def shard_found(self, shard):
+        pass
+
+    def shard_lost(self, shard, error):
+        self.errors.append(str(error))
+        self.told.set()
+
+    def memory_lost(self, shard):
+        self.lost.append(shard)
+        self.told.set()
+
+
+class Server:
+    """Two copies that say of themselves what a coordinator wants to hear; `syncs` is whether a backup comes into step."""
+
+    def __init__(self, address, *, syncs=True):
+        self.syncs = syncs
+        self.copies = [
+            {"incarnation": f"{address}-{slot}", "term": 0, "leads": False, "in_sync": None, "generation": 0}
+            for slot in (0, 1)
+        ]
+        self.fake = FakeServer(address, {"status": Method(self._status), "lead": Method(self._lead)})
+
+    def _status(self, header, arrays):
+        return dict(self.copies[header["slot"]]), []
+
+    def _lead(self, header, arrays):
+        copy = self.copies[header["slot"]]
+        if header["incarnation"] == copy["incarnation"] and header["term"] > copy["term"]:
+            backup = header["backup"]
+            in_sync = backup[2] if backup is not None and self.syncs else None
+            copy.update(term=header["term"], leads=True, in_sync=in_sync)
+        return dict(copy), []
+
+
+@pytest.fixture
+def watched():
+    """Watches a shard of two servers; `(watch, hub, servers)`."""
+    ended = []
+
+    def start(*, syncs=True, ps_timeout_s=3600.0):
+        hub, servers = Hub(), {a: Server(a, syncs=syncs) for a in ("a", "b")}
+        (copies,) = two_copies(lambda address: FakeChannel(servers[address].fake), ["a"], ["a", "b"])
+        times = Times(ping_s=0.01, lost_after_s=0.2, ps_timeout_s=ps_timeout_s)
+        watch = ReplicaWatch(3, copies, hub, times)
+        ended.append((hub, watch))
+        watch.start()
+        return watch, hub, servers, copies
+
+    yield start
+    for hub, watch in ended:
+        with hub.lock:
+            hub.closed = True
+            hub.lock.notify_all()
+        watch.join(20)
+
+
+def test_the_backup_of_a_lost_leader_leads(watched):
+    watch, hub, servers, copies = watched()
+    assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", "b-1"), 20)
+    servers["a"].fake.stop()
+    assert watch.wait_for(lambda replicas: replicas.told and replicas.leader == 1, 20)
+    assert (copies.channel.route.address, copies.channel.route.slot) == ("b", 1)
+    assert (hub.lost, hub.errors) == ([], [])
+
+
+def test_another_process_in_the_leaders_place_without_a_backup_has_lost_the_state(watched):
+    watch, hub, servers, _ = watched(syncs=False)
+    assert watch.wait_for(lambda replicas: replicas.told, 20)
+    servers["a"].copies[0] = {**servers["b"].copies[0], "incarnation": "new"}
+    assert hub.told.wait(20)
+    assert (hub.lost, hub.errors) == ([3], [])
+    assert watch.wait_for(lambda replicas: replicas.told and replicas.holds[0] == "new", 20)
+
+
+def test_silence_of_both_is_told_after_its_time(watched):
+    watch, hub, servers, _ = watched(ps_timeout_s=0.3)
+    assert watch.wait_for(lambda replicas: replicas.told, 20)
+    for server in servers.values():
+        server.fake.stop()
+    assert hub.told.wait(20)
+    assert "and shard 3 has no other copy. Start it again, or give it more time" in hub.errors[0]
+
+
+def test_a_shard_that_gets_no_backup_is_told_of_once(watched, caplog):
+    with caplog.at_level(logging.WARNING):
+        watch, hub, *_ = watched(syncs=False, ps_timeout_s=0.1)
+        assert watch.wait_for(lambda replicas: watch._in_step_at is None, 20)
+    assert [r.getMessage() for r in caplog.records] == [
+        "shard 3 has had no backup for 0 s: is one of a and b gone, or does one not reach the other?"
+    ]
+    assert hub.errors == []

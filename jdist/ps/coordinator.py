@@ -173,7 +173,6 @@ class Coordinator:
                 self._snapshots += 1
                 with self.lock:
                     generation, settled = self._dispatch.generation, self._dispatch.settled
-                    void = {c for c in self._void if c < settled}
                 found = take_snapshot(
                     self._shards,
                     number=self._snapshots,
@@ -188,8 +187,8 @@ class Coordinator:
                     self.lock.wait()
                 if found is not None and self._dispatch.generation == generation and not self._lost:
                     self._snapshot, self._since = found, 0
-                    self._void -= void
-                    for c in [c for c in self._closures if c < settled or c in found.applied]:
+                    self._void = {c for c in self._void if c >= found.settled}
+                    for c in [c for c in self._closures if c < found.settled or c in found.applied]:
                         if self._closures[c].pending.done:
                             self._logged_bytes -= self._closures.pop(c).size_bytes
                     self.lock.notify_all()

@@ -59,6 +59,7 @@ def take_snapshot(
             answers = shards.each(lambda i, client: client.say([Snapshot(**said)])[0][0])
             if not all(isinstance(answer, Cut) for answer in answers):
                 return None
+            settled = max(settled, *(a.settled for a in answers))  # they may have heard of more meanwhile, and forgotten it
             cuts = [(frozenset(c for c in a.applied if c >= settled), a.version) for a in answers]
             if len(set(cuts)) == 1:
                 break

@@ -34,4 +34,5 @@ def on_shards(state):
 def check(state, numbers, shards=2):
     """That each of these calls took effect on every shard, once."""
     numbers = list(numbers)
-    assert on_shards(state) == [(len(numbers), {-float(sum(n % 100 + 1 for n in numbers))})] * shards
+    found = on_shards(state)
+    assert found == [(len(numbers), {-float(sum(n % 100 + 1 for n in numbers))})] * shards, found

@@ -98,7 +98,9 @@ class Coordinator:
         self._times = times
         self._shards, self._addresses = Together(shards), list(addresses)
         self.mutex = threading.RLock()
-        self.lock = threading.Condition(self.mutex)  # notified of the end, of idleness, and of every event that is awaited
+        self.lock = threading.Condition(
+            self.mutex
+        )  # notified of the end, of idleness, and of every event that is awaited
         self._is_awaited = False
         self._dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self._functions: list[_Installable] = []

@@ -79,7 +79,11 @@ class ShardWatch:
                         self.number,
                         ShardLostError(
                             f"the parameter server {peer} {what}. Start it again"
-                            + (" with this job's." if refused else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`.")
+                            + (
+                                " with this job's."
+                                if refused
+                                else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
+                            )
                         ),
                     )
                 continue

@@ -16,7 +16,7 @@ from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.running import PsJob, Traced
-from jdist.ps.sync_program import Combined, SyncParts
+from jdist.ps.sync_program import Combined, SyncParts, check_rows
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step
@@ -110,8 +110,10 @@ class PsStep:
             arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.gradients_per_update
             if self._job.options.is_sync and parts.update.reads:
+                rows = len(jax.tree.leaves(batches))
+                check_rows(arguments[:rows], n, self.options.accumulate)
                 parts = take_apart(spec, state.shapes, batches, others, closures=n)
-                sync = SyncParts(parts, n, treedef, arguments, len(jax.tree.leaves(batches)))
+                sync = SyncParts(parts, n, treedef, arguments, rows)
                 made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
             else:
                 worker = functools.partial(_worker, parts, treedef)

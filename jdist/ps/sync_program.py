@@ -40,6 +40,22 @@ class Combined:
     outputs: list[np.ndarray]
 
 
+def check_rows(leaves: Sequence[Any], closures: int, accumulate: int) -> None:
+    """Refuses a batch that cannot be cut into so many closures.
+
+    Raises:
+        BatchError: says which leaf, and how many rows it must have.
+    """
+    k = closures * accumulate
+    for x in leaves:
+        if not x.shape or x.shape[0] % k:
+            raise BatchError(
+                f"the global batch has a leaf of shape {x.shape}; its rows are to be cut into {k} parts: {closures} "
+                f"gradients make a synchronous update, and `accumulate` is {accumulate}. Take a multiple of {k} "
+                "rows, or `strategy.distribute_dataset`, which fills the last batch up."
+            )
+
+
 class SyncParts:
     """A step as the closures of one call.
 
@@ -55,14 +71,6 @@ class SyncParts:
         self.parts, self._n, self._treedef, self._num_rows = parts, closures, treedef, num_batch_leaves
         self._accumulate = parts.spec.options.accumulate
         self._plan, self._found = parts.traced.plan, parts.traced
-        k = closures * self._accumulate
-        for x in arguments[:num_batch_leaves]:
-            if not x.shape or x.shape[0] % k:
-                raise BatchError(
-                    f"the global batch has a leaf of shape {x.shape}; its rows are to be cut into {k} parts: {closures} "
-                    f"gradients make a synchronous update, and `accumulate` is {self._accumulate}. Take a multiple of {k} "
-                    "rows, or `strategy.distribute_dataset`, which fills the last batch up."
-                )
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         self._counts = jax.jit(self._count_function(structs))
         counts = jax.eval_shape(self._counts, structs)

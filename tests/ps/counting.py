@@ -1,4 +1,4 @@
-"""A step that counts itself, and adds up a number of its batch: what took effect twice, or not at all, is seen on every shard."""
+"""A step that counts itself, and adds up a number of its batch: what took effect twice, or not at all, is seen."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""`jdist run` under a parameter server, killed and run again: it goes on from its checkpoint, and nothing takes effect twice."""
+"""`jdist run` under a parameter server, killed and run again: it goes on from its checkpoint, nothing counts twice."""
 
 import json
 import re
@@ -16,7 +16,8 @@ from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "experiment")]
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "experiment"))
 from real_cluster import Cluster
 from servers import ROOT, environment
 

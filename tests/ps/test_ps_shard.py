@@ -227,7 +227,9 @@ class TestFrozen:
         assert (commands, answer) == ([], None)
         shard, _, answer = run(shard, coordinator(Commit, closures=(0,)))
         assert answer == Done(version=1)
-        assert run(shard, coordinator(Snapshot))[2] == Cut(version=1, staged=frozenset(), applied=frozenset({0}), settled=0)
+        assert run(shard, coordinator(Snapshot))[2] == Cut(
+            version=1, staged=frozenset(), applied=frozenset({0}), settled=0
+        )
         shard, commands, _ = run(shard, coordinator(Thaw))
         assert [c.call for c in commands if isinstance(c, Reply)] == [None, "a", "b"]
         assert (shard.version, set(shard.staged), shard.waiting) == (2, {2}, ())
@@ -268,7 +270,11 @@ class TestRound:
         shard, _, _ = run(shard, drop)
         assert shard.staged == {}
         shard, commands, answer = run(shard, stage(1, 1), drop)
-        assert (set(shard.staged), answer, commands[-2:-1]) == ({1}, Done(version=1), [Reply(call=None, answer=Done(version=1))])
+        assert (set(shard.staged), answer, commands[-2:-1]) == (
+            {1},
+            Done(version=1),
+            [Reply(call=None, answer=Done(version=1))],
+        )
 
     def test_never_in_parts(self):
         shard = run(restored(), stage(0), stage(1), coordinator(Commit, closures=(0,)))[0]

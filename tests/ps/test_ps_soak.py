@@ -70,9 +70,9 @@ class Chaos:
 
 @pytest.mark.soak
 @pytest.mark.timeout(SOAK_S + 300)
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_count_is_exact_whatever_happens(tmp_path, mode):
-    cluster = Cluster(tmp_path, workers=3, ps=2)
+@pytest.mark.parametrize(("mode", "workers"), [("async", 3), ("sync", 2)])
+def test_the_count_is_exact_whatever_happens(tmp_path, mode, workers):
+    cluster = Cluster(tmp_path, workers=workers, ps=2)
     end = time.monotonic() + SOAK_S / 2
     try:
         with faults.running(cluster.strategy(mode=mode)) as job, Chaos(cluster, SEED) as chaos:

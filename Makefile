@@ -14,7 +14,7 @@ CONFIG ?= configs/digits.yaml
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
 
-.PHONY: run test setup lint types pytest conformance soak bench bench-peers clean
+.PHONY: run test setup lint types pytest conformance soak soak-ps bench bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -52,6 +52,10 @@ conformance: setup
 
 soak: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m soak
+
+# Ten minutes of the parameter server, while its processes are killed and its messages lost.
+soak-ps: setup
+	JDIST_SOAK_S=600 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
 
 bench: setup
 	$(BIN)/python benchmarks/step_overhead.py

@@ -210,7 +210,6 @@ class Coordinator:
         with self.lock:
             self._snapshots += 1
             number, generation, settled = self._snapshots, self._dispatch.generation, self._dispatch.settled
-            void = {c for c in self._void if c < settled}
         found = take_snapshot(
             self._shards,
             number=number,
@@ -226,8 +225,8 @@ class Coordinator:
             if found is None or self._dispatch.generation != generation or self._lost:
                 return None
             self._snapshot, self._since = found, 0
-            self._void -= void
-            for c in [c for c in self._closures if c < settled or c in found.applied]:
+            self._void = {c for c in self._void if c >= found.settled}
+            for c in [c for c in self._closures if c < found.settled or c in found.applied]:
                 if self._closures[c].pending.done:
                     self._logged_bytes -= self._closures.pop(c).size_bytes
             self.lock.notify_all()

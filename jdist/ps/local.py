@@ -22,7 +22,8 @@ from jdist.xla_flags import CPU_DEVICES, with_flags
 
 START_S = 60.0
 END_S = 10.0
-MOST_RESTARTS = 10
+MOST_RESTARTS = 10  # without having served for long between
+LONG_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -153,11 +154,15 @@ def _keep(
 ) -> None:
     """Starts again what has ended, until all are to end; one that ends again and again after ever longer waits."""
     ended, next_at = [0] * len(processes), [0.0] * len(processes)
+    began, runs = [time.monotonic()] * len(processes), [True] * len(processes)
     while not closed.wait(0.2):
         for number, process in enumerate(processes):
-            if process.poll() is None or time.monotonic() < next_at[number]:
+            if process.poll() is None:
                 continue
-            if ended[number] == MOST_RESTARTS:
+            if runs[number] and time.monotonic() - began[number] > LONG_S:
+                ended[number] = 0
+            runs[number] = False
+            if ended[number] == MOST_RESTARTS or time.monotonic() < next_at[number]:
                 continue
             ended[number] += 1
             next_at[number] = time.monotonic() + min(30.0, 2.0 ** ended[number])
@@ -165,6 +170,7 @@ def _keep(
                 process.stdin.close()
             try:
                 processes[number] = restart(number)
+                began[number], runs[number] = time.monotonic(), True
             except LaunchError as exc:
                 _LOG.warning("%s", exc)
     _end(processes, closed)  # also what was started while the others were ended

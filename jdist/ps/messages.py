@@ -202,10 +202,12 @@ class Cut(Done):
     Attributes:
         staged: closures that are staged.
         applied: closures that were applied and are not settled.
+        settled: closures below this number are settled.
     """
 
     staged: frozenset[int]
     applied: frozenset[int]
+    settled: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

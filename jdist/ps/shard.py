@@ -193,7 +193,7 @@ def _heard(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
             return _thaw(shard, message)
         case Snapshot() if shard.frozen:
             staged, applied = frozenset(shard.staged), frozenset(shard.applied)
-            answer = Cut(version=shard.version, staged=staged, applied=applied)
+            answer = Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
             return shard, [Reply(call=message.call, answer=answer)]
     return shard, [_refuse(shard, message, "unknown")]
 

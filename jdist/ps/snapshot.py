@@ -65,6 +65,9 @@ def take_snapshot(
             answers = shards.each(lambda i, client: client.say([Snapshot(**said)])[0][0])
             if not all(isinstance(answer, Cut) for answer in answers):
                 return None
+            settled = max(
+                settled, *(a.settled for a in answers)
+            )  # they may have heard of more meanwhile, and forgotten it
             cuts = [(frozenset(c for c in a.applied if c >= settled), a.version) for a in answers]
             if len(set(cuts)) == 1:
                 break
@@ -75,8 +78,8 @@ def take_snapshot(
     if not cuts:
         return None
     applied, version = cuts[0]
-    found = shards.each(lambda i, client: client.read(generation, version))
-    kept = [arrays for arrays in found if arrays is not None]
-    if len(kept) < len(found):
+    read = shards.each(lambda i, client: client.read(generation, version))
+    kept = [arrays for arrays in read if arrays is not None]
+    if len(kept) < len(read):
         return None
     return ClusterSnapshot(settled=settled, applied=applied, version=version, kept=kept)

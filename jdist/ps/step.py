@@ -149,8 +149,9 @@ class PsStep:
                         "worker reads. Feed it by `strategy.distribute_dataset`."
                     )
                 self._check_rows(batches, n)
+                rows = len(jax.tree.leaves(batches))
                 parts = take_apart(spec, state.shapes, batches, others, closures=n)
-                sync = SyncParts(parts, n, treedef, arguments, len(jax.tree.leaves(batches)))
+                sync = SyncParts(parts, n, treedef, arguments, rows)
                 made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
             else:
                 worker = functools.partial(_worker, parts, treedef)

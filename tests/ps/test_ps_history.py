@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jdist
+from jdist.errors import BatchError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import counting
@@ -85,3 +86,11 @@ def test_synchronous_updates_too():
 def test_in_many_histories(seed):
     trains(seed, mode="async", ps=1 + seed % 3, calls=100, faults=8)
     trains(seed, mode="sync", ps=1 + seed % 3, calls=40, faults=4)
+
+
+def test_a_batch_that_cannot_be_cut_for_the_workers_is_refused():
+    made = InProcess(Network(0), workers=3, mode="sync")
+    step, state = jdist.distribute(counting.step, made.strategy), made.strategy.init(counting.create)
+    with pytest.raises(BatchError, match=r"a leaf of shape \(2,\); its rows are to be cut into 3 parts"):
+        step(state, counting.batch(0))
+    state.job.close()

@@ -33,6 +33,7 @@ from jdist.ps.messages import (
 from jdist.ps.partition import fixed_shards
 from jdist.ps.shard import Rules
 from jdist.ps.shards import ShardClient, Together
+from jdist.ps.snapshot import take_snapshot
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import CallFailed
 
@@ -177,6 +178,18 @@ def test_a_frozen_shard_answers_after_its_thaw():
     client.say([Thaw(generation=1)])
     thread.join(30)
     assert answers == [Done(version=1)]
+
+
+def test_a_snapshot_contains_what_was_settled_since_it_was_asked_for():
+    job = Job(2).restore()
+    for client, share in zip(job.clients, job.computed(), strict=True):
+        client.say([push(Stage, closure=0, base=0)], share)
+        client.say([Commit(generation=1, closures=(0,))])
+    job.clients[0].say([Pull(generation=1, settled=1)])  # one shard has heard of it, and one has not
+    together = Together(job.clients)
+    found = take_snapshot(together, number=1, generation=1, settled=0, is_wanted=lambda: True)
+    together.close()
+    assert (found.settled, found.applied, found.version) == (1, frozenset(), 1)
 
 
 def test_stale_gradients_may_count_less():

@@ -4,8 +4,20 @@ import logging
 import threading
 import types
 
+import pytest
+
+import jdist
+from jdist.errors import StrategyError
 from jdist.ps.link import Times, WorkerLink
 from jdist.ps.transport.seam import CallFailed
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "1", True, float("nan"), None])
+def test_times_are_numbers_above_0(value):
+    with pytest.raises(StrategyError, match=r"`Times\(ping_s=...\)` is .*; it must be a number above 0"):
+        Times(ping_s=value)
+    with pytest.raises(StrategyError, match=r"`times` is a float; pass a `jdist\.ps\.Times`"):
+        jdist.parameter_server(local_ps=1, times=1.0)
 
 
 def test_another_token_is_a_warning_once_and_a_loss_is_none():

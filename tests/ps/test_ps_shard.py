@@ -227,7 +227,9 @@ class TestFrozen:
         assert (commands, answer) == ([], None)
         shard, _, answer = run(shard, coordinator(Commit, closures=(0,)))
         assert answer == Done(version=1)
-        assert run(shard, coordinator(Snapshot))[2] == Cut(version=1, staged=frozenset(), applied=frozenset({0}))
+        assert run(shard, coordinator(Snapshot))[2] == Cut(
+            version=1, staged=frozenset(), applied=frozenset({0}), settled=0
+        )
         shard, commands, _ = run(shard, coordinator(Thaw))
         assert [c.call for c in commands if isinstance(c, Reply)] == [None, "a", "b"]
         assert (shard.version, set(shard.staged), shard.waiting) == (2, {2}, ())

@@ -1,0 +1,87 @@
+"""`jdist run` under a parameter server, killed and run again: it goes on from its checkpoint, nothing counts twice."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jdist.experiment.load import load
+from jdist.experiment.prepare import prepare
+from jdist.experiment.validate import validate
+from jdist.train import Checkpointer
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "experiment"))
+from real_cluster import Cluster  # noqa: E402 # found by the path above
+from servers import ROOT, environment  # noqa: E402 # found by the path above
+
+STEPS = 900
+CONFIG = """\
+name: toy
+task: {make: "toy_regression:make"}
+train: {global_batch: 16, steps: 900, optimizer: {name: adamw, learning_rate: 1e-3}}
+checkpoint: {every: 150}
+log: {every: 50}
+strategy: {name: parameter_server, %s}
+"""
+
+
+def run(folder, environ, *, until=None):
+    """Runs the config; kills the run when it says something. Its exit code, and what it said."""
+    paths = f"{ROOT}:{HERE.parent / 'experiment'}"
+    said = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "jdist", "run", "toy.yaml"],
+        cwd=folder,
+        env=environment({"PYTHONPATH": paths, **environ}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            said.append(line)
+            if until is not None and re.search(until, line):
+                process.kill()
+        return process.wait(120), "".join(said)
+
+
+def check_end(folder, monkeypatch):
+    """That the state at the end is the one after just so many updates."""
+    monkeypatch.chdir(folder)
+    document = load("toy.yaml", ["strategy={name: one_device}"])
+    parts = prepare(validate(document), document)
+    like = parts.strategy.init(lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(0))
+    with Checkpointer("runs/toy/checkpoints") as checkpoints:
+        restored = checkpoints.restore(like)
+    counts = [int(x) for x in jax.tree.leaves(restored.state.opt_state) if x.dtype == np.int32]
+    assert (restored.step, int(restored.state.step), set(counts)) == (STEPS, STEPS, {STEPS})
+
+
+def killed_and_run_again(folder, monkeypatch, options, environ):
+    (folder / "toy.yaml").write_text(CONFIG % options)
+    code, said = run(folder, environ, until=r"step +[34]\d\d")
+    assert code == -9, said
+    code, said = run(folder, environ)
+    assert (code, "going on from step" in said) == (0, True), said
+    check_end(folder, monkeypatch)
+
+
+def test_with_servers_that_outlive_it(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path, ps=2)
+    try:
+        jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+        config = json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})
+        killed_and_run_again(tmp_path, monkeypatch, "keep_servers: true", {"TF_CONFIG": config})
+    finally:
+        cluster.close()
+
+
+@pytest.mark.soak
+def test_with_servers_of_this_machine_that_end_with_it(tmp_path, monkeypatch):
+    killed_and_run_again(tmp_path, monkeypatch, "local_workers: 2, local_ps: 2", {})

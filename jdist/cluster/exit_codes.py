@@ -7,11 +7,15 @@ from jdist.errors import (
     ClusterTimeoutError,
     JDistError,
     NonFiniteError,
+    NoWorkersError,
     PeerFailedError,
     PeerLostError,
     PortInUseError,
     ReplicaDivergenceError,
+    ShardLostError,
 )
+
+_LOST = PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError
 
 FINISHED = 0
 FAILED = 1  # training failed: a NaN, replicas that differ, an exception
@@ -30,7 +34,7 @@ def of(error: BaseException) -> int:
     """
     if isinstance(error, PeerFailedError) and error.exit_code == USAGE:
         return USAGE  # then starting again helps nowhere
-    if isinstance(error, PeerFailedError | PeerLostError | ClusterTimeoutError | PortInUseError):
+    if isinstance(error, _LOST):
         return PEER_LOST
     if isinstance(error, JDistError) and not isinstance(
         error, NonFiniteError | ReplicaDivergenceError | CheckpointError

@@ -9,7 +9,9 @@ import optax
 import jdist
 from jdist.strategies.parameter_server import parameter_server
 
-strategy = parameter_server(start_timeout_s=60)
+strategy = parameter_server(
+    start_timeout_s=60, max_staleness=4
+)  # a worker that starts late pushes nothing from the beginning
 x = np.linspace(-1, 1, 64, dtype=np.float32)
 dataset = strategy.distribute_dataset(jdist.data.from_arrays({"x": x, "y": 3 * x + 1}, global_batch=16, epochs=40))
 

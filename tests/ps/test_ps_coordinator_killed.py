@@ -15,11 +15,10 @@ from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parent / "experiment"))
-from real_cluster import Cluster  # noqa: E402 # found by the path above
-from servers import ROOT, environment  # noqa: E402 # found by the path above
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiment"))
+from real_cluster import Cluster
+from servers import ROOT, environment
 
 STEPS = 900
 CONFIG = """\
@@ -34,7 +33,7 @@ strategy: {name: parameter_server, %s}
 
 def run(folder, environ, *, until=None):
     """Runs the config; kills the run when it says something. Its exit code, and what it said."""
-    paths = f"{ROOT}:{HERE.parent / 'experiment'}"
+    paths = f"{ROOT}:{ROOT / 'tests' / 'experiment'}"
     said = []
     with subprocess.Popen(
         [sys.executable, "-m", "jdist", "run", "toy.yaml"],

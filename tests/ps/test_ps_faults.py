@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import counting
 from real_cluster import BOUND_S, TIMES, Cluster, wait_until
 
+pytestmark = pytest.mark.xdist_group("ps_faults")  # they share their servers
 WORKERS = ("worker", 0), ("worker", 1)
 
 

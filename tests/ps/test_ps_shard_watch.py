@@ -4,6 +4,8 @@ import threading
 
 import pytest
 
+from jdist.cluster import exit_codes
+from jdist.errors import NoWorkersError, ShardLostError
 from jdist.ps.link import Times
 from jdist.ps.shard_watch import ShardWatch
 from jdist.ps.transport.seam import CallFailed
@@ -65,6 +67,11 @@ def watch():
             hub.closed = True
             hub.lock.notify_all()
         watching.join(20)
+
+
+@pytest.mark.parametrize("error", [ShardLostError, NoWorkersError])
+def test_a_program_that_it_ends_may_be_started_again(error):
+    assert exit_codes.of(error("gone")) == exit_codes.PEER_LOST
 
 
 def test_another_token_is_told_at_once(watch):

@@ -16,8 +16,6 @@ from jdist.errors import (
     ShardLostError,
 )
 
-_LOST = PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError
-
 FINISHED = 0
 FAILED = 1  # training failed: a NaN, replicas that differ, an exception
 USAGE = 2  # what was asked for is not right; trying again leads to the same

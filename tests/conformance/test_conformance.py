@@ -14,7 +14,17 @@ import jdist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, STEPS, Run
-from matrix import COMPRESSED, OPTIMIZERS, OPTIONS, STRATEGIES, all_cases, is_light, pairwise
+from matrix import (
+    COMPRESSED,
+    OPTIMIZERS,
+    OPTIONS,
+    STRATEGIES,
+    all_cases,
+    is_light,
+    pairwise,
+    parameter_server,
+    parameter_server_sync,
+)
 
 ALL = all_cases(STRATEGIES, FAMILIES)
 CHOSEN = set(pairwise([case for case in ALL if is_light(case)]))
@@ -22,6 +32,16 @@ CHOSEN = set(pairwise([case for case in ALL if is_light(case)]))
 
 def test_the_chosen_part_of_the_matrix_holds_every_pair():
     assert 6 * 6 <= len(CHOSEN) < len(ALL) / 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers_end():
+    """Ends the parameter servers that the cases have shared."""
+    yield
+    for make in (parameter_server, parameter_server_sync):
+        if make.cache_info().currsize:
+            make().coordinator.close()
+            make.cache_clear()
 
 
 @functools.cache

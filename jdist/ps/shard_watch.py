@@ -42,16 +42,13 @@ class ShardWatch:
         self._incarnation: str | None = None
         self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
 
-    def note(self) -> None:
-        """Notes who the shard is, before it is given its state: who comes in its place later is another.
+    def start(self) -> None:
+        """Notes who the shard is, before it is given its state, as who comes in its place later is another; and watches it.
 
         Raises:
             ShardLostError: it does not answer.
         """
         self._incarnation = self._client.status()["incarnation"]
-
-    def start(self) -> None:
-        """Starts the watch."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:

@@ -91,6 +91,6 @@ def test_in_many_histories(seed):
 def test_a_batch_that_cannot_be_cut_for_the_workers_is_refused():
     made = InProcess(Network(0), workers=3, mode="sync")
     step, state = jdist.distribute(counting.step, made.strategy), made.strategy.init(counting.create)
-    with pytest.raises(BatchError, match=r"a leaf of shape \(2,\); its rows are to be cut into 3 parts"):
+    with pytest.raises(BatchError, match=r"2 rows does not divide by 3 \(3 workers"):
         step(state, counting.batch(0))
     state.job.close()

@@ -56,7 +56,6 @@ def watch():
         hub.client = Client(then)
         watching = ShardWatch(3, hub.client, hub, Times(ping_s=0.01, ps_timeout_s=ps_timeout_s))
         ended.append((hub, watching))
-        watching.note()
         watching.start()
         assert hub.told.wait(20)
         return hub

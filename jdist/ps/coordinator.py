@@ -510,6 +510,9 @@ class Coordinator:
                 with self.lock:
                     self.lock.wait_for(lambda: self.closed, self._times.ping_s)
                 continue
+            except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
+                self.fail(ClosureError(f"a parameter server cannot be told: {exc!r}"))
+                raise
             return self.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
     def _answer_to(self, command: Tell) -> Answer:

@@ -110,11 +110,15 @@ def running(strategy):
 class TestAWorker:
     @pytest.mark.parametrize(
         "points",
-        [("push=before:kill@2", "push=in:kill@3"), ("push=in:kill@4", "push=after:kill@2"), ("commit=after:kill@2",)],
+        [
+            ("push=before:kill@2", "push=in:kill@3"),
+            ("push=in:kill@4", "push=after:kill@2"),
+            ("commit=after:kill@2", "commit=after:kill@3"),
+        ],
         ids=" and ".join,
     )
     def test_killed_at_each_moment_of_a_push(self, cluster, job, points):
-        """Two at once, where two points are given: the second time it comes there, or at its third and fourth part."""
+        """Two at once, so that neither does all before the other has come."""
         who = WORKERS[: len(points)]
         cluster.start(*who, failpoints=points)
         job.schedule(60)

@@ -165,10 +165,11 @@ class Installed:
         if kind is Push:
             self._take(0, found[0][0][1], found[0][1])
             return not refused
-        if refused or stages_only:
-            if not stages_only:
-                self._pull(who)
+        if stages_only:  # each attempt begins with a pull
             return not refused
+        if refused:
+            self._pull(who)
+            return False
         failpoints.reached(Point.AFTER_PUSH)
         commit = Commit(**who.said, closures=(said["closure"],))
         told = self.shards.say([([commit, self._pull_of(who, base)], None, None) for base in bases])

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jdist import dataflow
 from jdist.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
+from jdist.global_arrays import is_key
 from jdist.ps.update import Update, sort_update
 from jdist.transforms.accumulate import Plan, gradient_part, make_plan
 from jdist.transforms.guard import Flags
@@ -71,9 +72,7 @@ class StepParts:
         found, strategy = self.traced, self.spec.strategy
 
         def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
-            given = dict(zip(self.read, read, strict=True))
-            leaves = [given[i] if i in given else found.nothing(i) for i in range(len(found.shapes))]
-            state = jax.tree.unflatten(found.treedef, found.typed(leaves))
+            state = found.filled(dict(zip(self.read, read, strict=True)))
             made = gradient_part(strategy, found.plan, state, batches, others)
             pushed = [*jax.tree.leaves(others), *made.cuts, *made.carried]
             results = list(made.outputs)
@@ -125,6 +124,11 @@ class TracedStep:
             x if impl is None else jax.random.wrap_key_data(x, impl=impl)
             for x, impl in zip(leaves, self.impls, strict=True)
         ]
+
+    def filled(self, given: dict[int, Any]) -> PyTree:
+        """The state with these leaves, and nothing in the place of the others."""
+        leaves = [given[i] if i in given else self.nothing(i) for i in range(len(self.shapes))]
+        return jax.tree.unflatten(self.treedef, self.typed(leaves))
 
     def nothing(self, i: int) -> Any:
         """Stands for a leaf that the gradient part does not read."""
@@ -189,7 +193,7 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
             "written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a metric."
         )
     leaves, treedef = jax.tree.flatten(state)
-    impls = tuple(jax.random.key_impl(x) if _is_key(x) else None for x in leaves)
+    impls = tuple(jax.random.key_impl(x) if is_key(x) else None for x in leaves)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     num_outputs = len(plan.kinds) - len(seen[-1].names)
     others_leaves, others_treedef = jax.tree.flatten(others)
@@ -212,15 +216,11 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
         new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, new)))
         late[:] = [i for i, x in enumerate(results) if x is not None]
         kept = [before if x is typed else x for x, typed, before in zip(new, old, values, strict=False)]
-        return [jax.random.key_data(x) if _is_key(x) else x for x in kept] + [results[i] for i in late]
+        return [jax.random.key_data(x) if is_key(x) else x for x in kept] + [results[i] for i in late]
 
-    arguments = [jax.random.key_data(x) if _is_key(x) else x for x in leaves] + [*others_leaves, *cuts, *carried]
+    arguments = [jax.random.key_data(x) if is_key(x) else x for x in leaves] + [*others_leaves, *cuts, *carried]
     closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
     return TracedStep(plan, shapes, treedef, impls, tuple(late), num_outputs), closed
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _check_outputs(plan: Plan, update: Update, late: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist.global_arrays import is_key
 from jdist.remote import RemoteTree
 
 PyTree = Any
@@ -41,10 +42,10 @@ class RemoteState(RemoteTree):
         """
         leaves, self.treedef = jax.tree.flatten(tree)
         self.job = job
-        self._impls = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
+        self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
         self._shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in map(_with_dtype, leaves)]
         self.leaves: list[np.ndarray | None] = [
-            np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in map(_with_dtype, leaves)
+            np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(_with_dtype, leaves)
         ]
 
     @property
@@ -81,10 +82,6 @@ class RemoteState(RemoteTree):
 
     def __repr__(self) -> str:
         return f"RemoteState({self.treedef!s:.80})"
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _with_dtype(x: Any) -> Any:

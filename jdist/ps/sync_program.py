@@ -93,16 +93,12 @@ class SyncParts:
         scalars, finite, outputs = jax.device_get(self._combine([list(each) for each in reported]))
         return Combined(scalars, bool(finite), outputs)
 
-    def _state(self, read: Sequence[Any]) -> PyTree:
-        given, found = dict(zip(self.parts.read, read, strict=True)), self._found
-        leaves = [given[i] if i in given else found.nothing(i) for i in range(len(found.shapes))]
-        return jax.tree.unflatten(found.treedef, found.typed(leaves))
-
     def _on_replica(self, values: list[Any]) -> list[Any]:
         n, parts, a = len(self.parts.read), self._plan.parts, self._accumulate
         num_arguments = self._treedef.num_leaves
         leaves, (number, *counts) = values[n : n + num_arguments], values[n + num_arguments :]
-        state, found, carried = self._state(values[:n]), list[Any](), list[Any]()
+        state = self._found.filled(dict(zip(self.parts.read, values[:n], strict=True)))
+        found, carried = list[Any](), list[Any]()
         for j in range(a):
             batches, others = jax.tree.unflatten(self._treedef, self._rows_of(leaves, j, a))
             cuts, carried, _, outputs = parts.gradients(state, batches, others, number * a + j, counts)
@@ -124,8 +120,7 @@ class SyncParts:
 
         def one(state: list[Any], leaves: list[Any], i: Any) -> list[Any]:
             batches, others = jax.tree.unflatten(self._treedef, leaves)
-            tree = jax.tree.unflatten(self._found.treedef, self._found.typed(state))
-            return parts.counts(tree, batches, others, i)
+            return parts.counts(self._found.filled(dict(enumerate(state))), batches, others, i)
 
         state = [self._found.nothing(i) for i in range(len(shapes))]
         k = self._n * self._accumulate

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jdist.cluster.spec import ClusterSpec
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
+from jdist.global_arrays import to_host
 from jdist.near import did_you_mean
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.datasets import WorkerDataset
@@ -201,7 +200,7 @@ def _strategy(job: PsJob) -> Strategy:
         return RemoteState(job, jax.device_get(jax.jit(fn)(*args)))
 
     def fetch(strategy: Strategy, state: PyTree) -> PyTree:
-        return jax.tree.map(_on_host, fetched(state))
+        return jax.tree.map(to_host, fetched(state))
 
     def check(strategy: Strategy, state: PyTree) -> None:
         job.join()
@@ -250,8 +249,3 @@ def _strategy(job: PsJob) -> Strategy:
             distribute=distribute,
         ),
     )
-
-
-def _on_host(x: Any) -> Any:
-    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x if is_key else np.asarray(x)

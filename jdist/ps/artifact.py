@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist import dataflow
 from jdist.errors import ArtifactError
@@ -124,3 +124,20 @@ def unpack(
         return compiled(*values)
 
     return run
+
+
+def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[Any]:
+    """Shapes of a function's arguments with where they go on several devices: the rows of the batch are spread.
+
+    Args:
+        mesh: of the devices, one axis.
+        arguments: structs; the batch's come first.
+        num_rows: how many these are.
+    """
+    if mesh.size == 1:
+        return list(arguments)
+    rows, whole = NamedSharding(mesh, PartitionSpec(AXIS)), NamedSharding(mesh, PartitionSpec())
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if i < num_rows else whole)
+        for i, x in enumerate(arguments)
+    ]

@@ -20,7 +20,6 @@ from jdist.ps.job import Function, function_of, keeping_of
 from jdist.ps.keeper import Keeping
 from jdist.ps.layout import Layout, ShardLayout, make_layout
 from jdist.ps.link import Times
-from jdist.ps.on_worker import strategy_of_worker
 from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
@@ -65,6 +64,7 @@ class Servers:
 class PsOptions:
     """How a state is spread over the servers and travels, what they do with late gradients, and how many make an update."""
 
+    on_worker: Callable[[int], Strategy]  # from a worker's number of devices to what its part of a step is traced under
     partitioner: Partitioner
     placement: Placement
     rules: Rules
@@ -147,7 +147,7 @@ class PsJob:
                 f"each worker has {count} devices; synchronous mode has one gradient of one device for each worker. Start "
                 "a worker for each device, or use `jdist.multi_worker()`."
             )
-        return strategy_of_worker(count)
+        return self.options.on_worker(count)
 
     def _devices_of(self, address: str) -> int:
         channel, end = self.servers.connect(address), time.monotonic() + self.options.times.ps_timeout_s

@@ -13,8 +13,8 @@ import numpy as np
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import StepError
+from jdist.ps.artifact import with_shardings
 from jdist.ps.datasets import DatasetPass, RemoteBatch, spread
-from jdist.ps.on_worker import with_shardings
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
@@ -155,7 +155,7 @@ class PsStep:
                 made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
             else:
                 worker = functools.partial(_worker, parts, treedef)
-                arguments = with_shardings(on_worker, arguments, len(jax.tree.leaves(batches)))
+                arguments = with_shardings(on_worker.mesh, arguments, len(jax.tree.leaves(batches)))
                 inputs = [parts.update.shapes[i] for i in parts.read]
                 returned = jax.eval_shape(worker, [*inputs, *arguments])
                 outputs = returned[len(returned) - parts.outputs_treedef.num_leaves :]

@@ -33,6 +33,7 @@ from jdist.ps.transport.rpc import RpcChannel
 from jdist.reduction import psum
 from jdist.remote import fetched
 from jdist.strategies.mirrored import mirrored
+from jdist.strategies.on_worker import strategy_of_worker
 from jdist.strategy import Operations, Strategy
 from jdist.transforms.feed import settle
 from jdist.transforms.options import StepOptions
@@ -153,6 +154,7 @@ def parameter_server(
     if is_sync:
         rules = dataclasses.replace(rules, max_staleness=0)
     options = PsOptions(
+        on_worker=strategy_of_worker,
         partitioner=partitioner or min_size(),
         placement=placement,
         rules=rules,

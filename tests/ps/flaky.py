@@ -16,6 +16,7 @@ from jdist.ps.shard import Rules
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import CallFailed
 from jdist.ps.worker import WorkerServer
+from jdist.strategies.on_worker import strategy_of_worker
 from jdist.strategies.parameter_server import _strategy
 
 TIMES = Times(ping_s=0.02, lost_after_s=0.3, closure_s=60, reconnect_s=0.02, max_losses=10_000, ps_timeout_s=60)
@@ -228,6 +229,7 @@ class InProcess:
         for i, worker in enumerate(self.workers):
             self.servers[f"worker{i}"] = FakeServer(f"worker{i}", worker.methods())
         options = PsOptions(
+            on_worker=strategy_of_worker,
             partitioner=fixed_shards(ps),
             placement="round_robin",
             rules=Rules(max_staleness=0 if mode == "sync" else max_staleness, non_finite="skip"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from jdist.ps.artifact import AXIS
 from jdist.reduction import psum
@@ -32,21 +29,3 @@ def strategy_of_worker(num_devices: int) -> Strategy:
         reduction=psum(),
         operations=LOCAL,
     )
-
-
-def with_shardings(strategy: Strategy, arguments: Sequence[Any], num_rows: int) -> list[Any]:
-    """Shapes of a closure's arguments with where they go on the worker's devices: the rows of the batch are spread.
-
-    Args:
-        strategy: what `strategy_of_worker` returned.
-        arguments: structs; the batch's come first.
-        num_rows: how many these are.
-    """
-    if strategy.num_replicas == 1:
-        return list(arguments)
-    mesh: Any = strategy.mesh
-    rows, whole = NamedSharding(mesh, PartitionSpec(strategy.axes)), NamedSharding(mesh, PartitionSpec())
-    return [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if i < num_rows else whole)
-        for i, x in enumerate(arguments)
-    ]

@@ -2,9 +2,9 @@
 
 from jdist.ps.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
 from jdist.ps.cluster_coordinator import worker_index as worker_index
-from jdist.ps.link import Times as Times
 from jdist.ps.partition import fixed_shards as fixed_shards
 from jdist.ps.partition import max_size as max_size
 from jdist.ps.partition import min_size as min_size
 from jdist.ps.remote_state import RemoteState as RemoteState
 from jdist.ps.remote_value import RemoteValue as RemoteValue
+from jdist.ps.times import Times as Times

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,74 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jdist.errors import ClosureError, StrategyError
+from jdist.errors import ClosureError
+from jdist.ps.briefing import Briefing
+from jdist.ps.closures import WITH_OUTPUTS, Batch, Installable
 from jdist.ps.events import Assign, Event, Lost, Registered, Reported
-from jdist.ps.transport.seam import CallFailed, Channel, Header
-from jdist.ps.wire import Spec
+from jdist.ps.times import Times
+from jdist.ps.transport.seam import CallFailed, Channel
 
-BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
-WITH_OUTPUTS = ("done", "staged")
 _LOG = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
-    """How long the coordinator waits for others, in seconds.
-
-    Attributes:
-        ping_s: between two questions whether a worker lives.
-        lost_after_s: without an answer, after which it counts as lost.
-        install_s: for a function to be taken in.
-        closure_s: for a batch of closures.
-        reconnect_s: between two attempts to reach a lost worker.
-        max_losses: how often a worker may be lost within `losses_within_s` before it is not used any more.
-        losses_within_s: see `max_losses`.
-        no_worker_timeout_s: without any worker, after which the job fails.
-        ps_timeout_s: for a parameter server that does not answer, or for another in its place.
-    """
-
-    ping_s: float = 1.0
-    lost_after_s: float = 10.0
-    install_s: float = 60.0
-    closure_s: float = 3600.0
-    reconnect_s: float = 0.5
-    max_losses: int = 8
-    losses_within_s: float = 600.0
-    no_worker_timeout_s: float = 300.0
-    ps_timeout_s: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise StrategyError(f"`Times({name}=...)` is {value!r}; it must be a number above 0.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Closures to be sent together.
-
-    Attributes:
-        settled: closures below this number are done.
-        closures: their numbers.
-        functions: the number of each one's function.
-        arguments: the arrays of all, one after the other.
-        outputs: what each returns.
-        updates: whether each changes the state.
-        batches: the name of the batch that the worker reads for each; None for those that bring theirs.
-    """
-
-    settled: int
-    closures: list[int]
-    functions: list[int]
-    arguments: list[np.ndarray]
-    outputs: list[list[Spec]]
-    updates: list[bool]
-    batches: list[BatchName | None]
-
-    def returned(self, header: dict[str, Any]) -> list[Spec]:
-        """The arrays that come with an answer: the outputs of what is done."""
-        found = zip(header["outcomes"], self.outputs, strict=True)
-        return [spec for outcome, outputs in found if outcome["outcome"] in WITH_OUTPUTS for spec in outputs]
 
 
 class Hub(Protocol):
@@ -92,10 +30,7 @@ class Hub(Protocol):
 
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
-    def attach(self, channel: Channel) -> None: ...
-    def routes(self) -> Header: ...
-    def install(self, channel: Channel, number: int) -> str: ...
-    def open_dataset(self, channel: Channel, dataset: int, pipeline: int) -> None: ...
+    def installable(self, number: int) -> Installable: ...
     def batch(self, numbers: Sequence[int], worker: int) -> Batch: ...
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
@@ -110,12 +45,13 @@ class WorkerLink:
         number: the worker's.
         connect: makes a channel to it.
         hub: the coordinator.
+        briefing: tells it what it has to know.
         times: how long it waits.
     """
 
-    def __init__(self, number: int, connect: Callable[[], Channel], hub: Hub, times: Times):
+    def __init__(self, number: int, connect: Callable[[], Channel], hub: Hub, briefing: Briefing, times: Times):
         self.number = number
-        self._connect, self._hub, self._times = connect, hub, times
+        self._connect, self._hub, self._briefing, self._times = connect, hub, briefing, times
         self._registered, self._lost_at = False, collections.deque[float]()
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
@@ -146,7 +82,7 @@ class WorkerLink:
         while not hub.closed:
             channel, hopeless = self._connect(), False
             try:
-                hub.attach(channel)
+                self._briefing.attach(channel)
                 self._registered = True
                 hub.handle(Registered(worker=self.number))
                 self._serve(channel)
@@ -224,11 +160,12 @@ class WorkerLink:
         batch = hub.batch(numbers, self.number)
         for function in batch.functions:
             if function not in names:
-                names[function] = hub.install(channel, function)
+                names[function] = self._briefing.install(channel, function, hub.installable(function))
         for name in batch.batches:
             if name is not None and name[0] not in opened:
-                hub.open_dataset(channel, name[0], name[2])
                 opened.add(name[0])
+                if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]], name[2])) is not None:
+                    hub.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
         said = {"epoch": newest.epoch, "generation": newest.generation}
         closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
         if any(batch.batches):
@@ -265,7 +202,7 @@ class WorkerLink:
         try:
             while not lost.wait(self._times.ping_s):
                 try:
-                    channel.call("status", self._hub.routes(), timeout_s=self._times.ping_s)
+                    channel.call("status", self._briefing.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
                 except CallFailed:
                     if time.monotonic() - last > self._times.lost_after_s:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from jdist.errors import ShardLostError
 from jdist.ps import replicas as machine
-from jdist.ps.link import Times
 from jdist.ps.replicas import Command, Event, Forgotten, Heard, Lead, Leads, Replicas, Silent
 from jdist.ps.route import Route, RoutedChannel, SlotChannel
+from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed, Channel
 
 _LOG = logging.getLogger(__name__)

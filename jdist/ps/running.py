@@ -5,75 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdist.errors import ClusterError, StrategyError
+from jdist.errors import StrategyError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.datasets import DatasetPass, WorkerDataset, name_of_function
+from jdist.ps.engine import Engine
 from jdist.ps.job import Function, function_of, keeping_of
 from jdist.ps.keeper import Keeping
 from jdist.ps.layout import Layout, ShardLayout, make_layout
-from jdist.ps.link import Times
-from jdist.ps.partition import Partitioner, Placement
+from jdist.ps.options import PsOptions, Servers
 from jdist.ps.program import StepParts
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
 from jdist.ps.replica_watch import two_copies
-from jdist.ps.rounding import Wire
 from jdist.ps.rounds import Rounds
-from jdist.ps.shard import NonFinite, Rules
+from jdist.ps.shard import NonFinite
 from jdist.ps.shards import ShardClient
 from jdist.ps.sync_program import SyncParts
-from jdist.ps.transport.seam import CallFailed, Channel
+from jdist.ps.worker_devices import devices_of_workers
 from jdist.strategy import Strategy
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Servers:
-    """Where a job runs.
-
-    Attributes:
-        workers: addresses of the workers.
-        ps: addresses of the parameter servers.
-        connect: from an address to a channel.
-        close: ends what was started for the job.
-        processes: gives the process ids of what was started: the parameter servers, then the workers.
-    """
-
-    workers: tuple[str, ...]
-    ps: tuple[str, ...]
-    connect: Callable[[str], Channel]
-    close: Callable[[], None]
-    processes: Callable[[], tuple[int, ...]] = tuple
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process ids of what was started, as they are now: one that has ended is started again."""
-        return self.processes()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PsOptions:
-    """How a state is spread over the servers and travels, what they do with late gradients, and how many make an update."""
-
-    on_worker: Callable[[int], Strategy]  # from a worker's number of devices to what its part of a step is traced under
-    partitioner: Partitioner
-    placement: Placement
-    rules: Rules
-    times: Times
-    wire: Wire = "float32"
-    is_sync: bool = False
-    gradients_per_update: int = 1
-    backup_workers: int = 0
-    replicas: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,33 +93,13 @@ class PsJob:
             StrategyError: the workers have different numbers of devices.
             ClusterError: a worker does not answer.
         """
-        found = {address: self._devices_of(address) for address in self.servers.workers}
-        if len(set(found.values())) > 1:
-            raise StrategyError(
-                f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "
-                "for example by CUDA_VISIBLE_DEVICES."
-            )
-        count = next(iter(found.values()))
+        count = devices_of_workers(self.servers, self.options.times)
         if self.options.is_sync and count > 1:
             raise StrategyError(
                 f"each worker has {count} devices; synchronous mode has one gradient of one device for each worker. Start "
                 "a worker for each device, or use `jdist.multi_worker()`."
             )
         return self.options.on_worker(count)
-
-    def _devices_of(self, address: str) -> int:
-        channel, end = self.servers.connect(address), time.monotonic() + self.options.times.ps_timeout_s
-        try:
-            while True:
-                try:
-                    header, _ = channel.call("status", {}, timeout_s=self.options.times.lost_after_s)
-                    return header["devices"]
-                except CallFailed as exc:
-                    if exc.reason == "unauthenticated" or time.monotonic() > end:
-                        raise ClusterError(f"the worker {address} does not answer: {exc}") from exc
-                    time.sleep(self.options.times.reconnect_s)
-        finally:
-            channel.close()
 
     def describe(self) -> str:
         """Where it runs, in a few words; starts nothing."""
@@ -226,8 +164,9 @@ class PsJob:
         """
         with self._lock:
             if self._coordinator is None:
-                self._coordinator = self._connected([], [])
-                self._coordinator.begin([], [])
+                engine = self._engine([], [])
+                engine.begin([], [])
+                self._coordinator = Coordinator(engine)
             return self._coordinator.schedule(self._number(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
@@ -277,8 +216,8 @@ class PsJob:
                 return 0
             self._coordinator.join()
             if self.options.is_sync:
-                return self._coordinator.num_skipped
-            client = self._coordinator.shards.clients[0]
+                return self._coordinator.engine.num_skipped
+            client = self._coordinator.engine.shards.clients[0]
             return client.status()["counts"]["skipped"]
 
     def close(self) -> None:
@@ -290,7 +229,7 @@ class PsJob:
 
     def _leave(self) -> None:
         if self._coordinator is not None:
-            self._coordinator.close()
+            self._coordinator.engine.close()
         self._coordinator = self._layout = self._state = self._updating = None
         self._functions.clear()
 
@@ -313,9 +252,9 @@ class PsJob:
         )
         keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
-        coordinator = self._connected(addresses, keepings)
-        generation = 1 + coordinator.highest_generation()
-        coordinator.begin(
+        engine = self._engine(addresses, keepings)
+        generation = 1 + engine.highest_generation()
+        engine.begin(
             layout.shared_out(state.leaves),
             [
                 [self._program(layout, shard, keeping, step) for step in range(len(steps))]
@@ -324,11 +263,11 @@ class PsJob:
             first=first,
             generation=generation,
         )
-        self._coordinator, self._layout, self._state = coordinator, layout, state
+        self._coordinator, self._layout, self._state = Coordinator(engine), layout, state
         kept = {rows.of for shard in layout.shards for rows in shard.kept}
         state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
 
-    def _connected(self, addresses: Sequence[str], keepings: Sequence[Keeping]) -> Coordinator:
+    def _engine(self, addresses: Sequence[str], keepings: Sequence[Keeping]) -> Engine:
         servers = self.servers
         copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
         channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
@@ -336,7 +275,7 @@ class PsJob:
             ShardClient(channel, keeping, give_up_s=self.options.times.ps_timeout_s)
             for channel, keeping in zip(channels, keepings, strict=True)
         ]
-        return Coordinator(
+        return Engine(
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
             addresses=addresses,

@@ -13,8 +13,8 @@ from jdist.cluster import ending
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
+from jdist.ps.options import Servers
 from jdist.ps.reach import Trouble, reach_all
-from jdist.ps.running import Servers
 from jdist.ps.security import Security, how_to_protect, open_to_others, read_security
 from jdist.ps.transport.rpc import RpcChannel
 from jdist.ps.transport.seam import CallFailed

@@ -7,8 +7,8 @@ import time
 from typing import Protocol
 
 from jdist.errors import ShardLostError
-from jdist.ps.link import Times
 from jdist.ps.shards import ShardClient
+from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed
 
 

@@ -18,17 +18,18 @@ from jdist.global_arrays import to_host
 from jdist.near import did_you_mean
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.datasets import WorkerDataset
-from jdist.ps.link import Times
 from jdist.ps.local import LocalCluster
+from jdist.ps.options import PsOptions, Servers
 from jdist.ps.partition import Partitioner, Placement, min_size
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.rounding import Wire
-from jdist.ps.running import PsJob, PsOptions, Servers
+from jdist.ps.running import PsJob
 from jdist.ps.security import Security
 from jdist.ps.serve import IS_SERVER
 from jdist.ps.servers import check_place, cluster_of_environment, connected
 from jdist.ps.shard import OnStale, Rules
 from jdist.ps.step import PsStep
+from jdist.ps.times import Times
 from jdist.ps.transport.rpc import RpcChannel
 from jdist.reduction import psum
 from jdist.remote import fetched

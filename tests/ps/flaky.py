@@ -8,11 +8,12 @@ from collections import Counter
 from typing import Any
 
 from jdist.ps.keeper import Keeper
-from jdist.ps.link import Times
 from jdist.ps.messages import Replace
+from jdist.ps.options import PsOptions, Servers
 from jdist.ps.partition import fixed_shards
-from jdist.ps.running import PsJob, PsOptions, Servers
+from jdist.ps.running import PsJob
 from jdist.ps.shard import Rules
+from jdist.ps.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import CallFailed
 from jdist.ps.worker import WorkerServer
@@ -200,17 +201,17 @@ class WatchedJob(PsJob):
         super().__init__(start, options)
         self._history = history
 
-    def _connected(self, *given):
-        coordinator = super()._connected(*given)
-        finish = coordinator._finish
+    def _engine(self, *given):
+        engine = super()._engine(*given)
+        finish = engine.closures.finish
 
         def noting(command):
             if command.outcome == "done":
-                self._history.add("finished", command.closure, coordinator.generation)
-            finish(command)
+                self._history.add("finished", command.closure, engine.generation)
+            return finish(command)
 
-        coordinator._finish = noting
-        return coordinator
+        engine.closures.finish = noting
+        return engine
 
 
 class InProcess:

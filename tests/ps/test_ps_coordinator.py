@@ -14,16 +14,17 @@ import pytest
 
 import jdist
 from jdist.errors import ClosureCancelledError, ClosureError, NoWorkersError, ShardLostError
-from jdist.ps import coordinator
+from jdist.ps import snapshots
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
+from jdist.ps.engine import Engine
 from jdist.ps.job import function_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
-from jdist.ps.link import Times
 from jdist.ps.partition import fixed_shards
 from jdist.ps.shard import Rules
 from jdist.ps.shards import ShardClient
+from jdist.ps.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import Method
 from jdist.ps.worker import WorkerServer
@@ -99,14 +100,15 @@ class Job:
             ShardClient(self.channel(self.servers[a]), k, give_up_s=5)
             for a, k in zip(addresses, self.keepings, strict=True)
         ]
-        self.coordinator = Coordinator(
+        self.engine = Engine(
             [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
             self.clients,
             addresses=addresses,
             times=self.times,
             depth=4,
         )
-        self.coordinator.begin(self.layout.shared_out(self.leaves), self.programs, generation=generation)
+        self.coordinator = Coordinator(self.engine)
+        self.engine.begin(self.layout.shared_out(self.leaves), self.programs, generation=generation)
         self.step = self.coordinator.add(self.function, self.packed)
 
     def channel(self, server):
@@ -123,7 +125,7 @@ class Job:
         return self
 
     def __exit__(self, *_):
-        self.coordinator.close()
+        self.engine.close()
 
 
 def one_after_the_other(job, steps):
@@ -197,7 +199,7 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
         job.coordinator.join(60)
         assert count(job) == [40] * num_ps
         assert before.version >= 12
-        assert job.coordinator.generation == 2
+        assert job.engine.generation == 2
 
 
 def steps_of(job, kept):
@@ -233,15 +235,15 @@ def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
             job.worker_servers[0].stop()
             job.worker_servers[0] = FakeServer("worker0", job.workers[0].methods())
             job.schedule().wait(60)
-        assert job.coordinator.epoch_of(0) > 2
-        job.coordinator.close()
+        assert job.engine.epoch_of(0) > 2
+        job.engine.close()
         job.begin(generation=2)
         job.schedule().wait(60)
-        assert job.coordinator.epoch_of(0) == 1
+        assert job.engine.epoch_of(0) == 1
 
 
 def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here(monkeypatch):
-    taken, take = threading.Event(), coordinator.take_snapshot
+    taken, take = threading.Event(), snapshots.take_snapshot
 
     def noting(*given, **options):
         try:
@@ -249,7 +251,7 @@ def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here
         finally:
             taken.set()
 
-    monkeypatch.setattr(coordinator, "take_snapshot", noting)
+    monkeypatch.setattr(snapshots, "take_snapshot", noting)
     with Job(2, 1) as job, ThreadPoolExecutor(1) as pool:
         job.schedule().wait(60)
         execute, has_run, answers = job.worker_servers[0]._methods["execute"], threading.Event(), threading.Event()
@@ -266,7 +268,7 @@ def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here
         snapshot = pool.submit(job.coordinator.snapshot)
         assert taken.wait(60)
         # Were a shard to forget everything now, nobody would compute the closure again, and nobody would have its result.
-        assert (snapshot.done(), job.coordinator._snapshot.version) == (False, 0)
+        assert (snapshot.done(), job.engine.snapshots.newest.version) == (False, 0)
         answers.set()
         assert snapshot.result(60).version == 2
         assert np.isfinite(pending.wait(60)[0])
@@ -300,19 +302,19 @@ class TestAShardThatIsGone:
     def test_a_coordinator_that_begins_without_it_says_so(self):
         with Job(2, 1) as job:
             job.schedule().wait(60)
-            job.coordinator.close()
+            job.engine.close()
             job.servers["ps1"].stop()
             with pytest.raises(ShardLostError, match="the parameter server ps1 does not answer: unavailable"):
                 job.begin(generation=2)
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):
-    monkeypatch.setattr("jdist.ps.coordinator.SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr("jdist.ps.closures.SNAPSHOT_EVERY", 10)
     with Job(2, 1) as job:
         most = 0
         for _ in range(80):
             job.schedule().wait(60)
-            most = max(most, len(job.coordinator._closures))
+            most = max(most, len(job.engine.closures))
         assert most < 70  # of 80, without any snapshot; how soon one is through depends on the machine
 
 
@@ -346,7 +348,8 @@ def test_closing_ends_every_thread():
 
 @pytest.mark.parametrize("limit", ["MOST_QUEUED", "MOST_QUEUED_BYTES"])
 def test_a_full_queue_makes_the_next_call_wait(monkeypatch, limit):
-    monkeypatch.setattr(f"jdist.ps.coordinator.{limit}", 5 if limit == "MOST_QUEUED" else 1000)
+    where = "coordinator" if limit == "MOST_QUEUED" else "closures"
+    monkeypatch.setattr(f"jdist.ps.{where}.{limit}", 5 if limit == "MOST_QUEUED" else 1000)
     with Job(1, 1) as job:
         job.schedule().wait(60)
         job.worker_servers[0].stop()

@@ -54,7 +54,7 @@ class Job:
     @property
     def rollbacks(self):
         """How often all servers have gone back to a snapshot; since the job began."""
-        return self.coordinator.generation - self.began_at
+        return self.coordinator.engine.generation - self.began_at
 
     def schedule(self, calls):
         """Schedules calls; what each returns."""
@@ -77,8 +77,9 @@ class Job:
 
     def dispatched(self, worker):
         """What the coordinator knows of a worker."""
-        with self.coordinator.lock:
-            return self.coordinator._dispatch.workers[worker]
+        engine = self.coordinator.engine
+        with engine.lock:
+            return engine.dispatch.workers[worker]
 
     def await_lost(self, worker):
         """Waits until the coordinator has noticed that a worker is gone."""
@@ -101,7 +102,7 @@ def running(strategy):
     made = Job(strategy)
     try:
         made.train(20)
-        made.began_at = made.coordinator.generation
+        made.began_at = made.coordinator.engine.generation
         yield made
     finally:
         made.state.job.close()
@@ -202,7 +203,9 @@ class TestAServer:
         cluster.start(("ps", 0), failpoints=["snapshot=in:kill"])
         job.train(10)
         job.schedule(50)
-        job.coordinator._tells.submit(job.coordinator.snapshot)
+        engine = job.coordinator.engine
+        with engine.lock:
+            engine.snapshots.due()
         cluster.await_killed(("ps", 0))
         cluster.start(("ps", 0), failpoints=["replace=in:kill"])
         cluster.await_killed(("ps", 0))

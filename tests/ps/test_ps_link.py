@@ -8,7 +8,8 @@ import pytest
 
 import jdist
 from jdist.errors import StrategyError
-from jdist.ps.link import Times, WorkerLink
+from jdist.ps.link import WorkerLink
+from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed
 
 
@@ -21,7 +22,8 @@ def test_times_are_numbers_above_0(value):
 
 
 def test_another_token_is_a_warning_once_and_a_loss_is_none():
-    link = WorkerLink(0, connect=None, hub=types.SimpleNamespace(mutex=threading.RLock()), times=Times())  # type: ignore[arg-type]  # it is not started
+    hub = types.SimpleNamespace(mutex=threading.RLock())
+    link = WorkerLink(0, connect=None, hub=hub, briefing=None, times=Times())  # type: ignore[arg-type]  # it is not started
     reasons = ["unavailable", "unauthenticated", "unauthenticated", "unavailable", "unauthenticated"]
     levels = [link._level(CallFailed("w:1", reason)) for reason in reasons]
     assert levels == [logging.INFO, logging.WARNING, logging.INFO, logging.INFO, logging.WARNING]

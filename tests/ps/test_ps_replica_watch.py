@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from jdist.ps.link import Times
 from jdist.ps.replica_watch import ReplicaWatch, two_copies
+from jdist.ps.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import Method
 

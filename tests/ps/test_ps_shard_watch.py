@@ -6,8 +6,8 @@ import pytest
 
 from jdist.cluster import exit_codes
 from jdist.errors import NoWorkersError, ShardLostError
-from jdist.ps.link import Times
 from jdist.ps.shard_watch import ShardWatch
+from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed
 
 

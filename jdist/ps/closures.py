@@ -1,0 +1,255 @@
+"""The closures that a coordinator has: what they compute, from what, and who waits for their results.
+
+They are kept until they are in a snapshot: if a parameter server loses its memory, those that are not run again. Who computes
+what is decided elsewhere (`dispatch`), and nothing is locked here: whoever calls has the coordinator's lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdist.errors import ClosureCancelledError, ClosureError
+from jdist.ps.datasets import DatasetPass
+from jdist.ps.events import Finish
+from jdist.ps.job import Function
+from jdist.ps.keeper import specs
+from jdist.ps.remote_value import Pending
+from jdist.ps.snapshot import ClusterSnapshot
+from jdist.ps.sync_program import Combined
+from jdist.ps.transport.seam import Header
+from jdist.ps.wire import Spec
+
+BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
+Combine = Callable[[Sequence[Sequence[Any]]], Combined]
+MOST_QUEUED = 262_144  # as in tf.distribute
+MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
+WITH_OUTPUTS = ("done", "staged")
+SNAPSHOT_EVERY = 1000  # closures, whose arguments are kept until then
+MOST_LOGGED_BYTES = 256 << 20  # of the arguments that are kept, beyond which a snapshot is due earlier
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Closures to be sent together.
+
+    Attributes:
+        settled: closures below this number are done.
+        closures: their numbers.
+        functions: the number of each one's function.
+        arguments: the arrays of all, one after the other.
+        outputs: what each returns.
+        updates: whether each changes the state.
+        batches: the name of the batch that the worker reads for each; None for those that bring theirs.
+        datasets: what a worker is told of the datasets that these are of, by number.
+    """
+
+    settled: int
+    closures: list[int]
+    functions: list[int]
+    arguments: list[np.ndarray]
+    outputs: list[list[Spec]]
+    updates: list[bool]
+    batches: list[BatchName | None]
+    datasets: dict[int, Header]
+
+    def returned(self, header: dict[str, Any]) -> list[Spec]:
+        """The arrays that come with an answer: the outputs of what is done."""
+        found = zip(header["outcomes"], self.outputs, strict=True)
+        return [spec for outcome, outputs in found if outcome["outcome"] in WITH_OUTPUTS for spec in outputs]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Installable:
+    """A function as it travels to workers.
+
+    Attributes:
+        function: what it is.
+        program: what it computes, packed.
+        outputs: what it returns.
+        combine: from what each closure of an update returned to what the update needs besides (synchronous mode).
+    """
+
+    function: Function
+    program: np.ndarray
+    outputs: list[Spec]
+    combine: Combine | None
+
+    def fitted(self, arguments: Sequence[Any]) -> list[np.ndarray]:
+        """A closure's arguments, cast to the dtypes that it is compiled for.
+
+        Raises:
+            ClosureError: one has another shape, or is no array of numbers.
+        """
+        described = specs(self.function.arguments)
+        if len(arguments) != len(described):
+            raise ClosureError(f"{len(arguments)} arrays for a function of {len(described)}")
+        found = list[np.ndarray]()
+        for i, (x, spec) in enumerate(zip(arguments, described, strict=True)):
+            try:
+                found.append(np.asarray(x, spec.numpy))
+            except (TypeError, ValueError) as exc:
+                raise ClosureError(f"argument {i} cannot be taken for {spec.dtype}: {exc}") from exc
+            if found[i].shape != spec.shape:
+                raise ClosureError(
+                    f"argument {i} has the shape {found[i].shape}; its function was traced for {spec.shape}"
+                )
+        return found
+
+
+@dataclasses.dataclass
+class Closure:
+    """A call of a function that is to be computed, or was.
+
+    Attributes:
+        function: the function's number.
+        arguments: its arrays.
+        pending: its results.
+        reads: the dataset of which the worker reads a batch for it.
+        batch: that batch, once a worker had the closure; it stays the same if another computes it again.
+    """
+
+    function: int
+    arguments: list[np.ndarray]
+    pending: Pending
+    reads: DatasetPass | None = None
+    batch: BatchName | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its arguments."""
+        return sum(x.nbytes for x in self.arguments)
+
+
+class Closures:
+    """All closures that may have to be computed, or computed again.
+
+    Attributes:
+        next_number: the next one's number.
+    """
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        self._functions: list[Installable] = []
+        self._known: dict[int, Closure] = {}
+        self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
+        self._since = 0  # closures that have been done since the snapshot
+        self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
+
+    def add_function(self, function: Function, program: bytes, combine: Combine | None) -> int:
+        """Makes a function known; its number."""
+        packed = np.frombuffer(program, np.uint8)
+        outputs = specs(function.outputs)
+        self._functions.append(Installable(function=function, program=packed, outputs=outputs, combine=combine))
+        return len(self._functions) - 1
+
+    def function(self, number: int) -> Installable:
+        """A function by its number."""
+        return self._functions[number]
+
+    def put(self, function: int, given: list[np.ndarray], pending: Pending, reads: DatasetPass | None) -> None:
+        """Takes in the next closure."""
+        closure = Closure(function, given, pending, reads)
+        pending.number = self.next_number
+        self._known[self.next_number] = closure
+        self.next_number += 1
+        self._queued_bytes += closure.size_bytes
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether their arguments are so many bytes that no further ones are taken in."""
+        return self._queued_bytes > MOST_QUEUED_BYTES or self._logged_bytes > 2 * MOST_LOGGED_BYTES
+
+    def of(self, numbers: Iterable[int]) -> list[Closure]:
+        """Those out of these that are still known."""
+        return [self._known[c] for c in numbers if c in self._known]
+
+    @property
+    def pending(self) -> list[Pending]:
+        """Who waits for results, and who has them."""
+        return [closure.pending for closure in self._known.values()]
+
+    @property
+    def arrived(self) -> frozenset[int]:
+        """Those whose results are there."""
+        return frozenset(c for c, closure in self._known.items() if closure.pending.done)
+
+    def batch(self, numbers: Sequence[int], worker: int, settled: int) -> Batch:
+        """Those out of these that are still wanted, to be sent; those that read a batch on the worker get the name of one."""
+        wanted = [(c, self._known[c]) for c in numbers if c in self._known]
+        for _, closure in wanted:
+            if closure.reads is not None and closure.batch is None:
+                closure.batch = closure.reads.take(worker)
+        installed = [self._functions[closure.function] for _, closure in wanted]
+        return Batch(
+            settled=settled,
+            closures=[c for c, _ in wanted],
+            functions=[closure.function for _, closure in wanted],
+            arguments=[x for _, closure in wanted for x in closure.arguments],
+            outputs=[each.outputs for each in installed],
+            updates=[each.function.updates for each in installed],
+            batches=[closure.batch for _, closure in wanted],
+            datasets={c.reads.dataset.number: c.reads.dataset.header for _, c in wanted if c.reads is not None},
+        )
+
+    def finish(self, command: Finish) -> bool:
+        """One is done; if its results did not come with a report, they are here. Its arguments stay until a snapshot.
+
+        Returns:
+            Whether a snapshot is due.
+        """
+        if command.outcome != "done":
+            self._void.add(command.closure)
+        closure = self._known.get(command.closure)
+        self._since += 1
+        before = self._logged_bytes
+        if closure is not None:
+            self._queued_bytes -= closure.size_bytes
+            if command.outcome == "done":
+                self._logged_bytes += closure.size_bytes
+            else:
+                del self._known[command.closure]
+            if not command.arrived and command.outcome == "void":
+                closure.pending.arrive([], ClosureCancelledError("another closure had failed"))
+            elif not command.arrived:
+                closure.pending.arrive(_from_bytes(command.result or b"", self._functions[closure.function].outputs))
+        return self._since % SNAPSHOT_EVERY == 0 or before <= MOST_LOGGED_BYTES < self._logged_bytes
+
+    def are_in(self, snapshot: ClusterSnapshot) -> None:
+        """What a snapshot contains never runs again: it is forgotten, once its results are there."""
+        self._since = 0
+        self._void = {c for c in self._void if c >= snapshot.settled}
+        for c in [c for c in self._known if c < snapshot.settled or c in snapshot.applied]:
+            if self._known[c].pending.done:
+                self._logged_bytes -= self._known.pop(c).size_bytes
+
+    def go_back(self, snapshot: ClusterSnapshot) -> frozenset[int]:
+        """After a snapshot only what it contains is done; what it does not is queued again.
+
+        Returns:
+            Those at or above `snapshot.settled` that do not run again.
+        """
+        done = snapshot.applied | {c for c in self._void if c >= snapshot.settled}
+        again = [closure for c, closure in self._known.items() if c >= snapshot.settled and c not in done]
+        self._queued_bytes = sum(closure.size_bytes for closure in again)
+        self._logged_bytes = sum(closure.size_bytes for closure in self._known.values()) - self._queued_bytes
+        return frozenset(done)
+
+    def clear(self) -> list[Pending]:
+        """Forgets all; who waited for them."""
+        waiting, self._known = self.pending, {}
+        return waiting
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def _from_bytes(data: bytes, described: Sequence[Spec]) -> list[np.ndarray]:
+    found, start = [], 0
+    for spec in described:
+        found.append(np.frombuffer(data[start : start + spec.size_bytes], spec.numpy).reshape(spec.shape))
+        start += spec.size_bytes
+    return found

@@ -1,0 +1,53 @@
+"""What a job is told: where it runs, and how its state is spread, travels and is updated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jdist.ps.partition import Partitioner, Placement
+from jdist.ps.rounding import Wire
+from jdist.ps.shard import Rules
+from jdist.ps.times import Times
+from jdist.ps.transport.seam import Channel
+from jdist.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Servers:
+    """Where a job runs.
+
+    Attributes:
+        workers: addresses of the workers.
+        ps: addresses of the parameter servers.
+        connect: from an address to a channel.
+        close: ends what was started for the job.
+        processes: gives the process ids of what was started: the parameter servers, then the workers.
+    """
+
+    workers: tuple[str, ...]
+    ps: tuple[str, ...]
+    connect: Callable[[str], Channel]
+    close: Callable[[], None]
+    processes: Callable[[], tuple[int, ...]] = tuple
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of what was started, as they are now: one that has ended is started again."""
+        return self.processes()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PsOptions:
+    """How a state is spread over the servers and travels, what they do with late gradients, and how many make an update."""
+
+    on_worker: Callable[[int], Strategy]  # from a worker's number of devices to what its part of a step is traced under
+    partitioner: Partitioner
+    placement: Placement
+    rules: Rules
+    times: Times
+    wire: Wire = "float32"
+    is_sync: bool = False
+    gradients_per_update: int = 1
+    backup_workers: int = 0
+    replicas: int = 1

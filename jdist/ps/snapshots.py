@@ -1,0 +1,127 @@
+"""The newest snapshot of a job, and when the next is taken."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from jdist.errors import JDistError, ShardLostError
+from jdist.ps.dispatch import Dispatch
+from jdist.ps.shards import Together
+from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
+from jdist.ps.transport.seam import Header
+
+_LOG = logging.getLogger(__name__)
+
+
+class Hub(Protocol):
+    """What snapshots need of the coordinator; see there."""
+
+    lock: threading.Condition
+    closed: bool
+
+    @property
+    def dispatch(self) -> Dispatch: ...
+    @property
+    def is_a_shard_lost(self) -> bool: ...
+    def wait_for_event(self) -> None: ...
+    def raise_error(self) -> None: ...
+    def routes(self) -> Header: ...
+    def are_in(self, snapshot: ClusterSnapshot) -> None: ...
+
+
+class Snapshots:
+    """Takes snapshots while the job goes on, and has the newest.
+
+    Attributes:
+        newest: to which all shards go back when one of them loses its memory.
+    """
+
+    def __init__(self, shards: Together, hub: Hub, first: ClusterSnapshot):
+        """None has been taken yet.
+
+        Args:
+            shards: the shards.
+            hub: the coordinator.
+            first: the state at the beginning.
+        """
+        self.newest = first
+        self._shards, self._hub = shards, hub
+        self._taking, self._number = threading.Lock(), 0
+        self._is_due = False
+        # A thread of its own: a snapshot waits until lost workers' closures are sorted out, which other threads do.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jdist-snapshot")
+
+    def take(self) -> ClusterSnapshot:
+        """The state of all shards as it is now; it is the newest from now on.
+
+        Raises:
+            ShardLostError: a shard does not answer.
+        """
+        hub = self._hub
+        while True:
+            routes = hub.routes()
+            try:
+                with self._taking:  # two at a time would thaw each other's shards
+                    found = self._try()
+            except ShardLostError:
+                if hub.routes() == routes:
+                    raise
+                found = None  # the leader that had it was lost; another has the state
+            if found is not None:
+                return found
+            with hub.lock:
+                hub.raise_error()
+                if hub.closed:
+                    raise ShardLostError("the coordinator was closed")
+
+    def due(self) -> None:
+        """Has one taken, for which nobody waits; called with the hub's lock held."""
+        if not self._is_due:
+            self._is_due = True
+            self._pool.submit(self._take_quietly)
+
+    def close(self) -> None:
+        """Takes no further ones."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _take_quietly(self) -> None:
+        """What is wrong with a shard is its watch's affair."""
+        with self._hub.lock:
+            self._is_due = False
+        try:
+            self.take()
+        except JDistError as exc:
+            _LOG.info("no snapshot: %s", exc)
+
+    def _try(self) -> ClusterSnapshot | None:
+        """A snapshot, unless the shards begin a new history meanwhile."""
+        hub = self._hub
+        with hub.lock:
+            self._number += 1
+            number, generation, settled = self._number, hub.dispatch.generation, hub.dispatch.settled
+        found = take_snapshot(
+            self._shards,
+            number=number,
+            generation=generation,
+            settled=settled,
+            is_wanted=lambda: hub.dispatch.generation == generation and not hub.closed,
+        )
+        with hub.lock:
+            # Of a closure that is in it nobody could get the result any more, were it not here before a rollback.
+            while found is not None and not self._are_reported(found, generation):
+                hub.wait_for_event()
+            if found is None or hub.dispatch.generation != generation or hub.is_a_shard_lost:
+                return None
+            self.newest = found
+            hub.are_in(found)
+            hub.lock.notify_all()
+            return found
+
+    def _are_reported(self, found: ClusterSnapshot, generation: int) -> bool:
+        """Whether all closures of a snapshot have been reported, or it is of no use any more."""
+        hub, known = self._hub, self._hub.dispatch
+        done = all(c < known.settled or c in known.done for c in found.applied)
+        return done or hub.closed or known.generation != generation or hub.is_a_shard_lost

@@ -1,0 +1,86 @@
+"""What the coordinator's machine wants shards to be told, told: each message again and again until it is answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from jdist.errors import ClosureError, ShardLostError
+from jdist.ps.events import Answered, Event, Tell
+from jdist.ps.messages import Answer, Commit, Held, Restore
+from jdist.ps.shards import Together
+from jdist.ps.times import Times
+from jdist.ps.transport.seam import CallFailed
+
+_LOG = logging.getLogger(__name__)
+
+
+class Hub(Protocol):
+    """What is needed of the coordinator; see there."""
+
+    lock: threading.Condition
+    closed: bool
+
+    @property
+    def generation(self) -> int: ...
+    def handle(self, event: Event) -> None: ...
+    def fail(self, error: ClosureError) -> None: ...
+    def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
+    def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]: ...
+    def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]: ...
+
+
+class Telling:
+    """Tells shards, on threads of its own.
+
+    Args:
+        shards: the shards.
+        hub: the coordinator.
+        times: how long it waits.
+    """
+
+    def __init__(self, shards: Together, hub: Hub, times: Times):
+        self._shards, self._hub, self._times = shards, hub, times
+        self._pool = ThreadPoolExecutor(2 * len(shards.clients) + 2, thread_name_prefix="jdist-tell")
+
+    def tell(self, command: Tell) -> None:
+        """Begins to tell a shard something; the hub gets an `Answered`."""
+        self._pool.submit(self._until_answered, command)
+
+    def close(self) -> None:
+        """Begins nothing new."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _until_answered(self, command: Tell) -> None:
+        """How long a shard may take for it, its watch says; a message of an old history is of no interest any more."""
+        hub = self._hub
+        while not hub.closed and command.message.generation == hub.generation:
+            try:
+                answer = self._answer_to(command)
+            except ShardLostError as exc:
+                if isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused":
+                    return hub.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
+                with hub.lock:
+                    hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)
+                continue
+            except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
+                hub.fail(ClosureError(f"a parameter server cannot be told: {exc!r}"))
+                raise
+            return hub.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+
+    def _answer_to(self, command: Tell) -> Answer:
+        client, message = self._shards.clients[command.shard], command.message
+        if isinstance(message, Restore):
+            return client.restore(message, *self._hub.state_of(command.shard))
+        scalars = None
+        if isinstance(message, Commit) and message.as_one:
+            view, scalars = self._hub.scalars_of(message)
+            message = dataclasses.replace(message, view=view)
+        (answer,), _, results = client.say([message], scalars)
+        return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer

@@ -1,0 +1,40 @@
+"""How long the coordinator waits for others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jdist.errors import StrategyError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long the coordinator waits for others, in seconds.
+
+    Attributes:
+        ping_s: between two questions whether a worker lives.
+        lost_after_s: without an answer, after which it counts as lost.
+        install_s: for a function to be taken in.
+        closure_s: for a batch of closures.
+        reconnect_s: between two attempts to reach a lost worker.
+        max_losses: how often a worker may be lost within `losses_within_s` before it is not used any more.
+        losses_within_s: see `max_losses`.
+        no_worker_timeout_s: without any worker, after which the job fails.
+        ps_timeout_s: for a parameter server that does not answer, or for another in its place.
+    """
+
+    ping_s: float = 1.0
+    lost_after_s: float = 10.0
+    install_s: float = 60.0
+    closure_s: float = 3600.0
+    reconnect_s: float = 0.5
+    max_losses: int = 8
+    losses_within_s: float = 600.0
+    no_worker_timeout_s: float = 300.0
+    ps_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise StrategyError(f"`Times({name}=...)` is {value!r}; it must be a number above 0.")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from jdist.errors import NoWorkersError
-from jdist.ps.dispatch import Worker
+from jdist.ps.dispatched import Worker
 
 
 class Attendance:

@@ -16,7 +16,7 @@ from jdist.errors import ClosureCancelledError, ClosureError
 from jdist.ps.datasets import DatasetPass
 from jdist.ps.events import Finish
 from jdist.ps.job import Function
-from jdist.ps.keeper import specs
+from jdist.ps.keeping import specs
 from jdist.ps.remote_value import Pending
 from jdist.ps.snapshot import ClusterSnapshot
 from jdist.ps.sync_program import Combined

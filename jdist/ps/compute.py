@@ -15,7 +15,7 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import ShardLostError
 from jdist.ps.job import Function, ShardOfFunction
-from jdist.ps.keeper import specs
+from jdist.ps.keeping import specs
 from jdist.ps.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.shards import Together
 from jdist.ps.transport.seam import Header

@@ -21,7 +21,7 @@ from jdist.ps.attendance import Attendance
 from jdist.ps.briefing import Briefing
 from jdist.ps.closures import Batch, Closures, Installable
 from jdist.ps.decisions import decide
-from jdist.ps.dispatch import Dispatch
+from jdist.ps.dispatched import Dispatch
 from jdist.ps.events import Assign, Cancelled, Decide, Decided, Event, Finish, Rerun, Rollback, Tell
 from jdist.ps.link import WorkerLink
 from jdist.ps.messages import Commit

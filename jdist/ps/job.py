@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jdist.ps.keeper import Described, Keeping, StepView
+from jdist.ps.keeping import Described, Keeping, StepView
 from jdist.ps.layout import Layout, Rows, ShardLayout
-from jdist.ps.shard import NonFinite, Rules
+from jdist.ps.shard_state import NonFinite, Rules
 from jdist.ps.wire import Spec
 
 

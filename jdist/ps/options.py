@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from jdist.ps.partition import Partitioner, Placement
 from jdist.ps.rounding import Wire
-from jdist.ps.shard import Rules
+from jdist.ps.shard_state import Rules
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import Channel
 from jdist.strategy import Strategy

@@ -17,7 +17,7 @@ from jdist.ps.coordinator import Coordinator
 from jdist.ps.datasets import DatasetPass, WorkerDataset, name_of_function
 from jdist.ps.engine import Engine
 from jdist.ps.job import Function, function_of, keeping_of
-from jdist.ps.keeper import Keeping
+from jdist.ps.keeping import Keeping
 from jdist.ps.layout import Layout, ShardLayout, make_layout
 from jdist.ps.options import PsOptions, Servers
 from jdist.ps.program import StepParts
@@ -25,7 +25,7 @@ from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
 from jdist.ps.replica_watch import two_copies
 from jdist.ps.rounds import Rounds
-from jdist.ps.shard import NonFinite
+from jdist.ps.shard_state import NonFinite
 from jdist.ps.shards import ShardClient
 from jdist.ps.sync_program import SyncParts
 from jdist.ps.worker_devices import devices_of_workers

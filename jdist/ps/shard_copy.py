@@ -17,7 +17,8 @@ import numpy as np
 from jdist.errors import WireError
 from jdist.ps import standing as standings
 from jdist.ps.forwarding import MOST_BEHIND_BYTES, MOST_ENTRIES, Forwarding
-from jdist.ps.keeper import Keeper, Keeping, Program, specs
+from jdist.ps.keeper import Keeper, Program
+from jdist.ps.keeping import Keeping, specs
 from jdist.ps.messages import TRAVELLING, Commit, Message, Pull, Push, Refused, Restore, Snapshot
 from jdist.ps.route import SlotChannel, slot_of
 from jdist.ps.standing import Standing

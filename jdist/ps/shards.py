@@ -14,7 +14,7 @@ import numpy as np
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import ShardLostError
-from jdist.ps.keeper import Keeping, specs
+from jdist.ps.keeping import Keeping, specs
 from jdist.ps.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from jdist.errors import JDistError, ShardLostError
-from jdist.ps.dispatch import Dispatch
+from jdist.ps.dispatched import Dispatch
 from jdist.ps.shards import Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
 from jdist.ps.transport.seam import Header

@@ -20,7 +20,7 @@ from jdist.errors import ShardLostError, WireError
 from jdist.ps.artifact import name_of, unpack
 from jdist.ps.compute import Abandoned, Installed, Sender, Shards
 from jdist.ps.job import FUNCTION, Function
-from jdist.ps.keeper import KEEPING, specs
+from jdist.ps.keeping import KEEPING, specs
 from jdist.ps.route import RoutedChannel, routes_in
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.seam import Channel, Header, Method

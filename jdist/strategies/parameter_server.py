@@ -27,7 +27,7 @@ from jdist.ps.running import PsJob
 from jdist.ps.security import Security
 from jdist.ps.serve import IS_SERVER
 from jdist.ps.servers import check_place, cluster_of_environment, connected
-from jdist.ps.shard import OnStale, Rules
+from jdist.ps.shard_state import OnStale, Rules
 from jdist.ps.step import PsStep
 from jdist.ps.times import Times
 from jdist.ps.transport.rpc import RpcChannel

@@ -12,7 +12,7 @@ from jdist.ps.messages import Replace
 from jdist.ps.options import PsOptions, Servers
 from jdist.ps.partition import fixed_shards
 from jdist.ps.running import PsJob
-from jdist.ps.shard import Rules
+from jdist.ps.shard_state import Rules
 from jdist.ps.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import CallFailed

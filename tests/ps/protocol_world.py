@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jdist.ps import dispatch as coordinator
-from jdist.ps.dispatch import Dispatch
+from jdist.ps.dispatched import Dispatch
 from jdist.ps.events import Answered, Assign, Event, Finish, Lost, Registered, Reported, Rollback, Scheduled, Tell
 from jdist.ps.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
-from jdist.ps.shard import Rules, Shard, receive
+from jdist.ps.shard import receive
+from jdist.ps.shard_state import Rules, Shard
 
 
 @dataclasses.dataclass(frozen=True)

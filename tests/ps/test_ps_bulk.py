@@ -16,9 +16,10 @@ import trustme
 from jdist.errors import WireError
 from jdist.ps.security import Security
 from jdist.ps.transport import bulk
-from jdist.ps.transport.bulk import BulkServer, Stream
+from jdist.ps.transport.bulk import BulkServer
 from jdist.ps.transport.rpc import RpcChannel, RpcServer
 from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import Spec, encode
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -22,7 +22,7 @@ from jdist.ps.job import function_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
 from jdist.ps.partition import fixed_shards
-from jdist.ps.shard import Rules
+from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer

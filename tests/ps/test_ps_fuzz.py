@@ -27,12 +27,12 @@ from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
 from jdist.ps.messages import TRAVELLING, Commit, Done, Fence, Freeze, Pull, Restore, Snapshot, Stage, Thaw
 from jdist.ps.partition import fixed_shards
-from jdist.ps.shard import Rules
+from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient
-from jdist.ps.transport.bulk import Stream
 from jdist.ps.transport.fake import FakeChannel
 from jdist.ps.transport.rpc import SERVICE, RpcChannel, RpcServer
 from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import encode, to_plain
 from jdist.ps.worker import WorkerServer
 

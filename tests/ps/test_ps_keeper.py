@@ -31,7 +31,7 @@ from jdist.ps.messages import (
     Thaw,
 )
 from jdist.ps.partition import fixed_shards
-from jdist.ps.shard import Rules
+from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import take_snapshot
 from jdist.ps.transport.fake import FakeChannel, FakeServer

@@ -19,7 +19,7 @@ from jdist.ps.layout import make_layout
 from jdist.ps.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
 from jdist.ps.partition import fixed_shards
 from jdist.ps.rounding import ROUNDED, make_rounding
-from jdist.ps.shard import Rules
+from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.train import Checkpointer

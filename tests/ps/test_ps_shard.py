@@ -25,7 +25,8 @@ from jdist.ps.messages import (
     Stage,
     Thaw,
 )
-from jdist.ps.shard import Rules, Shard, receive
+from jdist.ps.shard import receive
+from jdist.ps.shard_state import Rules, Shard
 
 
 def restored(**rules):

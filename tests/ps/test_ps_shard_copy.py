@@ -13,8 +13,8 @@ from jdist.ps.job import keeping_of
 from jdist.ps.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
 from jdist.ps.replica_watch import two_copies
 from jdist.ps.route import Route
-from jdist.ps.shard import Rules
 from jdist.ps.shard_copy import ShardCopy, slots
+from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import CallFailed

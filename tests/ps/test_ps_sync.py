@@ -10,7 +10,8 @@ import pytest
 
 import jdist
 from jdist.errors import BatchError, ClosureError, StrategyError
-from jdist.ps.dispatch import Dispatch, handle
+from jdist.ps.dispatch import handle
+from jdist.ps.dispatched import Dispatch
 from jdist.ps.events import Answered, Assign, Decide, Decided, Lost, Registered, Reported, Scheduled, Tell
 from jdist.ps.messages import Commit, Done, Drop, Fence, Held
 from jdist.ps.rounds import Rounds

@@ -15,9 +15,10 @@ import numpy as np
 from jdist.errors import WireError
 from jdist.ps.security import OPEN
 from jdist.ps.security import Security as Security
-from jdist.ps.transport.bulk import BulkChannel, BulkServer, Stream
+from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
 from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods
+from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
 
 _LOG = logging.getLogger(__name__)

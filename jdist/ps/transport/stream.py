@@ -1,0 +1,134 @@
+"""Messages over a socket: a header, and the bytes of its arrays, received where they stay."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jdist.errors import WireError
+from jdist.ps.transport.seam import Arrays, Header
+from jdist.ps.wire import PREFIX_BYTES, Buffers, Spec, as_bytes, body_size, decode, encode
+
+_LOG = logging.getLogger(__name__)
+STALL_S = 60.0  # without a byte in the middle of a message
+_LEEWAY_S = 0.5  # so much later a wait may end than it should: to set it anew each time is a call of the system
+_SIZE = struct.Struct(">Q")
+_SMALL_BYTES = 1 << 16
+
+
+class Stream:
+    """Messages over a socket."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._read_ahead = memoryview(bytearray(_SMALL_BYTES))
+        self._there = memoryview(b"")
+        self._timeout_s: float | None = -1.0  # as it was set last
+
+    def wait_for_more(self) -> bool:
+        """Waits, as long as it takes, until something comes; False if the other side has ended."""
+        if self._there:
+            return True
+        self._timeout_s = None
+        self._socket.settimeout(None)
+        return self._fill()
+
+    def send(self, header: Header, arrays: Arrays, *, by: float | None = None) -> None:
+        """Sends a message.
+
+        Args:
+            header: plain values.
+            arrays: what goes with it.
+            by: when it must be through, by the monotonic clock; None: no wait longer than `STALL_S`.
+        """
+        payload = [view for view in as_bytes(arrays) if len(view)]
+        size = sum(map(len, payload))
+        head = _SIZE.pack(size) + encode(header)
+        if size <= _SMALL_BYTES:
+            head, payload = b"".join([head, *payload]), []
+        for view in (memoryview(head), *payload):
+            while len(view):
+                self._limit(by)
+                view = view[self._socket.send(view) :]
+
+    def receive(
+        self, expects: Callable[[Header], Sequence[Spec]], *, most_bytes: int, by: float | None = None
+    ) -> tuple[Header, list[np.ndarray]]:
+        """Receives a message.
+
+        Args:
+            expects: the arrays that come with a header.
+            most_bytes: of all arrays.
+            by: as in `send`.
+
+        Raises:
+            WireError: it is not as expected.
+            EOFError: the other side has ended.
+        """
+        first = bytearray(_SIZE.size + PREFIX_BYTES)
+        self._into(memoryview(first), by)
+        (size,), prefix = _SIZE.unpack_from(first), bytes(first[_SIZE.size :])
+        body = bytearray(body_size(prefix))
+        self._into(memoryview(body), by)
+        try:
+            header, _ = decode(prefix + body)
+            buffers = Buffers(expects(header), most_bytes=most_bytes)
+            if buffers.size_bytes != size:
+                raise WireError(f"{size:,} bytes where {buffers.size_bytes:,} are expected")
+        except WireError:
+            self._skip(min(size, most_bytes), by)  # so that the other side reads why
+            raise
+        for view in buffers.views:
+            self._into(view, by)
+        return header, buffers.filled()
+
+    def _skip(self, size: int, by: float | None) -> None:
+        nowhere = memoryview(bytearray(min(size, _SMALL_BYTES)))
+        while size:
+            n = min(size, len(nowhere))
+            self._into(nowhere[:n], by)
+            size -= n
+
+    def close(self) -> None:
+        """Ends the connection, whoever waits on it."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as exc:  # the other side was first
+            _LOG.debug("shutdown: %s", exc)
+        self._socket.close()
+
+    def _limit(self, by: float | None) -> None:
+        left = STALL_S if by is None else by - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if self._timeout_s is None or not left <= self._timeout_s <= left + _LEEWAY_S:
+            self._timeout_s = left + _LEEWAY_S / 2 if left > 2 * _LEEWAY_S else left
+            self._socket.settimeout(self._timeout_s)
+
+    def _fill(self) -> bool:
+        got = self._socket.recv_into(self._read_ahead)
+        self._there = self._read_ahead[:got]
+        return got > 0
+
+    def _into(self, view: memoryview, by: float | None) -> None:
+        """Fills a place, at first with what was read ahead; what is large is received where it stays."""
+        while len(view):
+            if not self._there and len(view) < _SMALL_BYTES:
+                self._limit(by)
+                if not self._fill():
+                    raise EOFError
+            if self._there:
+                n = min(len(view), len(self._there))
+                view[:n] = self._there[:n]
+                self._there, view = self._there[n:], view[n:]
+                continue
+            self._limit(by)
+            got = self._socket.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]

@@ -66,6 +66,7 @@ bench: setup
 	$(BIN)/python benchmarks/multi_worker.py
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/parameter_server.py
+	$(BIN)/python benchmarks/parameter_server_costs.py
 
 bench-peers: setup
 	test -x .venv-tf/bin/python || $(PYTHON) -m venv .venv-tf

@@ -39,8 +39,20 @@ class Side:
 
     def close(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        try:
+            self.process.stdin.close()
+            self.process.wait(timeout=60)
+        finally:
+            self.process.kill()  # one that hangs
+
+
+def in_turns(sides: dict[str, Side], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every side's rounds of so many steps; each second round in the other order."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(rounds):
+        for name in list(sides)[:: 1 if i % 2 else -1]:
+            times[name].append(sides[name].run(steps)["seconds"])
+    return times
 
 
 def main() -> None:

@@ -7,15 +7,18 @@ parameters, for steps per second, and one of 25 million in float32, for bytes pe
 tf.distribute, and its bytes; with bfloat16 on the wire twice its bytes (counted as if they were float32). Beside it what raw
 TCP gives two clients of one server, in the same turns. 0 parameters are closures that return their argument, for closures
 per second.
+
+"jdist, TLS" is jdist with mutual TLS. tf.distribute's gRPC servers have no TLS of their own, so its side is always plain.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import sys
 
-from mirrored import Side
+from mirrored import Side, in_turns
 
 CASES = {0: 1000, 8: 200, 25_000_000: 6}  # parameters: steps in a round
 
@@ -35,29 +38,23 @@ def main() -> None:
             if not parameters and num_ps != args.ps[0]:
                 continue  # they have no part in the servers
             steps, size_bytes = CASES[parameters], 8 * parameters
-            sides = {
-                "jdist": Side(sys.executable, "jdist_parameter_server.py", num_ps, parameters),
-                "tf.distribute": Side(args.tensorflow_python, "tf_parameter_server.py", num_ps, parameters),
+            commands = {
+                "jdist": (sys.executable, "jdist_parameter_server.py", num_ps, parameters),
+                "tf.distribute": (args.tensorflow_python, "tf_parameter_server.py", num_ps, parameters),
             }
+            if parameters:
+                commands["jdist, TLS"] = (*commands["jdist"], "tls=1")
             if parameters > 1000:
-                sides["jdist, bf16"] = Side(
-                    sys.executable, "jdist_parameter_server.py", num_ps, parameters, "wire=bf16"
-                )
-                sides["raw TCP"] = Side(sys.executable, "loopback.py", size_bytes // 2_000_000)
-            if (num_ps, parameters) == (args.ps[0], args.parameters[0]):
-                versions = sides["jdist"].versions | sides["tf.distribute"].versions
-                print(f"{platform.machine()}, 2 workers, {versions}", flush=True)
-            sides["jdist again"] = sides["jdist"]
-            times: dict[str, list[float]] = {name: [] for name in sides}
-            for i in range(args.rounds):
-                for name in list(sides)[:: 1 if i % 2 else -1]:
-                    times[name].append(sides[name].run(steps)["seconds"])
-            for name, side in sides.items():
-                if name != "jdist again":
-                    side.close()
-            pairs = [(name, "jdist") for name in sides]
-            if "jdist, bf16" in sides:
-                pairs.append(("tf.distribute", "jdist, bf16"))
+                commands["jdist, bf16"] = (*commands["jdist"], "wire=bf16")
+                commands["raw TCP"] = (sys.executable, "loopback.py", size_bytes // 2_000_000)
+            with contextlib.ExitStack() as ends:
+                sides = {name: ends.enter_context(contextlib.closing(Side(*c))) for name, c in commands.items()}
+                if (num_ps, parameters) == (args.ps[0], args.parameters[0]):
+                    versions = sides["jdist"].versions | sides["tf.distribute"].versions
+                    print(f"{platform.machine()}, 2 workers, {versions}", flush=True)
+                times = in_turns({**sides, "jdist again": sides["jdist"]}, steps, args.rounds)
+            pairs = [(name, "jdist") for name in times]
+            pairs += [("tf.distribute", name) for name in ("jdist, TLS", "jdist, bf16") if name in times]
             for name, base in pairs:
                 c = compare(times[name], times[base])
                 rate = f"{steps / c.seconds:,.0f} {'steps' if parameters else 'closures'}/s"

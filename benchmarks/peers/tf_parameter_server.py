@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_FAIL_FAST": "use_caller"}
 
@@ -18,7 +19,15 @@ import tensorflow as tf
 from side import serve
 
 tf.get_logger().setLevel("ERROR")
+
+
+def end_with_parent():
+    sys.stdin.read()
+    os._exit(0)
+
+
 if len(sys.argv) > 3:  # one of the servers
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _, _, cluster, role, index = sys.argv[1:]
     tf.distribute.Server(
         tf.train.ClusterSpec(json.loads(cluster)), job_name=role, task_index=int(index), protocol="grpc"
@@ -40,7 +49,7 @@ ports = free_ports(2 + NUM_PS)
 cluster = {"worker": ports[:2], "ps": ports[2:]}
 servers = [
     subprocess.Popen(
-        [sys.executable, __file__, *sys.argv[1:3], json.dumps(cluster), role, str(i)], stdin=subprocess.DEVNULL
+        [sys.executable, __file__, *sys.argv[1:3], json.dumps(cluster), role, str(i)], stdin=subprocess.PIPE
     )
     for role, members in cluster.items()
     for i in range(len(members))

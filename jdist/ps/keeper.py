@@ -72,13 +72,14 @@ class Keeper:
         self._cut: list[np.ndarray] = []
         self._cut_of: tuple[Any, Any] = 0, 0  # its generation and version
         self._answers: dict[int, Any] = {}
+        self._left: set[int] = set()  # calls that are not answered yet, and whose callers have gone
 
     def methods(self) -> dict[str, Method]:
         """What a transport serves."""
         return {
             "status": Method(self._status),
             "restore": Method(self._restore, self._expects_of_restore),
-            "say": Method(self._say, self._expects_of_say),
+            "say": Method(self._say, self._expects_of_say, limited=True),
             "read": Method(self._read),
         }
 
@@ -144,8 +145,8 @@ class Keeper:
         if keeping is None or len(views) != 1:
             raise WireError("a push to an empty shard, or several of them")
         ((kind, number),) = views
-        if type(number) is not int or not 0 <= number < len(keeping.views):
-            raise WireError("a push of no step that is known here")
+        if type(number) is not int or not 0 <= number < len(keeping.views) or self._programs[number] is _nothing:
+            raise WireError("a push of no step that is known here and updates something")
         view = keeping.views[number]
         return [*specs(view.scalars if kind == "Commit" else view.pushes), Spec((size,), "uint8")]
 
@@ -167,11 +168,18 @@ class Keeper:
 
     def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Any:
         call = self._take(message, arrays)
-        while call not in self._answers:
-            if not self._lock.wait(deadline - time.monotonic()):
-                # The message stays where it is; whoever repeats it is answered then.
-                raise TimeoutError("the shard stayed frozen")
-            self._check()
+        incarnation = self.incarnation
+        try:
+            while call not in self._answers:
+                if not self._lock.wait(deadline - time.monotonic()):
+                    # The message stays where it is; whoever repeats it is answered then.
+                    raise TimeoutError("the shard stayed frozen")
+                self._check()
+                if self.incarnation != incarnation:
+                    raise WireError("the shard has lost its memory")
+        except BaseException:
+            self._left.add(call)
+            raise
         return self._answers.pop(call)
 
     def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
@@ -225,12 +233,32 @@ class Keeper:
             match command:
                 case Apply():
                     scalars = [] if command.scalars is None else self._held[command.scalars]
-                    self._apply([(self._held[ref], weight) for ref, weight in command.gradients], scalars)
+                    gradients = [(self._held[ref], weight) for ref, weight in command.gradients]
+                    try:
+                        self._apply(gradients, scalars)
+                    except BaseException:
+                        self._begin_anew()
+                        raise
                 case Forget():
                     self._held.pop(command.ref, None)
+                case Reply() if command.call in self._left:
+                    self._left.discard(command.call)
                 case Reply():
                     self._answers[command.call] = command.answer
         self._shard = shard
+        self._lock.notify_all()
+
+    def _begin_anew(self) -> None:
+        """After an update that failed half-way, for lack of memory perhaps, there is no state that any version names.
+
+        The shard is then as one that was killed and started again: empty, and under another name.
+        """
+        self.incarnation = secrets.token_hex(8)
+        self._shard = Shard()
+        Keeper._put(self, None, [], [], [])
+        self._held, self._cut, self._cut_of = {}, [], (0, 0)
+        self._answers.clear()
+        self._left.clear()
         self._lock.notify_all()
 
     def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]], scalars: list[np.ndarray]) -> None:
@@ -247,8 +275,8 @@ class Keeper:
 
 
 def _nothing(values: Sequence[Any]) -> list[jax.Array]:
-    """The program of a step that updates nothing."""
-    raise WireError("a push of a step that updates nothing")
+    """The program of a step that updates nothing, and is pushed by nobody."""
+    raise AssertionError
 
 
 @jax.jit

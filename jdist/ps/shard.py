@@ -1,7 +1,7 @@
 """One shard of the state as a pure state machine: (shard, message) -> (shard, commands).
 
 No lock, no clock, no socket, no array: docs/parameter_server_protocol.md says what each message does and why. The shell
-that holds the arrays (`jdist/ps/server.py`) hands messages in one at a time and carries out the commands in their order.
+that holds the arrays (`jdist/ps/keeper.py`) hands messages in one at a time and carries out the commands in their order.
 """
 
 from __future__ import annotations

@@ -173,6 +173,12 @@ class ShardCopy(Keeper):
         state = State(shard=self._shard, keeping=self._keeping, kept=kept, packed=self._packed, held=dict(self._held))
         return self._standing.number, state
 
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._packed = ()
+        self._standing = Standing(term=self._standing.term)
+        self._follow_nobody()
+
     def backed_up(self, term: int, number: int, *, caught_up: bool) -> None:
         """See `forwarding.Leader`."""
         self._standing = standings.holds(self._standing, term=term, number=number, caught_up=caught_up)
@@ -281,6 +287,6 @@ def slots(copies: Sequence[ShardCopy]) -> Mapping[str, Method]:
         def expects(header: Header) -> Sequence[Spec]:
             return served[slot_of(header, len(served))][name].expects(header)
 
-        return Method(run, expects)
+        return Method(run, expects, limited=served[0][name].limited)
 
     return {name: of(name) for name in served[0]}

@@ -20,6 +20,7 @@ from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 
 T = TypeVar("T")
+SLOWEST_BYTES_S = 10e6
 Said = tuple[list[Any], list[Any], dict[int, bytes]]
 
 
@@ -29,14 +30,15 @@ class ShardClient:
     Args:
         channel: the connection to it.
         keeping: what it keeps.
-        timeout_s: of one call.
-        give_up_s: how long a call is repeated before the shard counts as lost.
+        timeout_s: of one call, besides what the shard's bytes take, back and forth, at `SLOWEST_BYTES_S`.
+        give_up_s: how long a call is repeated before the shard counts as lost; the same applies.
     """
 
     def __init__(self, channel: Channel, keeping: Keeping, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
         self.channel, self.keeping = channel, keeping
-        self._timeout_s, self._give_up_s = timeout_s, give_up_s
         self._sent = keeping.sent_specs()
+        slow_s = 2 * sum(s.size_bytes for s in self._sent) / SLOWEST_BYTES_S
+        self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
         self.is_bulk = _is_bulk(self._sent)
 
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:

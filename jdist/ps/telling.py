@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from jdist.ps.shards import Together
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed
 
-_LOG = logging.getLogger(__name__)
+MOST_REFUSALS = 5
 
 
 class Hub(Protocol):
@@ -59,12 +58,14 @@ class Telling:
 
     def _until_answered(self, command: Tell) -> None:
         """How long a shard may take for it, its watch says; a message of an old history is of no interest any more."""
-        hub = self._hub
+        hub, refusals = self._hub, 0
         while not hub.closed and command.message.generation == hub.generation:
             try:
                 answer = self._answer_to(command)
             except ShardLostError as exc:
-                if isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused":
+                refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
+                # What it begins with is not to its liking. What else it cannot do leaves it empty: its watch will hear of it.
+                if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
                     return hub.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
                 with hub.lock:
                     hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)

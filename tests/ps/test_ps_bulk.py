@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from jdist.ps.security import Security
 from jdist.ps.transport import bulk
 from jdist.ps.transport.bulk import BulkServer
 from jdist.ps.transport.rpc import RpcChannel, RpcServer
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.seam import CallFailed, Method
 from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import Spec, encode
 
@@ -65,6 +66,37 @@ def test_calls_at_the_same_time_have_connections_of_their_own(serving):
     for i, wait in reversed(list(enumerate(waits))):
         np.testing.assert_array_equal(wait()[1][0], 2 * (X + i))
     assert len(server._data._streams) == 3
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_of_a_limited_method_two_large_calls_are_under_way_at_once(limited, monkeypatch):
+    inside, most, lock, third = [], [], threading.Lock(), threading.Event()
+
+    def run(header, arrays):
+        with lock:
+            inside.append(header["i"])
+            most.append(len(inside))
+        third.wait(0.5)  # long enough for a third to come in, if it may
+        with lock:
+            inside.remove(header["i"])
+        return {}, []
+
+    methods = {"slow": Method(run, specs, limited=limited)}
+    server = RpcServer("127.0.0.1:0", methods, security=Security())
+    channel = RpcChannel(f"127.0.0.1:{server.port}", security=Security())
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            called = [
+                pool.submit(channel.call, "slow", {"i": i, "arrays": described([X])}, [X], timeout_s=20, bulk=True)
+                for i in range(5)
+            ]
+            for each in called:
+                each.result(60)
+    finally:
+        channel.close()
+        server.stop()
+    assert len(most) == 5
+    assert (max(most) <= bulk.MOST_LARGE) is limited
 
 
 def test_without_data_connections_all_goes_over_grpc(serving):
@@ -176,7 +208,7 @@ def test_a_server_that_ends_in_the_middle_and_one_in_its_place(serving):
 
 
 def test_a_server_that_does_not_answer_in_time():
-    def silent(stream):
+    def silent(stream, make_room):
         stream.receive(lambda header: (), most_bytes=0)
         forever.wait(30)
         return {}, []

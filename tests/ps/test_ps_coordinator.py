@@ -30,7 +30,7 @@ from jdist.ps.transport.seam import Method
 from jdist.ps.worker import WorkerServer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_ps_keeper import program
+from test_ps_keeper import fail_at, program
 from test_ps_layout import raw
 from test_ps_program import BATCH, apart, create, train_step
 
@@ -200,6 +200,20 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
         assert count(job) == [40] * num_ps
         assert before.version >= 12
         assert job.engine.generation == 2
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_server_whose_update_fails_once_begins_anew_and_the_count_is_exact_all_the_same(num_ps):
+    with Job(num_ps, 2) as job:
+        pending = [job.schedule() for _ in range(10)]
+        pending[4].wait(60)
+        job.coordinator.join(60)
+        fail_at(job.keepers[-1], 3)
+        pending += [job.schedule() for _ in range(20)]
+        job.coordinator.join(60)
+        assert count(job) == [30] * num_ps
+        assert job.engine.generation == 2
+        assert all(np.isfinite(p.wait(0)[0]) for p in pending)
 
 
 def steps_of(job, kept):

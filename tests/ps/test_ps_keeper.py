@@ -1,5 +1,6 @@
 """A shard with its arrays, asked by a client over the fake transport."""
 
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -117,6 +118,51 @@ def test_a_push_updates_and_the_next_pull_is_one_call():
     shard = job.layout.shards[0]
     for k, x in zip(shard.views[0].pulled, arrays, strict=True):
         np.testing.assert_allclose(x, shard.kept[k].cut(new[shard.kept[k].of]), rtol=1e-5)
+
+
+def fail_at(keeper, call):
+    """Has one call of a keeper's program fail, as for lack of memory."""
+    run, calls = keeper._programs[0], itertools.count()
+
+    def program(values):
+        if next(calls) == call:
+            raise RuntimeError("out of memory")
+        return run(values)
+
+    keeper._programs = [program]
+
+
+def test_an_update_that_fails_half_way_leaves_an_empty_shard_under_another_name():
+    job = Job(2).restore()
+    (share, _), client, keeper = job.computed(), job.clients[0], job.keepers[0]
+    before = client.status()["incarnation"]
+    for closure in (0, 1):
+        client.say([push(Stage, closure, base=0)], share)
+    fail_at(keeper, 1)
+    commit = Commit(generation=1, worker=0, epoch=1, closures=(0, 1))
+    with pytest.raises(ShardLostError):
+        client.say([commit])
+    found = client.status()
+    assert (found["incarnation"] != before, found["generation"], found["version"]) == (True, 0, 0)
+    (answer,), _, _ = client.say([commit])
+    assert (type(answer), answer.reason) == (Refused, "empty")
+    assert not keeper._kept
+    assert not keeper._held
+
+
+def test_of_callers_that_left_a_frozen_shard_nothing_is_kept():
+    job = Job(1)
+    keeper = job.keepers[0]
+    keeper._wait_s = 0.01
+    job.restore()
+    client, share = job.clients[0], job.computed()[0]
+    client.say([Freeze(generation=1)])
+    with pytest.raises(ShardLostError):
+        client.say([push(base=0)], share, b"result")
+    client.say([Thaw(generation=1)])
+    (answer,), _, _ = client.say([push(base=0)], share, b"result")
+    assert answer == Done(version=1)
+    assert (keeper._answers, keeper._left) == ({}, set())
 
 
 @pytest.mark.parametrize("fault", ["lose the answer", "twice", "lose the call"])

@@ -21,15 +21,18 @@ import numpy as np
 from jdist.errors import WireError
 from jdist.ps.security import Security
 from jdist.ps.transport.seam import Arrays, CallFailed, Header
-from jdist.ps.transport.stream import STALL_S, Stream
+from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import Spec
 
 _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
 MOST_CONNECTIONS = 256
+MOST_LARGE = (
+    2  # calls with many bytes under way at once: a server's memory does not grow with the number of its workers
+)
+ROOM_S = 120.0
+UNREACHABLE_S = 60.0  # for so long gRPC is used instead of data connections that cannot be had
 _TICKET_BYTES = 32
-
-Answer = Callable[[Header, Callable[[Sequence[Spec]], list[np.ndarray]]], tuple[Header, Arrays]]
 
 
 class BulkServer:
@@ -44,7 +47,8 @@ class BulkServer:
 
         Args:
             host: an address of this machine.
-            answer: `(stream) -> (header, arrays)`: receives one call from a stream and carries it out.
+            answer: `(stream, make_room) -> (header, arrays)`: receives one call from a stream and carries it out; of the calls
+                that make room before they take in what they bring, no more than `MOST_LARGE` are under way at once.
             security: whom it lets in, besides the ticket.
             port: 0 takes a free one.
 
@@ -60,6 +64,7 @@ class BulkServer:
         self._lock = threading.Lock()
         self._tickets: dict[bytes, float] = {}  # and when each ends
         self._streams: set[Stream] = set()
+        self._room = threading.Semaphore(MOST_LARGE)
         self._closed = False
         threading.Thread(target=self._accept, name="jdist-bulk", daemon=True).start()
 
@@ -101,9 +106,10 @@ class BulkServer:
             if not self._admit(stream, bytes(shown)):
                 return
             while stream.wait_for_more():
-                answer, arrays = self._answer(stream)
-                stream.send(answer, arrays)
-                del answer, arrays  # nothing is held while it waits
+                with contextlib.ExitStack() as held:
+                    answer, arrays = self._answer(stream, lambda held=held: self._make_room(held))
+                    stream.send(answer, arrays)
+                    del answer, arrays  # nothing is held while it waits
         except (OSError, EOFError, WireError) as exc:
             if not self._closed:
                 _LOG.info("a data connection ended: %s", exc or type(exc).__name__)
@@ -111,6 +117,12 @@ class BulkServer:
             with self._lock:
                 self._streams = {other for other in self._streams if other is not stream}
             connection.close()
+
+    def _make_room(self, held: contextlib.ExitStack) -> None:
+        """Waits until fewer large calls are under way; the caller's is one from now on, until its answer is sent."""
+        if not self._room.acquire(timeout=ROOM_S):
+            raise TimeoutError("others' large calls take too long")
+        held.callback(self._room.release)
 
     def _admit(self, stream: Stream, shown: bytes) -> bool:
         now = time.monotonic()
@@ -214,14 +226,14 @@ class BulkChannel:
             return None
         found = self._ask(by - time.monotonic())
         if found is None:
-            self._unreachable_until = time.monotonic() + STALL_S
+            self._unreachable_until = time.monotonic() + UNREACHABLE_S
             return None
         port, ticket = found
         try:
             connection = self._opened(port, ticket, min(5.0, by - time.monotonic()))
         except OSError as exc:
             _LOG.warning("%s: no data connection to port %d, gRPC is slower: %s", self._address, port, exc)
-            self._unreachable_until = time.monotonic() + STALL_S
+            self._unreachable_until = time.monotonic() + UNREACHABLE_S
             return None
         stream = Stream(connection)
         with self._lock:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jdist.errors import WireError
 from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
 from jdist.ps.wire import Buffers, Spec, chunks, decode, encode
 
@@ -46,7 +45,9 @@ class FakeServer:
             for chunk in payload:
                 buffers.take(chunk)
             answer, arrays = found.run(header, buffers.arrays())
-        except WireError as exc:
+        except CallFailed:
+            raise
+        except Exception as exc:  # as a server of its own: whatever it is, a caller learns nothing of it
             raise CallFailed(self.address, "refused") from exc
         return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]
 

@@ -133,13 +133,15 @@ class RpcServer:
             context.abort(grpc.StatusCode.INTERNAL, "failed")
         yield from _frames(answer, results)
 
-    def _answer_bulk(self, stream: Stream) -> tuple[Header, Arrays]:
+    def _answer_bulk(self, stream: Stream, make_room: Callable[[], None]) -> tuple[Header, Arrays]:
         """The same of a call over a data connection, which whoever got a ticket may make."""
         methods: list[Method] = []
 
         def expects(header: Header) -> Sequence[Spec]:
             method, specs = self._expected(header)
             methods.append(method)
+            if method.limited and sum(s.size_bytes for s in specs) > CHUNK_BYTES:
+                make_room()
             return specs
 
         try:

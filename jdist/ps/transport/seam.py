@@ -35,10 +35,12 @@ class Method:
     Attributes:
         run: `(header, arrays) -> (header, arrays)`; may block, several run at the same time.
         expects: the arrays that come with a call of this header; checked before memory is allocated for them.
+        limited: whether only so many calls that bring many bytes are under way at once, over data connections.
     """
 
     run: Callable[[Header, list[np.ndarray]], tuple[Header, Arrays]]
     expects: Callable[[Header], Sequence[Spec]] = lambda header: ()
+    limited: bool = False
 
 
 Methods = Mapping[str, Method]

@@ -15,7 +15,7 @@ from jdist.ps.transport.seam import Arrays, Header
 from jdist.ps.wire import PREFIX_BYTES, Buffers, Spec, as_bytes, body_size, decode, encode
 
 _LOG = logging.getLogger(__name__)
-STALL_S = 60.0  # without a byte in the middle of a message
+STALL_S = 20.0  # without a byte in the middle of a message
 _LEEWAY_S = 0.5  # so much later a wait may end than it should: to set it anew each time is a call of the system
 _SIZE = struct.Struct(">Q")
 _SMALL_BYTES = 1 << 16

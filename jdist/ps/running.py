@@ -64,11 +64,16 @@ class Traced:
 
 
 class PsJob:
-    """What is running of one strategy."""
+    """What is running of one strategy.
 
-    def __init__(self, start: Callable[[], Servers], options: PsOptions):
-        self._start, self.options = start, options
-        self._servers: Servers | None = None
+    Args:
+        servers: where it runs, or what starts that when it is first needed.
+        options: how.
+    """
+
+    def __init__(self, servers: Servers | Callable[[], Servers], options: PsOptions):
+        self._start, self.options = servers, options
+        self._servers = servers if isinstance(servers, Servers) else None
         self._lock = threading.RLock()
         self._coordinator: Coordinator | None = None
         self._layout: Layout | None = None
@@ -82,6 +87,7 @@ class PsJob:
         """Where it runs; started when they are first asked for."""
         with self._lock:
             if self._servers is None:
+                assert not isinstance(self._start, Servers)  # it would be there
                 self._servers = self._start()
             return self._servers
 

@@ -140,11 +140,12 @@ def parameter_server(
             "`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. "
             + ("Give `local_ps=2` or more." if spec is None else "Add one to the cluster, or leave `ps_replicas` at 1.")
         )
-    if spec is None:
-        start = functools.partial(_local_servers, local_workers or 2, num_ps, devices_per_worker)
-    else:
-        servers = connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
-        start = lambda: servers  # noqa: E731  # errors of a cluster are heard of here; processes of this machine can wait
+    # Errors of a cluster are heard of here; processes of this machine can wait.
+    servers = (
+        functools.partial(_local_servers, local_workers or 2, num_ps, devices_per_worker)
+        if spec is None
+        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+    )
     if not isinstance(times, Times | None):
         raise StrategyError(f"`times` is a {type(times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
     workers = (local_workers or 2) if spec is None else len(spec.jobs["worker"])
@@ -166,7 +167,7 @@ def parameter_server(
         backup_workers=backup_workers,
         replicas=ps_replicas,
     )
-    return _strategy(PsJob(start, options))
+    return _strategy(PsJob(servers, options))
 
 
 def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None, workers: int) -> None:

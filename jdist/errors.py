@@ -22,6 +22,7 @@
     ├── WireError              bytes from a peer that are no message of the protocol
     ├── ClosureError           a scheduled step failed on a worker
     │   ├── ClosureCancelledError  it was never computed, as another had failed
+    │   ├── NonFiniteClosureError  it met a NaN or infinite gradient; a NonFiniteError, too
     │   └── NoWorkersError     no worker has been there for long
     ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
@@ -185,6 +186,23 @@ class ClosureError(JDistError, RuntimeError):
 
 class ClosureCancelledError(ClosureError):
     """A scheduled step was never computed, as another one had failed."""
+
+
+class NonFiniteClosureError(ClosureError, NonFiniteError):
+    """A scheduled step met a NaN or infinite gradient; it took no effect.
+
+    Attributes:
+        leaf: empty, as only the worker has the gradients.
+        step: number of the scheduled step, counted from 0.
+    """
+
+    def __init__(self, step: int):
+        super().__init__(
+            f"closure {step}: a gradient is NaN or infinite. Lower the learning rate, clip the gradients, or say what happens "
+            'then: `jdist.distribute(non_finite="skip")`, or "apply".',
+            leaf="",
+            step=step,
+        )
 
 
 class NoWorkersError(ClosureError):

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 
 from jdist.errors import StepError
+from jdist.global_arrays import is_key
 from jdist.ps.artifact import pack
 from jdist.ps.datasets import WorkerDataset, spread
 from jdist.ps.job import Function, described
+from jdist.ps.keys import taking_keys, without_keys
 from jdist.ps.remote_value import RemoteValue, leaf
 from jdist.ps.running import PsJob
 from jdist.transforms.trees import check_arrays
@@ -75,7 +77,7 @@ class ClusterCoordinator:
             StepError: an argument or a result is no array.
             ArtifactError: the function calls the host (a print, a callback), which cannot be sent to workers.
         """
-        leaves, treedef, place, reads = spread((tuple(args), dict(kwargs or {})))
+        leaves, treedef, place, reads = spread(without_keys((tuple(args), dict(kwargs or {}))))
         leaves = [x.result() if isinstance(x, RemoteValue) and x.struct is None else x for x in leaves]
         start, count = place or (0, 0)
         sent = [*leaves[:start], *leaves[start + count :]]
@@ -161,7 +163,7 @@ class _Traced:
     """A function for arguments of one form."""
 
     def __init__(self, fn: Callable[..., PyTree], treedef: Any, shapes: Sequence[Any], place: tuple[int, int] | None):
-        self._fn, self._treedef, self._place = fn, treedef, place
+        self._fn, self._treedef, self._place = taking_keys(fn), treedef, place
         self._arguments = [jax.ShapeDtypeStruct((), np.int32), *(jax.ShapeDtypeStruct(s, d) for s, d in shapes)]
         outputs = jax.eval_shape(self._checked, self._arguments)
         self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
@@ -180,7 +182,10 @@ class _Traced:
 
     def _checked(self, values: list[Any]) -> PyTree:
         outputs = self._call(values)
-        check_arrays(outputs, f"the result of {getattr(self._fn, '__name__', 'the function')}")
+        name = getattr(self._fn, "__name__", "the function")
+        check_arrays(outputs, f"the result of {name}")
+        if any(map(is_key, jax.tree.leaves(outputs))):
+            raise StepError(f"the result of {name} has a PRNG key; return `jax.random.key_data(key)`.")
         return outputs
 
     def _call(self, values: list[Any]) -> PyTree:

@@ -69,12 +69,12 @@ class Computed:
 
     Attributes:
         outputs: what it returns; nothing if it failed.
-        error: why it failed.
+        is_finite: whether its gradients are; it fails if they are not and must be.
         base: the version that it was computed from.
     """
 
     outputs: list[np.ndarray]
-    error: str | None = None
+    is_finite: bool = True
     base: int = 0
 
 
@@ -131,7 +131,7 @@ class Installed:
             pushed, scalars, outputs = results[:n], results[n : n + m], results[n + m + 1 :]
             finite = function.non_finite == "apply" or bool(results[n + m])
             if not finite and function.non_finite == "raise":
-                return Computed([], error="a gradient is NaN or infinite")
+                return Computed([], is_finite=False)
             result = b"".join(x.tobytes() for x in outputs)
             said = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
             base = self._versions[0] or 0

@@ -177,9 +177,14 @@ def name_of_function(fn: Any) -> str:
         if not all(fn.partition(":")):
             raise DatasetError(f"the dataset function is {fn!r}; a name is 'package.module:function'")
         return fn
+    if not callable(fn):
+        raise DatasetError(
+            f"the dataset function is {fn!r}; pass a function from a `jdist.InputContext` to a source of batches, or its name "
+            "'package.module:function'."
+        )
     module, path = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "<lambda>")
     how = "Define it at the top of a module that the workers can import, and pass it or its name 'package.module:function'."
-    if not callable(fn) or module is None or "<" in path:
+    if module is None or "<" in path:
         raise DatasetError(
             f"the dataset function {path} cannot be found by workers: it is a lambda, or defined inside of another function. "
             f"{how}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jdist.errors import ClosureError
+from jdist.errors import ClosureError, NonFiniteClosureError
 from jdist.ps.closures import Closure, Installable
 
 
@@ -44,5 +44,5 @@ def decide(numbers: Sequence[int], closures: Sequence[Closure], installed: Insta
     policy = installed.function.non_finite
     if combined.finite or policy == "apply":
         return Decision(True, combined.scalars)
-    error = ClosureError(f"closures {numbers}: a gradient is NaN or infinite") if policy == "raise" else None
+    error = NonFiniteClosureError(numbers[0]) if policy == "raise" else None
     return Decision(False, is_skipped=policy == "skip", error=error)

@@ -131,11 +131,11 @@ class Engine:
         """The highest that any shard, or copy of one, has seen; asked before `begin`.
 
         Raises:
-            CallFailed: a server does not answer.
+            ShardLostError: a shard does not answer.
         """
         timeout_s = self._times.lost_after_s
-        found = [s for copies in self._copies for s in copies.statuses(timeout_s)]
-        found = found or [client.status(timeout_s) for client in self.shards.clients]
+        found = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
+        found = found or [client.status() for client in self.shards.clients]
         return max((status["generation"] for status in found), default=0)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jdist.errors import ClosureError
+from jdist.errors import ClosureError, NonFiniteClosureError
 from jdist.ps.briefing import Briefing
 from jdist.ps.closures import WITH_OUTPUTS, Batch, Installable
 from jdist.ps.events import Assign, Event, Lost, Registered, Reported
@@ -53,6 +53,8 @@ class WorkerLink:
         self.number = number
         self._connect, self._hub, self._briefing, self._times = connect, hub, briefing, times
         self._registered, self._lost_at = False, collections.deque[float]()
+        self._gave_up = False  # whether it was lost only in so far as it gave its closures up
+        self._told = False  # of a loss
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         # One for each link: what one is assigned, the others need not hear of.
@@ -83,12 +85,17 @@ class WorkerLink:
             channel, hopeless = self._connect(), False
             try:
                 self._briefing.attach(channel)
-                self._registered = True
+                self._registered, self._gave_up = True, False
+                if self._told:
+                    _LOG.warning("worker %d is there again", self.number)
+                    self._told = False
                 hub.handle(Registered(worker=self.number))
                 self._serve(channel)
             except CallFailed as exc:
                 if not hub.closed:
-                    _LOG.log(self._level(exc), "worker %d: %s", self.number, exc)
+                    level = self._level(exc)
+                    self._told = self._told or level == logging.WARNING
+                    _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, exc)
                     hopeless = self._is_hopeless(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
@@ -104,9 +111,10 @@ class WorkerLink:
                 hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
 
     def _level(self, exc: CallFailed) -> int:
-        """A lost worker comes back by itself; one with another token does not, and that is said once."""
+        """The user hears of a loss, and once of another token; not of each try to reach a worker."""
         refused_before, self._refused = self._refused, exc.reason == "unauthenticated"
-        return logging.WARNING if self._refused and not refused_before else logging.INFO
+        lost = self._registered and not self._gave_up
+        return logging.WARNING if lost or (self._refused and not refused_before) else logging.INFO
 
     def _is_hopeless(self, exc: CallFailed) -> bool:
         """Whether the worker is not used any more: it was lost, or refused what it was asked, too often. Tells the hub."""
@@ -186,7 +194,7 @@ class WorkerLink:
             if how == "abandoned":
                 continue
             leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
-            error = ClosureError(f"closure {closure}: {outcome['error']}") if outcome.get("error") else None
+            error = _error_of(outcome)
             hub.arrived(closure, leaves, error)
             how = "read" if how == "done" and not updates else how
             hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=outcome.get("base", 0)))
@@ -194,6 +202,7 @@ class WorkerLink:
                 hub.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
             # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
+            self._gave_up = True
             raise CallFailed(channel.peer, "unavailable", "it gave closures up")
 
     def _ping(self, busy: Channel, lost: threading.Event) -> None:
@@ -212,3 +221,9 @@ class WorkerLink:
                             self.wake()
         finally:
             channel.close()
+
+
+def _error_of(outcome: dict[str, Any]) -> ClosureError | None:
+    if not outcome.get("is_finite", True):
+        return NonFiniteClosureError(outcome["closure"])
+    return ClosureError(f"closure {outcome['closure']}: {outcome['error']}") if outcome.get("error") else None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jdist.errors import ClosureCancelledError
 
@@ -95,8 +96,11 @@ def when_all_arrived(pending: Sequence[Pending], call: Callable[[], None]) -> No
     first.then(lambda: when_all_arrived(rest, call))
 
 
-class RemoteValue:
-    """An array that workers compute, or have computed. `float(value)` and `numpy.asarray(value)` wait for it.
+class RemoteValue(NDArrayOperatorsMixin):
+    """An array that workers compute, or have computed.
+
+    `float(value)`, `numpy.asarray(value)`, `value.item()`, arithmetic and comparisons wait for it, and give what they give of
+    the array.
 
     Attributes:
         pending: the closures that compute it.
@@ -154,8 +158,22 @@ class RemoteValue:
     def __int__(self) -> int:
         return int(self.result())
 
+    def __bool__(self) -> bool:
+        return bool(self.result())
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else repr(self)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        given = [x.result() if isinstance(x, RemoteValue) else x for x in inputs]
+        return getattr(ufunc, method)(*given, **kwargs)
+
+    def item(self) -> Any:
+        """The only number of the array, as Python has it; waits for it."""
+        return self.result().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.result(), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -60,19 +61,23 @@ class Copies:
         address, slot = self.places[copy]
         return SlotChannel(self._connect(address), slot)
 
-    def statuses(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What both say of themselves.
+    def statuses(self, timeout_s: float) -> list[dict[str, Any] | None]:
+        """What both say of themselves; None of one that does not answer.
 
         Raises:
-            CallFailed: one does not answer.
+            ShardLostError: neither does.
         """
         channels = [self.connected(copy) for copy in (0, 1)]
         try:
             with ThreadPoolExecutor(2) as pool:
-                return list(pool.map(lambda c: c.call("status", {}, timeout_s=timeout_s)[0], channels))
+                found = list(pool.map(functools.partial(_status, timeout_s=timeout_s), channels))
         finally:
             for channel in channels:
                 channel.close()
+        if found == [None, None]:
+            first, second = (address for address, _ in self.places)
+            raise ShardLostError(f"neither {first} nor {second} answers, which have the two copies of a shard")
+        return found
 
 
 def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
@@ -110,16 +115,17 @@ class ReplicaWatch:
         ]
 
     def start(self) -> None:
-        """Has the first copy lead, and starts the watch.
+        """Has the first copy lead, or the second where there is no first one, and starts the watch.
 
         Raises:
-            CallFailed: one of them does not answer.
+            ShardLostError: neither answers.
         """
         found = self._copies.statuses(self._times.lost_after_s)
         self._channels = [self._copies.connected(copy) for copy in (0, 1)]
-        term = 1 + max(status["term"] for status in found)
+        term = 1 + max(status["term"] for status in found if status is not None)
         with self._lock:
-            heard = (found[0]["incarnation"], found[1]["incarnation"])
+            first, second = (None if status is None else status["incarnation"] for status in found)
+            heard = (first, second)
             self._replicas, commands = machine.begin(term=term, heard=heard)
             self._carry_out(commands)
         for thread in self._threads:
@@ -227,6 +233,14 @@ class ReplicaWatch:
             if header["term"] == command.term:
                 self._replicas, commands = machine.handle(self._replicas, _heard(command.copy, header))
                 self._carry_out(commands)
+
+
+def _status(channel: Channel, timeout_s: float) -> dict[str, Any] | None:
+    try:
+        return channel.call("status", {}, timeout_s=timeout_s)[0]
+    except CallFailed as exc:
+        _LOG.warning("%s does not answer: %s", channel.peer, exc.reason)
+        return None
 
 
 def _heard(copy: int, header: dict[str, Any]) -> Heard:

@@ -109,13 +109,15 @@ Command = Lead | Leads | Forgotten
 
 
 def begin(*, term: int, heard: Pair) -> tuple[Replicas, list[Command]]:
-    """The first term: copy 0 leads.
+    """The first term: copy 0 leads, or copy 1 if that alone is there.
 
     Args:
         term: above all that any copy knows.
-        heard: each copy's incarnation; the first must be there.
+        heard: each copy's incarnation; one must be there.
     """
-    replicas = Replicas(term=term, holds=(heard[0], None), heard=heard, joining=heard[1])
+    leader = 0 if heard[0] is not None else 1
+    holds = _put(_NOBODY, leader, heard[leader])
+    replicas = Replicas(term=term, leader=leader, holds=holds, heard=heard, joining=heard[1 - leader])
     return replicas, _lead(replicas)
 
 

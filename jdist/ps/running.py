@@ -80,12 +80,18 @@ class PsJob:
         self._state: RemoteState | None = None
         self._functions: dict[Any, int] = {}  # known to the coordinator
         self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
+        self._is_closed = False
         self._updating: bool | None = None  # whether what was scheduled last updates the state
 
     @property
     def servers(self) -> Servers:
         """Where it runs; started when they are first asked for."""
         with self._lock:
+            if self._is_closed:
+                raise StrategyError(
+                    "this parameter server was closed (`strategy.coordinator.close()`); make another by "
+                    "`jdist.parameter_server(...)`."
+                )
             if self._servers is None:
                 assert not isinstance(self._start, Servers)  # it would be there
                 self._servers = self._start()
@@ -229,9 +235,12 @@ class PsJob:
     def close(self) -> None:
         """Ends the workers' threads, the connections and what was started."""
         with self._lock:
+            if self._is_closed:
+                return
             self._leave()
             if self._servers is not None:
                 self._servers.close()
+            self._is_closed = True
 
     def _leave(self) -> None:
         if self._coordinator is not None:

@@ -12,9 +12,10 @@ import numpy as np
 
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
-from jdist.errors import StepError
+from jdist.errors import StepError, StrategyError
 from jdist.ps.artifact import with_shardings
 from jdist.ps.datasets import DatasetPass, RemoteBatch, spread
+from jdist.ps.keys import taking_keys, without_keys
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
@@ -83,6 +84,7 @@ class PsStep:
         check_not_mixed(self.strategy)
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_not_traced((state, batches, others))
+        batches, others = without_keys((batches, others))
         state, k = self.adopt(state), self.options.steps_per_call
         each = [batches] if k == 1 else [jax.tree.map(lambda x, i=i: _step_of(x, i), batches) for i in range(k)]
         given = [Given.of(one, others) for one in each]
@@ -97,6 +99,11 @@ class PsStep:
     def adopt(self, state: PyTree) -> RemoteState:
         """A state's handle; of a tree of arrays one is made."""
         if isinstance(state, RemoteState):
+            if state.job is not self._job:
+                raise StrategyError(
+                    f"{self.__name__} was called with a state that lives on the parameter servers of another strategy. Take "
+                    "it from there: `state = strategy.init(lambda: other.fetch(state))`."
+                )
             return state
         if self._adopted is None or self._adopted[0] is not state:
             check_arrays(state, "the state")
@@ -139,7 +146,7 @@ class PsStep:
             batches, others = jax.tree.unflatten(treedef, arguments)
             told = results.Traced()
             on_worker = self._job.on_worker
-            spec = ProgramSpec(self._step, on_worker, self.options, call, told, Watched(), self.__name__)
+            spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, Watched(), self.__name__)
             self._check_rows(batches, 1)
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
             if self._job.options.is_sync and parts.update.reads:

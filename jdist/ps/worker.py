@@ -187,7 +187,10 @@ class WorkerServer:
                 except (Abandoned, ShardLostError):
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue
-                how = "void" if computed.error else "staged" if installed.function.stages_only else "done"
-                outcomes.append({"closure": closure, "outcome": how, "error": computed.error, "base": computed.base})
+                if not computed.is_finite:
+                    outcomes.append({"closure": closure, "outcome": "void", "is_finite": False})
+                    continue
+                how = "staged" if installed.function.stages_only else "done"
+                outcomes.append({"closure": closure, "outcome": how, "base": computed.base})
                 outputs += computed.outputs
         return {"outcomes": outcomes}, outputs

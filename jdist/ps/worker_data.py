@@ -209,7 +209,10 @@ def function_named(name: str, script: str | None) -> Callable[[InputContext], An
     for part in path.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise DatasetError(f"{name!r} names no function that the worker can find")
+        raise DatasetError(
+            f"{name!r} names no function that the worker can find. Workers import its module, or run the script as a module of "
+            'another name: define it there at the top, not under `if __name__ == "__main__":`.'
+        )
     return found
 
 

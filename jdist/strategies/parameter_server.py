@@ -113,10 +113,7 @@ def parameter_server(
     for name, number in local_numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
-    if wire not in get_args(Wire):
-        raise StrategyError(
-            f"`wire` is {wire!r}; allowed are 'float32' and 'bf16'.{did_you_mean(wire, get_args(Wire))}"
-        )
+    _check_spread(partitioner, placement, wire)
     if ps_replicas not in (1, 2) or isinstance(ps_replicas, bool):
         raise StrategyError(f"`ps_replicas` is {ps_replicas!r}; it must be 1, or 2 for a backup of each shard.")
     local = any(number is not None for number in local_numbers.values())
@@ -140,16 +137,11 @@ def parameter_server(
             "`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. "
             + ("Give `local_ps=2` or more." if spec is None else "Add one to the cluster, or leave `ps_replicas` at 1.")
         )
-    # Errors of a cluster are heard of here; processes of this machine can wait.
-    servers = (
-        functools.partial(_local_servers, local_workers or 2, num_ps, devices_per_worker)
-        if spec is None
-        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
-    )
     if not isinstance(times, Times | None):
         raise StrategyError(f"`times` is a {type(times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
     workers = (local_workers or 2) if spec is None else len(spec.jobs["worker"])
     _check_mode(mode, backup_workers, max_staleness, workers)
+    _check_staleness(max_staleness, on_stale)
     # Workers do not push what is refused.
     rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
     is_sync = mode == "sync"
@@ -167,7 +159,40 @@ def parameter_server(
         backup_workers=backup_workers,
         replicas=ps_replicas,
     )
+    # Errors of a cluster are heard of here; processes of this machine can wait.
+    servers = (
+        functools.partial(_local_servers, local_workers or 2, num_ps, devices_per_worker)
+        if spec is None
+        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+    )
     return _strategy(PsJob(servers, options))
+
+
+def _check_spread(partitioner: Any, placement: Any, wire: Any) -> None:
+    if wire not in get_args(Wire):
+        raise StrategyError(f"`wire` is {wire!r}; allowed are 'float32' and 'bf16'.")
+    if placement not in get_args(Placement):
+        raise StrategyError(
+            f"`placement` is {placement!r}; allowed are 'round_robin' and 'bytes'."
+            f"{did_you_mean(placement, get_args(Placement))}"
+        )
+    if partitioner is not None and not callable(partitioner):
+        raise StrategyError(
+            f"`partitioner` is {partitioner!r}; allowed are `jdist.ps.fixed_shards(n)`, `jdist.ps.min_size(bytes)`, "
+            "`jdist.ps.max_size(bytes)`, and None for `min_size(256 << 10)`."
+        )
+
+
+def _check_staleness(max_staleness: Any, on_stale: Any) -> None:
+    is_count = isinstance(max_staleness, int) and not isinstance(max_staleness, bool) and max_staleness >= 0
+    if max_staleness is not None and not is_count:
+        raise StrategyError(
+            f"`max_staleness` is {max_staleness!r}; it must be a whole number of updates, 0 or more, or None for any number."
+        )
+    if on_stale not in get_args(OnStale):
+        raise StrategyError(
+            f"`on_stale` is {on_stale!r}; allowed are 'refuse' and 'down_weight'.{did_you_mean(on_stale, get_args(OnStale))}"
+        )
 
 
 def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None, workers: int) -> None:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import ArtifactError, ClosureCancelledError, StepError
+from jdist.errors import ArtifactError, ClosureCancelledError, StepError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_program import BATCH, create, train_step
@@ -103,3 +103,39 @@ def test_what_waits_for_a_failed_one_is_cancelled(strategy):
         waits.result(10)
     assert waits.is_cancelled
     assert float(strategy.coordinator.schedule(square, (np.float32(2),))) == 4
+
+
+def test_a_result_is_used_as_the_number_that_it_is(strategy):
+    value = strategy.coordinator.schedule(square, (np.float32(3),))
+    total = 0.0
+    total += value
+    assert (total, value.item(), value > 8, -value, value**2, bool(value == 9)) == (9.0, 9.0, True, -9.0, 81.0, True)
+    assert float(value + value) == 18.0
+    assert float(np.sqrt(value)) == 3.0
+    assert float(jnp.asarray(value) + 1) == 10.0
+    assert len({value, value}) == 1
+
+
+def draw(key, x):
+    return jax.random.normal(key, x.shape) + x
+
+
+def key_of(seed):
+    return jax.random.key(seed)
+
+
+def test_keys_are_arguments_and_no_results(strategy):
+    for key in (jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")):
+        found = strategy.coordinator.schedule(draw, (key, np.zeros(4, np.float32)))
+        np.testing.assert_allclose(found.result(60), jax.random.normal(key, (4,)), rtol=1e-5)
+    with pytest.raises(StepError, match=r"the result of key_of has a PRNG key; return `jax\.random\.key_data\(key\)`"):
+        strategy.coordinator.schedule(key_of, (np.int32(3),))
+
+
+def test_after_close_there_is_an_error():
+    made = jdist.parameter_server(local_workers=1, local_ps=1)
+    assert float(made.coordinator.schedule(square, (np.float32(2),))) == 4.0
+    made.coordinator.close()
+    made.coordinator.close()
+    with pytest.raises(StrategyError, match="this parameter server was closed"):
+        made.coordinator.schedule(square, (np.float32(2),))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jdist
-from jdist.errors import BatchError, ClosureError, StepError
+from jdist.errors import BatchError, NonFiniteError, StepError, StrategyError
 from jdist.train import Checkpointer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_finite(strategy):
     step = jdist.distribute(train_step, strategy)
     state, _ = step(state, BATCH)
     state, _ = step(state, bad)
-    with pytest.raises(ClosureError, match="a gradient is NaN or infinite"):
+    with pytest.raises(NonFiniteError, match="a gradient is NaN or infinite"):
         step.wait()
     assert int(strategy.fetch(state).step) == 1
     skipping = jdist.distribute(train_step, strategy, non_finite="skip")
@@ -242,3 +242,42 @@ def test_workers_with_several_devices_run_the_step_mirrored_over_them():
             jdist.distribute(step, made)(made.init(lambda: create(optax.sgd(0.1))), odd)
     finally:
         made.coordinator.close()
+
+
+def test_keys_are_arguments_of_a_step(strategy):
+    def step(state, batch, key):
+        noise = jax.random.normal(key, (2,))
+        loss, grads = jdist.value_and_grad(lambda w: jdist.mean((batch["x"] @ w - 1 + noise.sum()) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grads}, {"loss": loss}
+
+    def do(strategy):
+        train = jdist.distribute(step, strategy)
+        state = strategy.init(lambda: {"w": jnp.zeros(2)})
+        for i in range(3):
+            state, metrics = train(state, {"x": np.ones((4, 2), np.float32)}, jax.random.key(i))
+        return float(metrics["loss"]), strategy.fetch(state)
+
+    near(*under(strategy, do))
+
+
+def test_a_state_of_other_servers_is_refused_with_how_to_take_it(strategy):
+    other = jdist.parameter_server(local_workers=1)
+    state = other.init(lambda: create(optax.sgd(0.1)))
+    with pytest.raises(StrategyError, match=r"`state = strategy\.init\(lambda: other\.fetch\(state\)\)`"):
+        jdist.distribute(train_step, strategy)(state, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_staleness": -1}, r"`max_staleness` is -1; it must be a whole number of updates, 0 or more"),
+        ({"max_staleness": 1.5}, r"`max_staleness` is 1\.5"),
+        ({"on_stale": "drop"}, r"`on_stale` is 'drop'; allowed are 'refuse' and 'down_weight'"),
+        ({"placement": "hash"}, r"`placement` is 'hash'; allowed are 'round_robin' and 'bytes'"),
+        ({"partitioner": 2}, r"`partitioner` is 2; allowed are `jdist\.ps\.fixed_shards\(n\)`"),
+        ({"wire": "bfloat16"}, r"`wire` is 'bfloat16'; allowed are 'float32' and 'bf16'\.$"),
+    ],
+)
+def test_options_are_checked_at_once(options, said):
+    with pytest.raises(StrategyError, match=said):
+        jdist.parameter_server(local_workers=1, **options)

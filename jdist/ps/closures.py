@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.errors import ClosureCancelledError, ClosureError
+from jdist.errors import ClosureCancelledError, ClosureError, NoWorkersError
 from jdist.ps.datasets import DatasetPass
 from jdist.ps.events import Finish
 from jdist.ps.job import Function
@@ -127,12 +127,18 @@ class Closure:
 class Closures:
     """All closures that may have to be computed, or computed again.
 
+    Args:
+        have_a_state: whether any of them may have to be computed again after they are done.
+
     Attributes:
         next_number: the next one's number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, have_a_state: bool) -> None:
         self.next_number = 0
+        self._have_a_state = have_a_state
+        self._skipped: set[int] = set()  # since the snapshot: updates that were left out
+        self._skipped_before = 0
         self._functions: list[Installable] = []
         self._known: dict[int, Closure] = {}
         self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
@@ -195,36 +201,58 @@ class Closures:
             datasets={c.reads.dataset.number: c.reads.dataset.header for _, c in wanted if c.reads is not None},
         )
 
-    def finish(self, command: Finish) -> bool:
+    @property
+    def num_skipped(self) -> int:
+        """How many updates were left out, as a gradient was not finite."""
+        return self._skipped_before + len(self._skipped)
+
+    def skipped(self, number: int) -> None:
+        """Takes note that a closure's update was left out."""
+        self._skipped.add(number)
+
+    def finish(self, command: Finish, error: Exception | None = None) -> bool:
         """One is done; if its results did not come with a report, they are here. Its arguments stay until a snapshot.
+
+        Args:
+            command: which, and what became of it.
+            error: why those that no worker had are not computed.
 
         Returns:
             Whether a snapshot is due.
         """
-        if command.outcome != "done":
+        is_kept = self._have_a_state and command.outcome == "done"
+        if self._have_a_state and not is_kept:
             self._void.add(command.closure)
         closure = self._known.get(command.closure)
         self._since += 1
-        before = self._logged_bytes
         if closure is not None:
             self._queued_bytes -= closure.size_bytes
-            if command.outcome == "done":
+            if is_kept:
                 self._logged_bytes += closure.size_bytes
             else:
                 del self._known[command.closure]
             if not command.arrived and command.outcome == "void":
-                closure.pending.arrive([], ClosureCancelledError("another closure had failed"))
+                because = error if isinstance(error, NoWorkersError) else "another closure had failed"
+                closure.pending.arrive([], ClosureCancelledError(f"it was not computed: {because}"))
             elif not command.arrived:
                 closure.pending.arrive(_from_bytes(command.result or b"", self._functions[closure.function].outputs))
-        return self._since % SNAPSHOT_EVERY == 0 or before <= MOST_LOGGED_BYTES < self._logged_bytes
+        return self._have_a_state and (self._since % SNAPSHOT_EVERY == 0 or self._logged_bytes > MOST_LOGGED_BYTES)
 
-    def are_in(self, snapshot: ClusterSnapshot) -> None:
-        """What a snapshot contains never runs again: it is forgotten, once its results are there."""
+    def are_in(self, snapshot: ClusterSnapshot) -> bool:
+        """What a snapshot contains never runs again: it is forgotten, once its results are there.
+
+        Returns:
+            Whether so much has come meanwhile that another one is due.
+        """
         self._since = 0
         self._void = {c for c in self._void if c >= snapshot.settled}
-        for c in [c for c in self._known if c < snapshot.settled or c in snapshot.applied]:
+        ended = {c for c in self._skipped if c < snapshot.settled or c in snapshot.applied}
+        self._skipped, self._skipped_before = self._skipped - ended, self._skipped_before + len(ended)
+        found = [c for c in self._known if c < snapshot.settled or c in snapshot.applied]
+        for c in found:
             if self._known[c].pending.done:
                 self._logged_bytes -= self._known.pop(c).size_bytes
+        return bool(found) and self._logged_bytes > MOST_LOGGED_BYTES
 
     def go_back(self, snapshot: ClusterSnapshot) -> frozenset[int]:
         """After a snapshot only what it contains is done; what it does not is queued again.
@@ -236,6 +264,7 @@ class Closures:
         again = [closure for c, closure in self._known.items() if c >= snapshot.settled and c not in done]
         self._queued_bytes = sum(closure.size_bytes for closure in again)
         self._logged_bytes = sum(closure.size_bytes for closure in self._known.values()) - self._queued_bytes
+        self._skipped &= done
         return frozenset(done)
 
     def clear(self) -> list[Pending]:

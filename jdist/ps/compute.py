@@ -69,7 +69,7 @@ class Computed:
 
     Attributes:
         outputs: what it returns; nothing if it failed.
-        is_finite: whether its gradients are; it fails if they are not and must be.
+        is_finite: whether its gradients are, where that matters; if they must be, it has failed.
         base: the version that it was computed from.
     """
 
@@ -136,7 +136,7 @@ class Installed:
             said = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
             base = self._versions[0] or 0
             if self._pushed(who, said, pushed, scalars, home, result):
-                return Computed(outputs, base=base)
+                return Computed(outputs, is_finite=finite, base=base)
         raise AssertionError  # the loop has no end
 
     def _called(self, arguments: Sequence[Any]) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ from jdist.ps.closures import MOST_QUEUED, Combine
 from jdist.ps.datasets import DatasetPass
 from jdist.ps.engine import Engine
 from jdist.ps.events import Scheduled
+from jdist.ps.interrupts import uninterrupted
 from jdist.ps.job import Function
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.snapshot import ClusterSnapshot
@@ -61,11 +62,13 @@ class Coordinator:
         pending = Pending()
         with self.engine.lock:
             self._wait_for_room()
-            self.engine.to_come += 1
-        when_all_arrived(
-            [p for x in given if isinstance(x, RemoteValue) for p in x.pending],
-            lambda: self._put(function, given, pending, reads),
-        )
+        with uninterrupted():
+            with self.engine.lock:
+                self.engine.to_come += 1
+            when_all_arrived(
+                [p for x in given if isinstance(x, RemoteValue) for p in x.pending],
+                lambda: self._put(function, given, pending, reads),
+            )
         return pending
 
     def schedule_round(self, function: int, arguments: Sequence[Sequence[Any]]) -> list[Pending]:
@@ -74,6 +77,7 @@ class Coordinator:
         given = [installed.fitted([np.array(x) for x in each]) for each in arguments]
         with self.engine.lock:
             self._wait_for_room()
+        with uninterrupted(), self.engine.lock:
             pending = [Pending() for _ in given]
             for each, one in zip(given, pending, strict=True):
                 self.engine.closures.put(function, each, one, None)
@@ -106,8 +110,8 @@ class Coordinator:
         else:
             try:
                 given = self.engine.installable(function).fitted(arguments)
-            except ClosureError as exc:
-                error = exc
+            except Exception as exc:  # noqa: BLE001  # whatever it is, it is this closure's, and others wait for it
+                error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
         with self.engine.lock:
             self.engine.to_come -= 1
             if self.engine.closed:

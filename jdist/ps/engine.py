@@ -61,7 +61,6 @@ class Engine:
         attendance: which workers there are.
         shards: the shards.
         snapshots: the newest snapshot, and further ones.
-        num_skipped: updates that were left out in synchronous mode.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class Engine:
         self._is_awaited = False
         self.closed = False
         self.dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
-        self.closures = Closures()
+        self.closures = Closures(have_a_state=bool(shards))
         self.to_come = 0  # closures that wait for arguments
         self._error: JDistError | None = None
         self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
-        self.num_skipped = 0
+        self._rounds_skipped = 0
         self._programs: Sequence[Sequence[bytes]] = ()
         self.attendance = Attendance(len(workers), times.no_worker_timeout_s)
         self._briefing = Briefing(shards, addresses, copies, times)
@@ -94,7 +93,7 @@ class Engine:
         self._telling = Telling(self.shards, self, times)
         self._deciding = ThreadPoolExecutor(1, thread_name_prefix="jdist-decide")
         nothing = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=[])
-        self.snapshots = Snapshots(self.shards, self, nothing)
+        self.snapshots = Snapshots(self.shards, self, nothing, give_up_s=2 * times.ps_timeout_s)
         self._watches = [ShardWatch(n, client, self, times) for n, client in enumerate(shards) if not copies]
         self._watches += [ReplicaWatch(n, found, self, times) for n, found in enumerate(copies)]
 
@@ -156,6 +155,11 @@ class Engine:
             thread.join(self._times.lost_after_s)
 
     @property
+    def num_skipped(self) -> int:
+        """How many updates were left out, as a gradient was not finite."""
+        return self._rounds_skipped + self.closures.num_skipped
+
+    @property
     def is_idle(self) -> bool:
         """Whether every closure that was scheduled is done; called with the lock held."""
         return self.dispatch.is_idle and not self.to_come
@@ -183,7 +187,7 @@ class Engine:
                 case Tell():
                     self._telling.tell(command)
                 case Finish():
-                    if self.closures.finish(command):
+                    if self.closures.finish(command, self._error):
                         self.snapshots.due()
                 case Rerun():
                     _LOG.warning("%d closures run again", command.count)
@@ -200,7 +204,7 @@ class Engine:
         decision = decide(numbers, found, installed)
         with self.lock:
             self._scalars = {numbers: decision.scalars}
-            self.num_skipped += decision.is_skipped
+            self._rounds_skipped += decision.is_skipped
             if decision.error is not None:
                 self.fail(decision.error)
             self.handle(Decided(closures=numbers, commit=decision.commit))
@@ -265,9 +269,9 @@ class Engine:
         """Whether one has been given up."""
         return bool(self._lost)
 
-    def are_in(self, snapshot: ClusterSnapshot) -> None:
-        """Forgets the closures of a snapshot; called with the lock held."""
-        self.closures.are_in(snapshot)
+    def are_in(self, snapshot: ClusterSnapshot) -> bool:
+        """Forgets the closures of a snapshot; called with the lock held. Whether another one is due."""
+        return self.closures.are_in(snapshot)
 
     def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]:
         """What a shard begins with: its arrays, and a program for each of its views."""
@@ -297,6 +301,11 @@ class Engine:
             known = self.closures.of([number])
         for closure in known:
             closure.pending.arrive(leaves, error)
+
+    def skipped(self, number: int) -> None:
+        """A closure's update was left out, as a gradient was not finite."""
+        with self.lock:
+            self.closures.skipped(number)
 
     def epoch_of(self, worker: int) -> int:
         """A worker's present epoch; 0 before its first."""

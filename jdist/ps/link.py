@@ -35,6 +35,7 @@ class Hub(Protocol):
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
+    def skipped(self, number: int) -> None: ...
     def epoch_of(self, worker: int) -> int: ...
 
 
@@ -196,6 +197,8 @@ class WorkerLink:
             leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
             error = _error_of(outcome)
             hub.arrived(closure, leaves, error)
+            if how == "done" and not outcome.get("is_finite", True):
+                hub.skipped(closure)
             how = "read" if how == "done" and not updates else how
             hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=outcome.get("base", 0)))
             if error is not None:
@@ -224,6 +227,6 @@ class WorkerLink:
 
 
 def _error_of(outcome: dict[str, Any]) -> ClosureError | None:
-    if not outcome.get("is_finite", True):
+    if outcome["outcome"] == "void" and not outcome.get("is_finite", True):
         return NonFiniteClosureError(outcome["closure"])
     return ClosureError(f"closure {outcome['closure']}: {outcome['error']}") if outcome.get("error") else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from jdist.errors import ClosureCancelledError
 
 Read = Callable[[list[list[Any]]], Any]
+_CALLS = threading.local()
 
 
 class Pending:
@@ -39,8 +41,7 @@ class Pending:
             self._leaves, self._error, self._is_there = leaves, error, True
             self._woken.set()
             then, self._then = self._then, []
-        for call in then:
-            call()
+        _one_after_the_other(then)
 
     def give_up(self, error: BaseException | None) -> None:
         """From now on nobody waits for the results, but meets an error; with None they can be waited for again."""
@@ -85,6 +86,20 @@ class Pending:
     def error(self) -> BaseException | None:
         """Why it failed; None if it did not, or not yet."""
         return self._error
+
+
+def _one_after_the_other(calls: Sequence[Callable[[], None]]) -> None:
+    """Makes calls that may lead to further ones, which come after them instead of inside: a chain may be long."""
+    queue: deque[Callable[[], None]] | None = getattr(_CALLS, "queue", None)
+    if queue is not None:
+        queue.extend(calls)
+        return
+    _CALLS.queue = queue = deque(calls)
+    try:
+        while queue:
+            queue.popleft()()
+    finally:
+        del _CALLS.queue
 
 
 def when_all_arrived(pending: Sequence[Pending], call: Callable[[], None]) -> None:

@@ -81,6 +81,7 @@ class PsJob:
         self._functions: dict[Any, int] = {}  # known to the coordinator
         self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
         self._is_closed = False
+        self._skipped_before = 0  # by coordinators before this one
         self._updating: bool | None = None  # whether what was scheduled last updates the state
 
     @property
@@ -203,9 +204,9 @@ class PsJob:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
-        with self._lock:
-            if self._coordinator is not None:
-                self._coordinator.join(timeout_s)
+        coordinator = self._coordinator  # without the lock, so that others may schedule meanwhile, or close
+        if coordinator is not None:
+            coordinator.join(timeout_s)
 
     @property
     def done(self) -> bool:
@@ -214,9 +215,19 @@ class PsJob:
         return coordinator is None or coordinator.done
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]:
-        """The leaves of a state, after every closure."""
+        """The leaves of a state, after every closure.
+
+        Raises:
+            StrategyError: it was on servers that have been closed.
+        """
+        self.join()
         with self._lock:
             if self._coordinator is None or self._layout is None or state is not self._state:
+                if any(x is None for x in state.leaves):
+                    raise StrategyError(
+                        "the state was on parameter servers when they were closed (`strategy.coordinator.close()`), and is "
+                        "lost. Fetch it before."
+                    )
                 return [np.asarray(x) for x in state.leaves]
             self._coordinator.join()
             return self._layout.put_together(self._coordinator.snapshot().kept, state.leaves)
@@ -224,16 +235,16 @@ class PsJob:
     def num_skipped(self) -> int:
         """How many closures of the running state were left out, as a gradient was not finite."""
         with self._lock:
-            if self._coordinator is None or self._layout is None:
-                return 0
+            if self._coordinator is None:
+                return self._skipped_before
             self._coordinator.join()
-            if self.options.is_sync:
-                return self._coordinator.engine.num_skipped
-            client = self._coordinator.engine.shards.clients[0]
-            return client.status()["counts"]["skipped"]
+            return self._skipped_before + self._coordinator.engine.num_skipped
 
     def close(self) -> None:
         """Ends the workers' threads, the connections and what was started."""
+        coordinator = self._coordinator
+        if coordinator is not None:  # whoever has the lock may wait for it
+            coordinator.engine.close()
         with self._lock:
             if self._is_closed:
                 return
@@ -244,6 +255,7 @@ class PsJob:
 
     def _leave(self) -> None:
         if self._coordinator is not None:
+            self._skipped_before += self._coordinator.engine.num_skipped
             self._coordinator.engine.close()
         self._coordinator = self._layout = self._state = self._updating = None
         self._functions.clear()
@@ -267,17 +279,17 @@ class PsJob:
         )
         keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
         addresses = [servers.ps[shard.ps] for shard in layout.shards]
+        programs = [
+            [self._program(layout, shard, keeping, step) for step in range(len(steps))]
+            for shard, keeping in zip(layout.shards, keepings, strict=True)
+        ]
         engine = self._engine(addresses, keepings)
-        generation = 1 + engine.highest_generation()
-        engine.begin(
-            layout.shared_out(state.leaves),
-            [
-                [self._program(layout, shard, keeping, step) for step in range(len(steps))]
-                for shard, keeping in zip(layout.shards, keepings, strict=True)
-            ],
-            first=first,
-            generation=generation,
-        )
+        try:
+            generation = 1 + engine.highest_generation()
+            engine.begin(layout.shared_out(state.leaves), programs, first=first, generation=generation)
+        except BaseException:
+            engine.close()  # the state is here still, and comes to the servers with the next call
+            raise
         self._coordinator, self._layout, self._state = Coordinator(engine), layout, state
         kept = {rows.of for shard in layout.shards for rows in shard.kept}
         state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]

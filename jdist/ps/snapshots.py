@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
 from jdist.ps.transport.seam import Header
 
 _LOG = logging.getLogger(__name__)
+PAUSE_S = 0.01
 
 
 class Hub(Protocol):
@@ -29,7 +31,7 @@ class Hub(Protocol):
     def wait_for_event(self) -> None: ...
     def raise_error(self) -> None: ...
     def routes(self) -> Header: ...
-    def are_in(self, snapshot: ClusterSnapshot) -> None: ...
+    def are_in(self, snapshot: ClusterSnapshot) -> bool: ...
 
 
 class Snapshots:
@@ -39,15 +41,16 @@ class Snapshots:
         newest: to which all shards go back when one of them loses its memory.
     """
 
-    def __init__(self, shards: Together, hub: Hub, first: ClusterSnapshot):
+    def __init__(self, shards: Together, hub: Hub, first: ClusterSnapshot, *, give_up_s: float):
         """None has been taken yet.
 
         Args:
             shards: the shards.
             hub: the coordinator.
             first: the state at the beginning.
+            give_up_s: how long it may take until the shards agree on one.
         """
-        self.newest = first
+        self.newest, self._give_up_s = first, give_up_s
         self._shards, self._hub = shards, hub
         self._taking, self._number = threading.Lock(), 0
         self._is_due = False
@@ -60,7 +63,7 @@ class Snapshots:
         Raises:
             ShardLostError: a shard does not answer.
         """
-        hub = self._hub
+        hub, end = self._hub, time.monotonic() + self._give_up_s
         while True:
             routes = hub.routes()
             try:
@@ -76,6 +79,9 @@ class Snapshots:
                 hub.raise_error()
                 if hub.closed:
                     raise ShardLostError("the coordinator was closed")
+                if time.monotonic() > end:
+                    raise ShardLostError(f"the parameter servers gave no snapshot within {self._give_up_s:g} s")
+                hub.lock.wait(PAUSE_S)  # they begin a new history, or a lost worker is being sorted out
 
     def due(self) -> None:
         """Has one taken, for which nobody waits; called with the hub's lock held."""
@@ -116,7 +122,8 @@ class Snapshots:
             if found is None or hub.dispatch.generation != generation or hub.is_a_shard_lost:
                 return None
             self.newest = found
-            hub.are_in(found)
+            if hub.are_in(found):
+                self.due()
             hub.lock.notify_all()
             return found
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jdist.errors import ClosureError, ShardLostError
+from jdist.errors import ShardLostError
 from jdist.ps.events import Answered, Event, Tell
 from jdist.ps.messages import Answer, Commit, Held, Restore
 from jdist.ps.shards import Together
@@ -29,7 +29,6 @@ class Hub(Protocol):
     @property
     def generation(self) -> int: ...
     def handle(self, event: Event) -> None: ...
-    def fail(self, error: ClosureError) -> None: ...
     def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
     def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]: ...
     def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]: ...
@@ -71,7 +70,7 @@ class Telling:
                     hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)
                 continue
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
-                hub.fail(ClosureError(f"a parameter server cannot be told: {exc!r}"))
+                hub.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
                 raise
             return hub.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 

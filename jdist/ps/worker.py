@@ -187,10 +187,9 @@ class WorkerServer:
                 except (Abandoned, ShardLostError):
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue
-                if not computed.is_finite:
-                    outcomes.append({"closure": closure, "outcome": "void", "is_finite": False})
-                    continue
-                how = "staged" if installed.function.stages_only else "done"
-                outcomes.append({"closure": closure, "outcome": how, "base": computed.base})
+                failed = not computed.is_finite and installed.function.non_finite == "raise"
+                how = "void" if failed else "staged" if installed.function.stages_only else "done"
+                said = {"closure": closure, "outcome": how, "is_finite": computed.is_finite, "base": computed.base}
+                outcomes.append(said)
                 outputs += computed.outputs
         return {"outcomes": outcomes}, outputs

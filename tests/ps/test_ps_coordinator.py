@@ -18,10 +18,11 @@ from jdist.ps import snapshots
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
 from jdist.ps.engine import Engine
-from jdist.ps.job import function_of, keeping_of
+from jdist.ps.job import Function, described, function_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
 from jdist.ps.partition import fixed_shards
+from jdist.ps.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.times import Times
@@ -422,3 +423,43 @@ def test_what_a_function_fails_with_on_a_worker_is_shown_and_cancels_the_queue(m
         job.schedule()
         job.coordinator.join(60)
         assert count(job) == [2]
+
+
+def test_a_long_chain_of_closures_whose_first_one_fails():
+    with Job(1, 1) as job:
+        first = Pending()
+        value, values = RemoteValue([first], leaf(0)), []
+        for _ in range(3000):
+            pending = job.coordinator.schedule(job.step, [value] * len(job.arguments))
+            value = RemoteValue([pending], leaf(0))
+            values.append(pending)
+        first.arrive([], ClosureError("the first"))
+        job.coordinator.join(60)
+        assert all(isinstance(p.error, ClosureCancelledError) for p in values)
+
+
+def test_when_much_has_come_while_a_snapshot_was_taken_the_next_one_is_due(monkeypatch):
+    monkeypatch.setattr("jdist.ps.closures.MOST_LOGGED_BYTES", 400)  # some four closures' arguments
+    with Job(1, 2) as job:
+        for _ in range(100):  # would wait for ever at twice that
+            job.schedule()
+        job.coordinator.join(60)
+        assert count(job) == [100]
+
+
+def test_functions_without_a_state_leave_nothing_behind():
+    worker = WorkerServer(lambda address: None)
+    server = FakeServer("worker", worker.methods())
+    engine = Engine([lambda: FakeChannel(server)], [], addresses=[], times=TIMES)
+    job = Coordinator(engine)
+    engine.begin([], [])
+    try:
+        spec = jax.ShapeDtypeStruct((), np.int32)
+        function = Function(arguments=described([spec]), outputs=described([spec]))
+        number = job.add(function, pack(lambda values: [values[0] + 1], [spec]))
+        found = [job.schedule(number, [np.int32(i)]) for i in range(1200)]  # more than make a snapshot due
+        job.join(60)
+        assert [int(p.wait(0)[0]) for p in found] == list(range(1, 1201))
+        assert (len(engine.closures), engine.closures._void) == (0, set())
+    finally:
+        engine.close()

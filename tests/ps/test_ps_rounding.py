@@ -219,7 +219,5 @@ def test_what_workers_carry_does_not_stand_still(strategy):
 
 
 def test_a_precision_that_is_not_known_is_refused_at_once():
-    with pytest.raises(
-        StrategyError, match=r"`wire` is 'bf61'; allowed are 'float32' and 'bf16'\. Did you mean 'bf16'"
-    ):
+    with pytest.raises(StrategyError, match=r"`wire` is 'bf61'; allowed are 'float32' and 'bf16'\."):
         jdist.parameter_server(wire="bf61")

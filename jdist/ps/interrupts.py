@@ -1,0 +1,29 @@
+"""Ctrl-C, or a notebook's interrupt, in the middle of what must be done whole."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Has an interrupt wait for the end of the block, which must be short.
+
+    Only the main thread is interrupted; in others this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(handler):
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

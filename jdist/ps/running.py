@@ -223,12 +223,7 @@ class PsJob:
         self.join()
         with self._lock:
             if self._coordinator is None or self._layout is None or state is not self._state:
-                if any(x is None for x in state.leaves):
-                    raise StrategyError(
-                        "the state was on parameter servers when they were closed (`strategy.coordinator.close()`), and is "
-                        "lost. Fetch it before."
-                    )
-                return [np.asarray(x) for x in state.leaves]
+                return [np.asarray(x) for x in _leaves_here(state)]
             self._coordinator.join()
             return self._layout.put_together(self._coordinator.snapshot().kept, state.leaves)
 
@@ -263,6 +258,8 @@ class PsJob:
     def _place(self, state: RemoteState, steps: Sequence[StepParts]) -> None:
         """Lays a state out for these steps. Another state that is on the servers is brought here first."""
         servers, options = self.servers, self.options
+        if state is not self._state:
+            _leaves_here(state)
         if self._state is not None:
             self._state.leaves = list(self.fetch(self._state))
         first = 0
@@ -327,3 +324,13 @@ class PsJob:
             structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in taken]
             self._packed[key] = pack(layout.program(shard, step), structs)
         return self._packed[key]
+
+
+def _leaves_here(state: RemoteState) -> list[Any]:
+    """The leaves of a state that is on no server."""
+    if any(x is None for x in state.leaves):
+        raise StrategyError(
+            "this state is not here: it was on parameter servers when they were closed (`strategy.coordinator.close()`), so "
+            "fetch it before; or this is a copy of its handle, so use the handle itself."
+        )
+    return state.leaves

@@ -25,42 +25,12 @@ from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending
 from jdist.ps.replica_watch import two_copies
 from jdist.ps.rounds import Rounds
-from jdist.ps.shard_state import NonFinite
 from jdist.ps.shards import ShardClient
-from jdist.ps.sync_program import SyncParts
+from jdist.ps.traced import Traced
 from jdist.ps.worker_devices import devices_of_workers
 from jdist.strategy import Strategy
 
 PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
-    """A step for batches of one size, ready to be shipped.
-
-    Attributes:
-        parts: the step, taken apart.
-        function: what a worker computes, of a flat list of arrays.
-        arguments: shapes of a closure's arguments.
-        outputs: shapes of what it returns.
-        non_finite: what happens to gradients that are not finite.
-        sync: how the closures of a call become one update, in synchronous mode.
-        batch: which of the arguments the worker reads itself: the first one, and how many.
-    """
-
-    parts: StepParts
-    function: Callable[[list[Any]], list[Any]]
-    arguments: Sequence[Any]
-    outputs: Sequence[Any]
-    non_finite: NonFinite
-    sync: SyncParts | None = None
-    batch: tuple[int, int] | None = None
-
-    @property
-    def sent(self) -> list[Any]:
-        """Shapes of the arguments that go with a closure."""
-        start, count = self.batch or (0, 0)
-        return [*self.arguments[:start], *self.arguments[start + count :]]
 
 
 class PsJob:

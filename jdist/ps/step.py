@@ -19,8 +19,9 @@ from jdist.ps.keys import taking_keys, without_keys
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
-from jdist.ps.running import PsJob, Traced
+from jdist.ps.running import PsJob
 from jdist.ps.sync_program import Combined, SyncParts
+from jdist.ps.traced import Traced
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step

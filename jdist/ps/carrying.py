@@ -72,8 +72,11 @@ class Carrying:
         offsets = []
         for found, slope in zip(self.linear, self._slopes(slopes), strict=True):
             kept, value = _times(slope, state[found.leaf]), _wide(new[found.place])
-            is_number = jnp.isfinite(kept) if jnp.issubdtype(kept.dtype, jnp.floating) else True
-            offsets.append(jnp.where(is_number, value - kept, value))  # infinity less itself is no number
+            if jnp.issubdtype(kept.dtype, jnp.floating):  # infinity less itself is no number
+                offset = jnp.where(jnp.isfinite(kept), value - kept, value)
+                offsets.append(jnp.where(value == kept, jnp.zeros_like(value), offset))
+            else:
+                offsets.append(value - kept)
         return [*new, *offsets, *slopes]
 
     def applied(self, state: Sequence[Any], new: Sequence[Any], pushed: Sequence[Any]) -> list[Any]:
@@ -278,6 +281,8 @@ class _Rule:
         if all(isinstance(s, float | int) and s == slopes[0] for s in slopes):
             return slopes[0]
         out, which = eqn.outvars[0].aval, self._value(eqn.invars[0], values)
+        if isinstance(which, bool | int):
+            return slopes[which]
         shape = out.shape if any(jnp.ndim(x) for x in (which, *slopes)) else ()
         return jax.lax.select_n(which, *(jnp.broadcast_to(_wide(jnp.asarray(s, out.dtype)), shape) for s in slopes))
 
@@ -288,19 +293,16 @@ class _Rule:
             return constant
         return dataflow.subfunction(self._closed, dataflow.body_of(self._closed).invars, [v])(values)[0]
 
-    def _constant(self, v: Any) -> float | None:
+    def _constant(self, v: Any) -> Any:
         found = v.val if dataflow.is_literal(v) else self._constants.get(v)
         if found is not None and not isinstance(found, jax.core.Tracer) and np.ndim(found) == 0:
-            return np.asarray(found, v.aval.dtype).astype(_number_of(v.aval.dtype)).item()
+            wide = np.float64 if jnp.issubdtype(v.aval.dtype, jnp.floating) else v.aval.dtype
+            return np.asarray(found, v.aval.dtype).astype(wide).item()
         eqn = None if dataflow.is_literal(v) else self._made_by.get(v)
         if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             same = eqn.primitive.name == "broadcast_in_dim" or _same_kind(eqn.invars[0].aval.dtype, v.aval.dtype)
             return self._constant(eqn.invars[0]) if same else None
         return None
-
-
-def _number_of(dtype: Any) -> type:
-    return np.int64 if jnp.issubdtype(dtype, jnp.integer) else np.float64
 
 
 def _same_kind(a: Any, b: Any) -> bool:

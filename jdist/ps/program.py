@@ -113,6 +113,7 @@ class TracedStep:
         late: places of the outputs and flags that wait for the combined gradients.
         num_outputs: how many outputs there are; the flags are behind them.
         carrying: what it carries besides the gradient.
+        gradients: the numbers of the gradients, and of losses, among the arrays that the update part can read.
     """
 
     plan: Plan
@@ -122,6 +123,7 @@ class TracedStep:
     late: tuple[int, ...]
     num_outputs: int
     carrying: Carrying
+    gradients: range
 
     def typed(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves as the step knows them, from those that travel."""
@@ -222,7 +224,8 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
 
     cuts, carried = jax.eval_shape(gradients, state, batches, others)
     late: list[int] = []
-    draft = TracedStep(plan, shapes, treedef, impls, (), num_outputs, carrying)  # what is late is known once the update is traced
+    numbers = range(len(others_leaves), len(others_leaves) + len(cuts))
+    draft = TracedStep(plan, shapes, treedef, impls, (), num_outputs, carrying, numbers)  # what is late is known once the update is traced
 
     def update(*values: Any) -> list[Any]:
         old = draft.typed(values[: len(leaves)])

@@ -1,10 +1,10 @@
-"""What a step carries besides the gradient (a counter, a running mean), so that no worker writes over what others have written.
+"""What a step carries besides the gradient (a counter, a running mean), so that no worker writes over what others wrote.
 
-A worker computes such a leaf's new value from the old one that it has pulled, which may be old by now. Where the traced step shows
-that `new = slope * old + offset`, and neither number depends on the leaf, the worker pushes the offset, and the server applies the
-same rule to what it has: a counter counts everything, and a mean takes every batch in, each once, as if the workers had taken
-turns. (Adding `new - old` would do for a counter. A running mean would be pulled back several times for each new batch, and with
-many workers swing beyond all bounds.)
+A worker computes such a leaf's new value from the old one that it has pulled, which may be old by now. Where the traced step
+shows that `new = slope * old + offset`, and neither number depends on the leaf, the worker pushes the offset, and the server
+applies the same rule to what it has: a counter counts everything, and a mean takes every batch in, once, as if the workers had
+taken turns. (Adding `new - old` would do for a counter. A running mean would be pulled back several times for each new batch,
+and with many workers swing beyond all bounds.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -151,7 +152,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    """In at least 32 bits, if it is of floating-point numbers: what lies between two values of half precision is less than one."""
+    """In at least 32 bits, if it is of floating-point numbers: half precision would round an offset away."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -246,7 +247,7 @@ class _Rule:
         """Of a sum over the replicas, all of which have the leaf."""
         return slope * self._n if isinstance(slope, float | int) else jax.lax.psum(slope, eqn.params["axes"])
 
-    def _slope(self, eqn: Any, slopes: list[Slope | None], values: Sequence[Any]) -> Slope:
+    def _slope(self, eqn: Any, slopes: list[Any], values: Sequence[Any]) -> Slope:
         """Of an equation's result, from those of its operands; None for those that do not depend on the leaf."""
         name, out = eqn.primitive.name, eqn.outvars[0].aval
         first, *rest = slopes

@@ -225,7 +225,9 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
     cuts, carried = jax.eval_shape(gradients, state, batches, others)
     late: list[int] = []
     numbers = range(len(others_leaves), len(others_leaves) + len(cuts))
-    draft = TracedStep(plan, shapes, treedef, impls, (), num_outputs, carrying, numbers)  # what is late is known once the update is traced
+    draft = TracedStep(
+        plan, shapes, treedef, impls, (), num_outputs, carrying, numbers
+    )  # what is late is known once the update is traced
 
     def update(*values: Any) -> list[Any]:
         old = draft.typed(values[: len(leaves)])

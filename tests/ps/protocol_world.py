@@ -15,7 +15,19 @@ from typing import Any
 
 from jdist.ps import dispatch as coordinator
 from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import Answered, Assign, Event, Finish, Lost, Parted, Registered, Reported, Rollback, Scheduled, Tell
+from jdist.ps.events import (
+    Answered,
+    Assign,
+    Event,
+    Finish,
+    Lost,
+    Parted,
+    Registered,
+    Reported,
+    Rollback,
+    Scheduled,
+    Tell,
+)
 from jdist.ps.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
 from jdist.ps.shard import receive
 from jdist.ps.shard_state import Rules, Shard
@@ -86,7 +98,7 @@ def start(
     depth: int = 1,
     parts: tuple[int, ...] = (),
 ) -> World:
-    """A world at the beginning: restored shards, registered workers, scheduled closures, of which those of `parts` begin one."""
+    """A world at the beginning: restored shards, registered workers, closures in parts that begin at `parts`."""
     world = World(
         Dispatch(num_shards=shards, depth=depth), (Shard(rules=rules),) * shards, ((),) * shards, budget=budget
     )

@@ -103,9 +103,7 @@ OTHERS = {
 def pushed_by_each(parts, leaves, given, layout):
     """What workers push that have all pulled the same leaves."""
     found = [jax.jit(parts.worker)([leaves[i] for i in parts.read], *arguments) for arguments in given]
-    return [
-        [layout.shares(shard, 0, pushed, scalars) for shard in layout.shards] for pushed, scalars, _, _ in found
-    ]
+    return [[layout.shares(shard, 0, pushed, scalars) for shard in layout.shards] for pushed, scalars, _, _ in found]
 
 
 def together(layout, leaves, pushes):
@@ -149,7 +147,9 @@ def both_workers(which, num_ps, accumulate):
     last, _ = one(state, OTHER)
     paths = [str(path[-1]) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     made = [dict(zip(paths, leaves, strict=True)) for leaves in (found, raw(expected), raw(last))]
-    return {case: [[x[f"['{name_of(case)}.{k}']"] for k in leaves] for x in made] for case, (leaves, _) in cases.items()}
+    return {
+        case: [[x[f"['{name_of(case)}.{k}']"] for k in leaves] for x in made] for case, (leaves, _) in cases.items()
+    }
 
 
 def near(a, b):
@@ -192,7 +192,7 @@ def test_a_slope_that_the_program_tells_does_not_travel():
 
 def test_a_result_may_depend_on_what_is_carried_and_on_the_gradients():
     def step(state, batch):
-        value, grads = jdist.value_and_grad(loss)(state.params, batch)
+        _, grads = jdist.value_and_grad(loss)(state.params, batch)
         seen = state.extra["seen"] + batch["mask"].sum()
         return state.apply_gradients(grads=grads, seen=seen), {"each": optax.tree.norm(grads) / seen}
 

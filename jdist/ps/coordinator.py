@@ -11,7 +11,7 @@ from jdist.errors import ClosureCancelledError, ClosureError
 from jdist.ps.closures import MOST_QUEUED, Combine
 from jdist.ps.datasets import DatasetPass
 from jdist.ps.engine import Engine
-from jdist.ps.events import Scheduled
+from jdist.ps.events import Parted, Scheduled
 from jdist.ps.interrupts import uninterrupted
 from jdist.ps.job import Function
 from jdist.ps.remote_value import Pending, RemoteValue, when_all_arrived
@@ -83,6 +83,17 @@ class Coordinator:
                 self.engine.closures.put(function, each, one, None)
             self.engine.handle(Scheduled(count=len(pending)))
         return pending
+
+    def part(self) -> None:
+        """Waits until every closure is done; what comes after is never mixed with it, also where both are computed again.
+
+        Raises:
+            ClosureError: one of them failed.
+            ShardLostError: a shard has not answered for long.
+        """
+        self.join()
+        with self.engine.lock:
+            self.engine.handle(Parted(kept=self.engine.snapshots.newest.settled))
 
     def _wait_for_room(self) -> None:
         self.engine.raise_error()

@@ -21,6 +21,7 @@ from jdist.ps.events import (
     Event,
     Finish,
     Lost,
+    Parted,
     Registered,
     Reported,
     Rerun,
@@ -53,6 +54,11 @@ def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
     match event:
         case Scheduled():
             return dataclasses.replace(dispatch, scheduled=dispatch.scheduled + event.count), []
+        case Parted() if dispatch.rounds is not None:
+            return dispatch, []  # updates are made one at a time, in the closures' order
+        case Parted():
+            parts = {p for p in dispatch.parts if p > event.kept} | {dispatch.scheduled}
+            return dataclasses.replace(dispatch, parts=tuple(sorted(parts))), []
         case Registered():
             return _registered(dispatch, event)
         case Reported():
@@ -81,7 +87,8 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
     while ready := [
         w for w, known in dispatch.workers.items() if known.state == "ready" and len(known.closures) < dispatch.depth
     ]:
-        limit = min(dispatch.scheduled, dispatch.settled + dispatch.window, _end_of_round(dispatch))
+        part = next((p for p in dispatch.parts if p > dispatch.settled), dispatch.scheduled)
+        limit = min(part, dispatch.settled + dispatch.window, _end_of_round(dispatch))
         if dispatch.returned and dispatch.returned[0] < limit:
             closure, changes = dispatch.returned[0], {"returned": dispatch.returned[1:]}
         elif dispatch.next < limit:

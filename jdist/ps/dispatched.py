@@ -63,6 +63,7 @@ class Dispatch:
         workers: by number.
         recoveries: of the workers in "fencing".
         restoring: shards that have not yet acknowledged the present history; nothing is handed out meanwhile.
+        parts: closures at or above each of these numbers are handed out when all below it are done; rising.
         rounds: the update that is being made, in synchronous mode; None in asynchronous mode.
     """
 
@@ -78,6 +79,7 @@ class Dispatch:
     workers: Mapping[int, Worker] = dataclasses.field(default_factory=dict)
     recoveries: Mapping[int, Recovery] = dataclasses.field(default_factory=dict)
     restoring: frozenset[int] = frozenset()
+    parts: tuple[int, ...] = ()
     rounds: Rounds | None = None
 
     @property

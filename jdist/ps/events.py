@@ -24,6 +24,17 @@ class Scheduled:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parted:
+    """Event: what is scheduled from now on begins when all before it is done, also where both are computed again.
+
+    Attributes:
+        kept: closures below are in a snapshot, and never run again.
+    """
+
+    kept: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Registered:
     """Event: a worker's process is connected, and holds no closure.
 
@@ -125,7 +136,7 @@ class Cancelled:
     spare: frozenset[int] = frozenset()
 
 
-Event = Scheduled | Registered | Reported | Lost | Answered | Rollback | Decided | Cancelled
+Event = Scheduled | Parted | Registered | Reported | Lost | Answered | Rollback | Decided | Cancelled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

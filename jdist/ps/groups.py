@@ -52,23 +52,57 @@ def make_groups(updates: Sequence[Update]) -> Groups:
     placed = [i for i in leaves if i not in constant | everywhere]
     joined = {i: {i} for i in placed}
 
-    def join(i: int, j: int) -> None:
-        if joined[i] is not joined[j]:
-            joined[i] |= joined[j]
-            for member in joined[j]:
-                joined[member] = joined[i]
-
     for update in updates:
         for i, reads in update.reads.items():
             for j in reads.intersection(placed):
                 if i in joined:
-                    join(i, j)
+                    _join(joined, i, j)
         for unit in update.units:
             for i, j in itertools.pairwise(unit.leaves):
-                join(i, j)
+                _join(joined, i, j)
     distinct = {id(members): tuple(sorted(members)) for members in joined.values()}
     groups = tuple(Group(members, _by_rows(updates, members)) for members in sorted(distinct.values()))
     return Groups(tuple(sorted(constant)), tuple(sorted(everywhere)), groups)
+
+
+def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> frozenset[tuple[int, int]]:
+    """Pairs of steps, by number, of which one must not begin before the other is done.
+
+    They are a step that updates and one that only reads; and, over several servers, two that change a leaf which is everywhere
+    by different functions. Servers may take two closures in different orders, and their copies would come out differently.
+
+    Args:
+        updates: the steps' update parts, of one state.
+        groups: where the leaves are kept.
+        num_shards: on how many servers.
+    """
+    return frozenset(
+        (i, j)
+        for (i, a), (j, b) in itertools.permutations(enumerate(updates), 2)
+        if bool(a.reads) != bool(b.reads) or (num_shards > 1 and not _commute(a, b, groups.everywhere))
+    )
+
+
+def _commute(a: Update, b: Update, everywhere: tuple[int, ...]) -> bool:
+    """Whether the copies of these leaves come out alike, in whatever order two steps update them."""
+    related = {i: {i} for i in everywhere}
+    for update in (a, b):
+        for i in everywhere:
+            for j in update.reads.get(i, frozenset()).intersection(everywhere):
+                _join(related, i, j)
+    for leaves in {id(found): sorted(found) for found in related.values()}.values():
+        both = all(any(i in update.reads for i in leaves) for update in (a, b))
+        if both and a.formula(leaves) != b.formula(leaves):
+            return False
+    return True
+
+
+def _join(sets: dict[int, set[int]], i: int, j: int) -> None:
+    """Makes one set of the two that these are in."""
+    if sets[i] is not sets[j]:
+        sets[i] |= sets[j]
+        for member in sets[j]:
+            sets[member] = sets[i]
 
 
 def units_in(update: Update, group: Group) -> list[Unit]:

@@ -93,8 +93,14 @@ def keeping_of(layout: Layout, shard: ShardLayout, rules: Rules, *, is_sync: boo
         pushes = _described(layout.push_specs(shard, step))
         arrays = len(pushes) - len(layout.steps[step].update.scalar_shapes)
         pushes, scalars = (pushes[:arrays], pushes[arrays:]) if is_sync else (pushes, ())
-        found = shard.views[step]
-        return StepView(pushes=pushes, scalars=scalars, pulled=found.pulled, pulled_once=found.pulled_once)
+        found, gradients = shard.views[step], layout.steps[step].traced.gradients
+        return StepView(
+            pushes=pushes,
+            scalars=scalars,
+            pulled=found.pulled,
+            pulled_once=found.pulled_once,
+            unweighted=tuple(n for n, rows in enumerate(found.pushes) if rows.of not in gradients),
+        )
 
     return Keeping(
         kept=_described(layout.kept_specs(shard)),

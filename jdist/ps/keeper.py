@@ -267,7 +267,9 @@ class Keeper:
         ((view, pushes), weight), *others = gradients
         if others or weight != 1.0 or keeping.widens(view):
             weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
-            pushes = _weighted(weights, [pushes, *(more for (_, more), _ in others)])
+            equal = np.full_like(weights, 1 / len(gradients))
+            each = [equal if i in keeping.views[view].unweighted else weights for i in range(len(pushes))]
+            pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
         new = self._programs[view]([*self._kept, *pushes, *scalars])
         n = keeping.changing
         self._kept[:n] = new[:n]
@@ -280,12 +282,17 @@ def _nothing(values: Sequence[Any]) -> list[jax.Array]:
 
 
 @jax.jit
-def _weighted(weights: jax.Array, gradients: list[list[jax.Array]]) -> list[jax.Array]:
-    """The weighted sum, `wire.wide`; what is no floating-point number (a flag, a count) is taken from the first."""
+def _weighted(weights: list[jax.Array], gradients: list[list[jax.Array]]) -> list[jax.Array]:
+    """The weighted sum, `wire.wide`; what is no floating-point number (a flag, a count) is taken from the first.
 
-    def one(*values: jax.Array) -> jax.Array:
+    Args:
+        weights: for each array, the weight of each one's.
+        gradients: the arrays of each.
+    """
+
+    def one(weights: jax.Array, *values: jax.Array) -> jax.Array:
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):
             return values[0]
         return functools.reduce(jnp.add, [w * x for w, x in zip(weights, values, strict=True)])  # weights are float32
 
-    return jax.tree.map(one, *gradients)
+    return jax.tree.map(one, weights, *gradients)

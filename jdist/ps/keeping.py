@@ -22,12 +22,14 @@ class StepView:
         scalars: those that come with the commit of several closures as one update.
         pulled: places in `Keeping.kept` of what a worker pulls when the version has changed.
         pulled_once: of what it pulls besides when it has nothing yet.
+        unweighted: places in `pushes` of what is no gradient, and counts in full however late it is.
     """
 
     pushes: tuple[Described, ...]
     scalars: tuple[Described, ...]
     pulled: tuple[int, ...]
     pulled_once: tuple[int, ...]
+    unweighted: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

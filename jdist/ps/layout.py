@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.ps.groups import Groups, changed_in, make_groups, units_in
+from jdist.ps.groups import Groups, changed_in, in_turn, make_groups, units_in
 from jdist.ps.partition import Partitioner, Piece, Placement, place
 from jdist.ps.program import StepParts
 from jdist.ps.rounding import ROUNDED, Rounding, Wire, make_rounding
@@ -89,12 +89,14 @@ class Layout:
         groups: its leaves by where they are kept.
         shards: a layout for each server that keeps any part of the state; the others take no part.
         rounding: what travels rounded between servers and workers.
+        in_turn: pairs of steps whose closures must not mix; see `groups.in_turn`.
     """
 
     steps: tuple[StepParts, ...]
     groups: Groups
     shards: tuple[ShardLayout, ...]
     rounding: Rounding
+    in_turn: frozenset[tuple[int, int]]
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -236,7 +238,8 @@ def make_layout(
     used = sorted(by_ps) or [0]
     rounding = make_rounding(steps, wire)
     shards = tuple(_shard(steps, groups, rounding, ps, by_ps[ps], is_first=ps == used[0]) for ps in used)
-    return Layout(tuple(steps), groups, shards, rounding)
+    turns = in_turn([step.update for step in steps], groups, num_shards=len(shards))
+    return Layout(tuple(steps), groups, shards, rounding, turns)
 
 
 def _shard(

@@ -7,6 +7,7 @@ worker's function: parameters and a batch in; gradients, metrics and a few scala
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from jdist import dataflow
 from jdist.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
 from jdist.global_arrays import is_key
+from jdist.ps.carrying import Carrying, find_carrying
 from jdist.ps.update import Update, sort_update
 from jdist.transforms.accumulate import Plan, gradient_part, make_plan
 from jdist.transforms.guard import Flags
@@ -74,7 +76,8 @@ class StepParts:
         def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
             state = found.filled(dict(zip(self.read, read, strict=True)))
             made = gradient_part(strategy, found.plan, state, batches, others)
-            pushed = [*jax.tree.leaves(others), *made.cuts, *made.carried]
+            old = jax.tree.leaves(state[0])
+            pushed = [*jax.tree.leaves(others), *made.cuts, *found.carrying.pushed(old, made.carried)]
             results = list(made.outputs)
             for i, x in zip(found.late, self.update.late(pushed, range(len(found.late))), strict=True):
                 results[i] = x
@@ -103,12 +106,14 @@ class TracedStep:
     """What tracing a step told; for those that make programs of it.
 
     Attributes:
-        plan: its two parts.
+        plan: its two parts; the gradient part takes what `filled` returns.
         shapes: of the state's leaves.
         treedef: of the state.
         impls: the implementation of each leaf that is a PRNG key, None of the others.
         late: places of the outputs and flags that wait for the combined gradients.
         num_outputs: how many outputs there are; the flags are behind them.
+        carrying: what it carries besides the gradient.
+        gradients: the numbers of the gradients, and of losses, among the arrays that the update part can read.
     """
 
     plan: Plan
@@ -117,6 +122,8 @@ class TracedStep:
     impls: tuple[Any, ...]
     late: tuple[int, ...]
     num_outputs: int
+    carrying: Carrying
+    gradients: range
 
     def typed(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves as the step knows them, from those that travel."""
@@ -126,9 +133,9 @@ class TracedStep:
         ]
 
     def filled(self, given: dict[int, Any]) -> PyTree:
-        """The state with these leaves, and nothing in the place of the others."""
+        """The state with these leaves, and nothing in the place of the others; with the slopes that are carried beside it."""
         leaves = [given[i] if i in given else self.nothing(i) for i in range(len(self.shapes))]
-        return jax.tree.unflatten(self.treedef, self.typed(leaves))
+        return self.carrying.begun(jax.tree.unflatten(self.treedef, self.typed(leaves)))
 
     def nothing(self, i: int) -> Any:
         """Stands for a leaf that the gradient part does not read."""
@@ -173,7 +180,10 @@ def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
 
 
 def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, closures: int) -> tuple[TracedStep, Any]:
-    """The step as traced by one replica, and its update part `(state leaves, others, cuts, carried) -> (leaves, late)`."""
+    """The step as traced by one replica, and its update part `(state leaves, others, cuts, carried) -> (leaves, late)`.
+
+    `carried` is all that `Carrying.pushed` gives.
+    """
     strategy, seen = spec.strategy, list[Flags]()
     plan = make_plan(
         strategy,
@@ -192,6 +202,16 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
             "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others have "
             "written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a metric."
         )
+    microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // plan.k, *x.shape[1:]), x.dtype), batches)
+    parts, carrying = find_carrying(
+        plan.parts,
+        state,
+        microbatch,
+        others,
+        num_replicas=strategy.num_replicas,
+        microbatches=spec.options.accumulate,
+    )
+    plan = dataclasses.replace(plan, parts=parts)
     leaves, treedef = jax.tree.flatten(state)
     impls = tuple(jax.random.key_impl(x) if is_key(x) else None for x in leaves)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
@@ -199,12 +219,15 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
     others_leaves, others_treedef = jax.tree.flatten(others)
 
     def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        made = gradient_part(strategy, plan, state, batches, others)
-        return made.cuts, made.carried
+        made = gradient_part(strategy, plan, carrying.begun(state), batches, others)
+        return made.cuts, carrying.pushed(jax.tree.leaves(state), made.carried)
 
     cuts, carried = jax.eval_shape(gradients, state, batches, others)
     late: list[int] = []
-    draft = TracedStep(plan, shapes, treedef, impls, (), num_outputs)  # what is late is known once the update is traced
+    numbers = range(len(others_leaves), len(others_leaves) + len(cuts))
+    draft = TracedStep(
+        plan, shapes, treedef, impls, (), num_outputs, carrying, numbers
+    )  # what is late is known once the update is traced
 
     def update(*values: Any) -> list[Any]:
         old = draft.typed(values[: len(leaves)])
@@ -212,15 +235,17 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
         rest = iter(values[len(leaves) :])
         others = jax.tree.unflatten(others_treedef, [next(rest) for _ in others_leaves])
         with tracing(ReplicaTrace(strategy)):
-            new, results = plan.whole.update(state, others, [next(rest) for _ in cuts], list(rest), [])
+            taken = [next(rest) for _ in cuts], [next(rest) for _ in plan.whole.carried]
+            new, results = plan.whole.update(state, others, *taken, [])
         new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, new)))
+        new = carrying.applied(old, new, list(rest))
         late[:] = [i for i, x in enumerate(results) if x is not None]
         kept = [before if x is typed else x for x, typed, before in zip(new, old, values, strict=False)]
         return [jax.random.key_data(x) if is_key(x) else x for x in kept] + [results[i] for i in late]
 
     arguments = [jax.random.key_data(x) if is_key(x) else x for x in leaves] + [*others_leaves, *cuts, *carried]
     closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
-    return TracedStep(plan, shapes, treedef, impls, tuple(late), num_outputs), closed
+    return dataclasses.replace(draft, late=tuple(late)), closed
 
 
 def _check_outputs(plan: Plan, update: Update, late: Sequence[int]) -> None:

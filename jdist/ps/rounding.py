@@ -60,10 +60,10 @@ def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
 def _carried(step: StepParts) -> set[int]:
     """Leaves that a worker reads and gives anew, as a layer's running statistics.
 
-    Nothing is added to what a server keeps of them. Rounded both ways, each of their small changes would be lost.
+    Rounded both ways, each of their small changes would be lost.
     """
-    reads = step.update.reads
-    return {i for i in step.read if i in reads and i not in reads[i]}
+    reads, carried = step.update.reads, step.traced.plan.parts.carried
+    return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
 
 
 def _may_be_rounded(shape: Any) -> bool:

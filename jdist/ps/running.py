@@ -52,7 +52,7 @@ class PsJob:
         self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
         self._is_closed = False
         self._skipped_before = 0  # by coordinators before this one
-        self._updating: bool | None = None  # whether what was scheduled last updates the state
+        self._mixed: set[int] = set()  # the steps that were scheduled since all was done
 
     @property
     def servers(self) -> Servers:
@@ -107,7 +107,7 @@ class PsJob:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
         A step that reads waits for those that update, and the other way round: what it reads is the state after all steps
-        before it.
+        before it. So do steps that update, on several servers, what these have a copy of each, in different ways.
 
         Returns:
             The closures' results, when they are there.
@@ -118,11 +118,13 @@ class PsJob:
             if traced.parts.identity not in known:
                 self._place(state, [*steps, traced.parts])
                 known.append(traced.parts.identity)
-            number = self._number(traced, lambda: self._shipped(traced, known.index(traced.parts.identity)))
-            updating = bool(traced.parts.update.reads)
-            if self._updating not in (None, updating):
-                self.coordinator.join()
-            self._updating = updating
+            step = known.index(traced.parts.identity)
+            number = self._number(traced, lambda: self._shipped(traced, step))
+            assert self._layout is not None  # the state has been placed
+            if any((step, other) in self._layout.in_turn for other in self._mixed):
+                self.coordinator.part()
+                self._mixed.clear()
+            self._mixed.add(step)
             if traced.sync is not None:
                 return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
             return [self.coordinator.schedule(number, arguments, reads)]
@@ -222,8 +224,9 @@ class PsJob:
         if self._coordinator is not None:
             self._skipped_before += self._coordinator.engine.num_skipped
             self._coordinator.engine.close()
-        self._coordinator = self._layout = self._state = self._updating = None
+        self._coordinator = self._layout = self._state = None
         self._functions.clear()
+        self._mixed.clear()
 
     def _place(self, state: RemoteState, steps: Sequence[StepParts]) -> None:
         """Lays a state out for these steps. Another state that is on the servers is brought here first."""

@@ -98,6 +98,7 @@ class SyncParts:
         num_arguments = self._treedef.num_leaves
         leaves, (number, *counts) = values[n : n + num_arguments], values[n + num_arguments :]
         state = self._found.filled(dict(zip(self.parts.read, values[:n], strict=True)))
+        old = jax.tree.leaves(state[0])
         found, carried = list[Any](), list[Any]()
         for j in range(a):
             batches, others = jax.tree.unflatten(self._treedef, self._rows_of(leaves, j, a))
@@ -109,7 +110,7 @@ class SyncParts:
             sum(each) * self._n if op == "sum" else sum(each) / a
             for op, each in zip(parts.cuts, zip(*(cuts for cuts, _ in found), strict=True), strict=True)
         ]
-        pushed = [*leaves[self._num_rows :], *cuts, *carried]
+        pushed = [*leaves[self._num_rows :], *cuts, *self._found.carrying.pushed(old, carried)]
         early = self._joined([outputs for _, outputs in found], inside=True)
         reported = [*early, *(pushed[j] for j in self.parts.update.read_by_scalars)]
         return [*(pushed[i] for i in self.parts.pushed), jnp.bool_(True), *map(jnp.asarray, reported)]
@@ -160,10 +161,10 @@ class SyncParts:
         return [x[part::parts] if n < self._num_rows else x for n, x in enumerate(leaves)]
 
     def _with_carried(self, state: PyTree, carried: Sequence[Any]) -> PyTree:
-        leaves = jax.tree.leaves(state)
+        leaves, treedef = jax.tree.flatten(state)
         for i, x in zip(self._plan.parts.carried, carried, strict=True):
             leaves[i] = x
-        return jax.tree.unflatten(self._found.treedef, leaves)
+        return jax.tree.unflatten(treedef, leaves)
 
     def _joined(self, outputs: Sequence[Sequence[Any]], *, inside: bool) -> list[Any]:
         """The results that wait for nothing, of the parts of a closure or of the closures of a call."""

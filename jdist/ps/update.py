@@ -44,7 +44,8 @@ class Update:
     Attributes:
         constant: leaves of the state that it leaves as they are.
         everywhere: small leaves that depend on nothing a worker pushes (a counter, a key): each server has its own copy,
-            and after the same number of updates, in whatever order, all copies are the same.
+            and after the same number of these updates all copies are the same. Where several steps change one, see
+            `groups.in_turn`.
         units: the rest.
         reads: of each leaf that it changes, the leaves that the new value depends on.
         scalar_shapes: of the scalars that a worker computes from its gradients alone and pushes to every server.
@@ -65,6 +66,13 @@ class Update:
     def identity(self) -> tuple[Any, ...]:
         """Equal for updates that compute the same."""
         closed = self._sorted.closed
+        return str(closed.jaxpr), tuple(np.asarray(x).tobytes() for x in closed.consts)
+
+    def formula(self, leaves: Sequence[int]) -> tuple[Any, ...]:
+        """Equal for updates that compute the new values of these leaves, which are everywhere, by the same equations."""
+        found = self._sorted
+        run = dataflow.subfunction(found.closed, found.state, [found.new[i] for i in leaves])
+        closed = jax.make_jaxpr(lambda *old: run(old))(*self.shapes)
         return str(closed.jaxpr), tuple(np.asarray(x).tobytes() for x in closed.consts)
 
     @property

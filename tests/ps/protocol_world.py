@@ -9,12 +9,25 @@ has sent may be lost.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jdist.ps import dispatch as coordinator
 from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import Answered, Assign, Event, Finish, Lost, Registered, Reported, Rollback, Scheduled, Tell
+from jdist.ps.events import (
+    Answered,
+    Assign,
+    Event,
+    Finish,
+    Lost,
+    Parted,
+    Registered,
+    Reported,
+    Rollback,
+    Scheduled,
+    Tell,
+)
 from jdist.ps.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
 from jdist.ps.shard import receive
 from jdist.ps.shard_state import Rules, Shard
@@ -75,8 +88,17 @@ class World:
     budget: Budget = Budget()
 
 
-def start(*, shards: int, workers: int, closures: int, budget: Budget, rules: Rules, depth: int = 1) -> World:
-    """A world at the beginning: restored shards, registered workers, scheduled closures."""
+def start(
+    *,
+    shards: int,
+    workers: int,
+    closures: int,
+    budget: Budget,
+    rules: Rules,
+    depth: int = 1,
+    parts: tuple[int, ...] = (),
+) -> World:
+    """A world at the beginning: restored shards, registered workers, closures in parts that begin at `parts`."""
     world = World(
         Dispatch(num_shards=shards, depth=depth), (Shard(rules=rules),) * shards, ((),) * shards, budget=budget
     )
@@ -85,7 +107,9 @@ def start(*, shards: int, workers: int, closures: int, budget: Budget, rules: Ru
         world = _arrive(world, next(iter(world.flying)), stays=False)
     for worker in range(workers):
         world = _tell(world, Registered(worker=worker))
-    return _tell(world, Scheduled(count=closures))
+    for first, end in itertools.pairwise((0, *parts, closures)):
+        world = _tell(_tell(world, Parted()) if first else world, Scheduled(count=end - first))
+    return world
 
 
 _FORGOTTEN = Rollback(settled=0, applied=frozenset())  # the snapshot is the beginning
@@ -136,6 +160,9 @@ def problem(world: World) -> str | None:
     for log in world.logs:
         if len({entry[0] for entry in log}) < len(log):
             return f"a closure took effect twice: {log}"
+        for part in world.dispatch.parts:
+            if [entry[0] >= part for entry in log] != sorted(entry[0] >= part for entry in log):
+                return f"closures from {part} on took effect before others: {log}"
     if world.flying or any(True for _ in moves(dataclasses.replace(world, budget=Budget()))):
         return None
     if not world.dispatch.is_idle:

@@ -68,14 +68,27 @@ def test_in_every_order_of_a_small_history(case):
     assert explore(start(shards=shards, workers=workers, closures=closures, budget=budget, rules=rules)) > 100
 
 
+def test_closures_of_two_parts_never_mix_after_a_rollback_either():
+    world = start(shards=1, workers=2, closures=3, budget=Budget(rollbacks=1), rules=Rules(), depth=2, parts=(2,))
+    assert world.dispatch.parts == (2,)
+    assert sum(len(known.closures) for known in world.dispatch.workers.values()) == 2
+    assert explore(world) > 100
+
+
 @pytest.mark.parametrize("max_staleness", [None, 0, 1])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @settings(deadline=None, max_examples=25)
-@given(randomness=st.randoms(use_true_random=False), workers=st.integers(1, 3), depth=st.integers(1, 3))
-def test_in_random_orders_of_long_histories(shards, max_staleness, randomness, workers, depth):
+@given(
+    randomness=st.randoms(use_true_random=False),
+    workers=st.integers(1, 3),
+    depth=st.integers(1, 3),
+    parts=st.sampled_from([(), (2,), (1, 4)]),
+)
+def test_in_random_orders_of_long_histories(shards, max_staleness, randomness, workers, depth, parts):
     budget = Budget(crashes=3, suspicions=2, duplicates=8, rollbacks=1)
     rules = Rules(max_staleness=max_staleness)
-    world, story = start(shards=shards, workers=workers, closures=6, budget=budget, depth=depth, rules=rules), []
+    how = {"budget": budget, "depth": depth, "rules": rules, "parts": parts}
+    world, story = start(shards=shards, workers=workers, closures=6, **how), []
     while todo := sorted(moves(world), key=lambda move: move[0]):
         what, make = randomness.choice(todo)
         world = make()

@@ -25,6 +25,7 @@ from jdist.ps.dispatched import Dispatch
 from jdist.ps.events import Assign, Cancelled, Decide, Decided, Event, Finish, Rerun, Rollback, Tell
 from jdist.ps.link import WorkerLink
 from jdist.ps.messages import Commit
+from jdist.ps.remote_value import Pending
 from jdist.ps.replica_watch import Copies, ReplicaWatch
 from jdist.ps.rounds import Rounds
 from jdist.ps.shard_watch import ShardWatch
@@ -217,6 +218,20 @@ class Engine:
             self._cancel()
             self.lock.notify_all()
 
+    def cancel(self, pending: Sequence[Pending]) -> bool:
+        """Has closures not computed, if no worker has had any of them; whether that is so."""
+        with self.lock:
+            numbers = frozenset(p.number for p in pending if p.number is not None)
+            too_late = any(p.done for p in pending) or not all(map(self.dispatch.is_waiting, numbers))
+            if too_late or self.closed or self.dispatch.rounds is not None:
+                return False
+            self.to_come -= sum(p.number is None for p in pending)
+            for each in pending:
+                each.arrive([], ClosureCancelledError("the program has cancelled it"))
+            self.handle(Cancelled(only=numbers))
+            self.lock.notify_all()
+            return True
+
     def raise_error(self) -> None:
         """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
         if self._error is not None:
@@ -289,7 +304,15 @@ class Engine:
     def batch(self, numbers: Sequence[int], worker: int) -> Batch:
         """Closures out of these that are still wanted."""
         with self.lock:
-            return self.closures.batch(numbers, worker, self.dispatch.settled)
+            lost = [w for w, known in self.dispatch.workers.items() if known.state != "ready"]
+            return self.closures.batch(numbers, worker, self.dispatch.settled, lost)
+
+    def ended(self, number: int, pipeline: int, count: int) -> None:
+        """What a closure was to read is not there: the share has only so many batches."""
+        with self.lock:
+            for closure in self.closures.of([number]):
+                if closure.reads is not None:
+                    closure.reads.reads.ended(pipeline, count)
 
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None:
         """Hands a closure's results, or its error, to those who wait for them."""

@@ -14,7 +14,7 @@ import numpy as np
 from jdist.errors import ClosureError, NonFiniteClosureError
 from jdist.ps.briefing import Briefing
 from jdist.ps.closures import WITH_OUTPUTS, Batch, Installable
-from jdist.ps.events import Assign, Event, Lost, Registered, Reported
+from jdist.ps.events import Assign, Event, Lost, Outcome, Registered, Reported
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed, Channel
 
@@ -35,6 +35,7 @@ class Hub(Protocol):
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
+    def ended(self, number: int, pipeline: int, count: int) -> None: ...
     def epoch_of(self, worker: int) -> int: ...
 
 
@@ -150,7 +151,8 @@ class WorkerLink:
                     self._assigned.clear()
                 newest = assigned[-1]  # those of an older history are no closures of this one
                 numbers = [c for a in assigned if a.generation == newest.generation for c in a.closures]
-                self._execute(channel, names, opened, newest, numbers, lost)
+                while numbers:
+                    numbers = self._execute(channel, names, opened, newest, numbers, lost)
         finally:
             lost.set()
             pinging.join(self._times.lost_after_s)
@@ -163,9 +165,27 @@ class WorkerLink:
         newest: Assign,
         numbers: Sequence[int],
         lost: threading.Event,
-    ) -> None:
+    ) -> Sequence[int]:
+        """Has closures computed, and reports them.
+
+        Returns:
+            Those that have to be sent again, as what they were to read is not there.
+        """
         hub = self._hub
+        said = {"epoch": newest.epoch, "generation": newest.generation}
+
+        def report(closure: int, outcome: Outcome, base: int = 0) -> None:
+            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=outcome, base=base))
+
         batch = hub.batch(numbers, self.number)
+        for closure in batch.declined:
+            report(closure, "declined")
+        for closure, failure in batch.failed.items():
+            hub.arrived(closure, [], failure)
+            report(closure, "void")
+            hub.fail(failure)
+        if not batch.closures:
+            return []
         for function in batch.functions:
             if function not in names:
                 names[function] = self._briefing.install(channel, function, hub.installable(function))
@@ -174,7 +194,6 @@ class WorkerLink:
                 opened.add(name[0])
                 if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]], name[2])) is not None:
                     hub.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
-        said = {"epoch": newest.epoch, "generation": newest.generation}
         closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
         if any(batch.batches):
             closures["batches"] = [None if name is None else list(name) for name in batch.batches]
@@ -188,22 +207,28 @@ class WorkerLink:
         )
         if lost.is_set():
             raise CallFailed(channel.peer, "unavailable", "it does not answer")
-        arrays = iter(results)
-        for outcome, outputs, updates in zip(answer["outcomes"], batch.outputs, batch.updates, strict=True):
+        arrays, again = iter(results), list[int]()
+        told = zip(answer["outcomes"], batch.outputs, batch.updates, batch.batches, strict=True)
+        for outcome, outputs, updates, name in told:
             closure, how = outcome["closure"], outcome["outcome"]
             if how == "abandoned":
+                continue
+            if how == "declined" and name is not None:
+                hub.ended(closure, name[2], outcome["batches"])
+                again.append(closure)
                 continue
             leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
             error = _error_of(outcome)
             hub.arrived(closure, leaves, error)
             how = "read" if how == "done" and not updates else how
-            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=outcome.get("base", 0)))
+            report(closure, how, outcome.get("base", 0))
             if error is not None:
                 hub.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
             # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
             self._gave_up = True
             raise CallFailed(channel.peer, "unavailable", "it gave closures up")
+        return again
 
     def _ping(self, busy: Channel, lost: threading.Event) -> None:
         """Asks the worker whether it lives, over a connection of its own; if it has not answered for long, ends the other."""

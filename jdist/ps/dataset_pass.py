@@ -64,8 +64,8 @@ class DatasetPass:
                     return None
                 wanted, asked = self._to_be_read(), list(self._taken)
             for p, until in wanted.items():
-                header = {"dataset": self.header["dataset"], "pass": self._number, "pipeline": p}
-                answer = self._ask(p, "advance", {**header, "until": until, "asked": asked[p]})
+                header = {**self.header, "pass": self._number, "pipeline": p, "until": until, "asked": asked[p]}
+                answer = self._ask(p, "advance", header)
                 with self._lock:
                     self._known[p] = max(self._known[p], answer["available"])
                     if answer["ended"]:

@@ -82,8 +82,6 @@ class WorkerDataset:
         for attempt in itertools.count():
             channel = self._connects[(pipeline + attempt) % len(self._connects)]()
             try:
-                if attempt and method != "open":
-                    channel.call("open", {**self.header, "pipeline": pipeline}, timeout_s=_CALL_S)
                 answer, _ = channel.call(method, header, timeout_s=_CALL_S)
             except CallFailed as exc:
                 if time.monotonic() > end:

@@ -22,7 +22,7 @@ from jdist.ps.briefing import Briefing
 from jdist.ps.closures import Batch, Closures, Installable
 from jdist.ps.decisions import decide
 from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import Assign, Cancelled, Decide, Decided, Event, Finish, Rerun, Rollback, Tell
+from jdist.ps.events import Assign, Cancelled, Decide, Decided, Event, Finish, Reported, Rerun, Rollback, Tell
 from jdist.ps.link import WorkerLink
 from jdist.ps.messages import Commit
 from jdist.ps.remote_value import Pending
@@ -301,11 +301,26 @@ class Engine:
         """A function that is to be installed."""
         return self.closures.function(number)
 
-    def batch(self, numbers: Sequence[int], worker: int) -> Batch:
-        """Closures out of these that are still wanted."""
-        with self.lock:
+    def batch(self, assigned: Assign, numbers: Sequence[int]) -> Batch:
+        """Closures out of these that are still wanted, and that the worker can compute; the machine hears of the others.
+
+        Args:
+            assigned: to whom, and in which history.
+            numbers: of the closures.
+        """
+        with (
+            self.lock
+        ):  # all at once: what is for another worker to read now may not be in a moment, if that one is lost
             lost = [w for w, known in self.dispatch.workers.items() if known.state != "ready"]
-            return self.closures.batch(numbers, worker, self.dispatch.settled, lost)
+            found = self.closures.batch(numbers, assigned.worker, self.dispatch.settled, lost)
+            said = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
+            for closure in found.declined:
+                self.handle(Reported(**said, closure=closure, outcome="declined"))
+            for closure, error in found.failed.items():
+                self.arrived(closure, [], error)
+                self.handle(Reported(**said, closure=closure, outcome="void"))
+                self.fail(error)
+            return found
 
     def ended(self, number: int, pipeline: int, count: int) -> None:
         """What a closure was to read is not there: the share has only so many batches."""

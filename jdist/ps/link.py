@@ -14,7 +14,7 @@ import numpy as np
 from jdist.errors import ClosureError, NonFiniteClosureError
 from jdist.ps.briefing import Briefing
 from jdist.ps.closures import WITH_OUTPUTS, Batch, Installable
-from jdist.ps.events import Assign, Event, Lost, Outcome, Registered, Reported
+from jdist.ps.events import Assign, Event, Lost, Registered, Reported
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed, Channel
 
@@ -31,7 +31,7 @@ class Hub(Protocol):
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
     def installable(self, number: int) -> Installable: ...
-    def batch(self, numbers: Sequence[int], worker: int) -> Batch: ...
+    def batch(self, assigned: Assign, numbers: Sequence[int]) -> Batch: ...
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
@@ -172,18 +172,7 @@ class WorkerLink:
             Those that have to be sent again, as what they were to read is not there.
         """
         hub = self._hub
-        said = {"epoch": newest.epoch, "generation": newest.generation}
-
-        def report(closure: int, outcome: Outcome, base: int = 0) -> None:
-            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=outcome, base=base))
-
-        batch = hub.batch(numbers, self.number)
-        for closure in batch.declined:
-            report(closure, "declined")
-        for closure, failure in batch.failed.items():
-            hub.arrived(closure, [], failure)
-            report(closure, "void")
-            hub.fail(failure)
+        batch = hub.batch(newest, numbers)
         if not batch.closures:
             return []
         for function in batch.functions:
@@ -194,6 +183,7 @@ class WorkerLink:
                 opened.add(name[0])
                 if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]], name[2])) is not None:
                     hub.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
+        said = {"epoch": newest.epoch, "generation": newest.generation}
         closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
         if any(batch.batches):
             closures["batches"] = [None if name is None else list(name) for name in batch.batches]
@@ -221,7 +211,7 @@ class WorkerLink:
             error = _error_of(outcome)
             hub.arrived(closure, leaves, error)
             how = "read" if how == "done" and not updates else how
-            report(closure, how, outcome.get("base", 0))
+            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=outcome.get("base", 0)))
             if error is not None:
                 hub.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):

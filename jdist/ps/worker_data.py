@@ -63,12 +63,8 @@ class WorkerData:
 
     def _open(self, header: Header) -> Header:
         """Makes a dataset known, and says how its batches look."""
-        number, pipeline = _whole(header, "dataset", "pipeline")
-        with self._lock:
-            known = self._made.get(number)
-        made = known or _Made(header, self._script, self._num_replicas)
-        with self._lock:
-            self._made[number] = made
+        (pipeline,) = _whole(header, "pipeline")
+        made = self._known(header)
         dataset = made.dataset(pipeline)
         return {"spec": to_structure(dataset.element_spec), "steps": dataset.num_steps}
 
@@ -76,7 +72,17 @@ class WorkerData:
         """Reads ahead; how many batches are there, and whether that is all."""
         names = ("dataset", "pass", "pipeline", "until", "asked")
         dataset, number_of_pass, pipeline, until, asked = _whole(header, *names)
+        self._known(header)
         return self._pipeline(dataset, number_of_pass, pipeline).advance(until, asked)
+
+    def _known(self, header: Header) -> _Made:
+        """A dataset, which may be new to this process."""
+        (number,) = _whole(header, "dataset")
+        with self._lock:
+            known = self._made.get(number)
+        made = known or _Made(header, self._script, self._num_replicas)
+        with self._lock:
+            return self._made.setdefault(number, made)
 
     def _pipeline(self, dataset: int, number_of_pass: int, pipeline: int) -> _Pipeline:
         key = (dataset, number_of_pass, pipeline)

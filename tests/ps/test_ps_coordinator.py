@@ -422,3 +422,21 @@ def test_what_a_function_fails_with_on_a_worker_is_shown_and_cancels_the_queue(m
         job.schedule()
         job.coordinator.join(60)
         assert count(job) == [2]
+
+
+def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_it_back():
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        job.worker_servers[0].stop()
+        pending = [job.schedule() for _ in range(10)]
+        assert [job.engine.cancel([p]) for p in pending[7:]] == [True] * 3
+        assert not job.engine.cancel(pending[6:8])  # of which one is cancelled: all or none
+        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
+        job.coordinator.join(60)
+        assert count(job) == [8]
+        job.keepers[0] = Keeper()
+        job.servers["ps0"]._methods = job.keepers[0].methods()
+        job.schedule().wait(60)
+        job.coordinator.join(60)
+        assert (count(job), job.engine.generation) == ([9], 2)
+        assert [type(p.error) for p in pending[7:]] == [ClosureCancelledError] * 3

@@ -50,6 +50,10 @@ EXHAUSTIVE = {
     "two shards, a stalled worker": (2, 2, 1, Budget(suspicions=1)),
     "two shards, a duplicate": (2, 1, 1, Budget(duplicates=1)),
     "two shards, a rollback": (2, 1, 1, Budget(rollbacks=1)),
+    "one shard, a closure cancelled, a crash": (1, 2, 2, Budget(cancels=1, crashes=1)),
+    "two shards, a closure cancelled, a rollback": (2, 1, 2, Budget(cancels=1, rollbacks=1)),
+    "one shard, closures declined, a crash": (1, 2, 2, Budget(declines=2, crashes=1)),
+    "one shard, a closure declined, a rollback": (1, 2, 2, Budget(declines=1, rollbacks=1)),
 }
 LARGE = {
     "two shards, a bound on staleness": (2, 2, 2, Budget()),
@@ -73,7 +77,7 @@ def test_in_every_order_of_a_small_history(case):
 @settings(deadline=None, max_examples=25)
 @given(randomness=st.randoms(use_true_random=False), workers=st.integers(1, 3), depth=st.integers(1, 3))
 def test_in_random_orders_of_long_histories(shards, max_staleness, randomness, workers, depth):
-    budget = Budget(crashes=3, suspicions=2, duplicates=8, rollbacks=1)
+    budget = Budget(crashes=3, suspicions=2, duplicates=8, rollbacks=1, cancels=1, declines=3)
     rules = Rules(max_staleness=max_staleness)
     world, story = start(shards=shards, workers=workers, closures=6, budget=budget, depth=depth, rules=rules), []
     while todo := sorted(moves(world), key=lambda move: move[0]):

@@ -181,7 +181,7 @@ class WorkerLink:
         for name in batch.batches:
             if name is not None and name[0] not in opened:
                 opened.add(name[0])
-                if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]], name[2])) is not None:
+                if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]])) is not None:
                     hub.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
         said = {"epoch": newest.epoch, "generation": newest.generation}
         closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}

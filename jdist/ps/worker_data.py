@@ -62,9 +62,11 @@ class WorkerData:
         return self._pipeline(dataset, number_of_pass, pipeline).batch(number)
 
     def _open(self, header: Header) -> Header:
-        """Makes a dataset known, and says how its batches look."""
-        (pipeline,) = _whole(header, "pipeline")
+        """Makes a dataset known, and of one of its shares says how its batches look."""
         made = self._known(header)
+        if "pipeline" not in header:
+            return {}
+        (pipeline,) = _whole(header, "pipeline")
         dataset = made.dataset(pipeline)
         return {"spec": to_structure(dataset.element_spec), "steps": dataset.num_steps}
 

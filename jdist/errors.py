@@ -21,7 +21,7 @@
     ├── ArtifactError          a function that cannot travel to another process, or one received that must not run
     ├── WireError              bytes from a peer that are no message of the protocol
     ├── ClosureError           a scheduled step failed on a worker
-    │   ├── ClosureCancelledError  it was never computed, as another had failed
+    │   ├── ClosureCancelledError  it was never computed: cancelled, or another had failed
     │   ├── NonFiniteClosureError  it met a NaN or infinite gradient; a NonFiniteError, too
     │   └── NoWorkersError     no worker has been there for long
     ├── ShardLostError         a parameter server is gone, and nobody took its place
@@ -185,7 +185,7 @@ class ClosureError(JDistError, RuntimeError):
 
 
 class ClosureCancelledError(ClosureError):
-    """A scheduled step was never computed, as another one had failed."""
+    """A scheduled step was never computed: another one had failed, or the program has cancelled it."""
 
 
 class NonFiniteClosureError(ClosureError, NonFiniteError):

@@ -42,7 +42,7 @@ class Briefing:
         answer, _ = channel.call("install", header, [program], timeout_s=self._times.install_s)
         return answer["name"]
 
-    def open_dataset(self, channel: Channel, dataset: Header, pipeline: int) -> str | None:
+    def open_dataset(self, channel: Channel, dataset: Header) -> str | None:
         """Makes a dataset known to a worker; why it cannot be made there, or None."""
-        answer, _ = channel.call("open", {**dataset, "pipeline": pipeline}, timeout_s=self._times.install_s)
+        answer, _ = channel.call("open", dataset, timeout_s=self._times.install_s)
         return answer.get("error")

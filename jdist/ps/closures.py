@@ -7,13 +7,13 @@ what is decided elsewhere (`dispatch`), and nothing is locked here: whoever call
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jdist.errors import ClosureCancelledError, ClosureError, NoWorkersError
-from jdist.ps.datasets import DatasetPass
+from jdist.errors import ClosureCancelledError, ClosureError, DatasetError, NoWorkersError
+from jdist.ps.dataset_pass import BatchName, RemoteBatch
 from jdist.ps.events import Finish
 from jdist.ps.job import Function
 from jdist.ps.keeping import specs
@@ -23,7 +23,6 @@ from jdist.ps.sync_program import Combined
 from jdist.ps.transport.seam import Header
 from jdist.ps.wire import Spec
 
-BatchName = tuple[int, int, int, int]  # dataset, pass over it, pipeline, number
 Combine = Callable[[Sequence[Sequence[Any]]], Combined]
 MOST_QUEUED = 262_144  # as in tf.distribute
 MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
@@ -45,6 +44,8 @@ class Batch:
         updates: whether each changes the state.
         batches: the name of the batch that the worker reads for each; None for those that bring theirs.
         datasets: what a worker is told of the datasets that these are of, by number.
+        declined: closures that are not sent, as what they read is for another worker.
+        failed: closures that are not sent, as there is nothing for them to read; and why.
     """
 
     settled: int
@@ -55,6 +56,8 @@ class Batch:
     updates: list[bool]
     batches: list[BatchName | None]
     datasets: dict[int, Header]
+    declined: list[int]
+    failed: dict[int, ClosureError]
 
     def returned(self, header: dict[str, Any]) -> list[Spec]:
         """The arrays that come with an answer: the outputs of what is done."""
@@ -108,15 +111,13 @@ class Closure:
         function: the function's number.
         arguments: its arrays.
         pending: its results.
-        reads: the dataset of which the worker reads a batch for it.
-        batch: that batch, once a worker had the closure; it stays the same if another computes it again.
+        reads: the batch that the worker reads for it.
     """
 
     function: int
     arguments: list[np.ndarray]
     pending: Pending
-    reads: DatasetPass | None = None
-    batch: BatchName | None = None
+    reads: RemoteBatch | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -156,7 +157,7 @@ class Closures:
         """A function by its number."""
         return self._functions[number]
 
-    def put(self, function: int, given: list[np.ndarray], pending: Pending, reads: DatasetPass | None) -> None:
+    def put(self, function: int, given: list[np.ndarray], pending: Pending, reads: RemoteBatch | None) -> None:
         """Takes in the next closure."""
         closure = Closure(function, given, pending, reads)
         pending.number = self.next_number
@@ -183,13 +184,34 @@ class Closures:
         """Those whose results are there."""
         return frozenset(c for c, closure in self._known.items() if closure.pending.done)
 
-    def batch(self, numbers: Sequence[int], worker: int, settled: int) -> Batch:
-        """Those out of these that are still wanted, to be sent; those that read a batch on the worker get the name of one."""
-        wanted = [(c, self._known[c]) for c in numbers if c in self._known]
-        for _, closure in wanted:
-            if closure.reads is not None and closure.batch is None:
-                closure.batch = closure.reads.take(worker)
+    def batch(self, numbers: Sequence[int], worker: int, settled: int, lost: Collection[int]) -> Batch:
+        """Those out of these that are still wanted, to be sent; those that read a batch on the worker get the name of one.
+
+        Args:
+            numbers: of the closures.
+            worker: to which they are sent.
+            settled: closures below this number are done.
+            lost: workers that are not there, whose batches others read.
+        """
+        wanted, names = list[tuple[int, Closure]](), list[BatchName | None]()
+        declined, failed = list[int](), dict[int, ClosureError]()
+        for c in numbers:
+            if (closure := self._known.get(c)) is None:
+                continue
+            name = None
+            if closure.reads is not None:
+                try:
+                    name = closure.reads.reads.take(closure.reads, worker, lost)
+                except DatasetError as exc:
+                    failed[c] = ClosureError(f"closure {c}: {exc}")
+                    continue
+                if name is None:
+                    declined.append(c)
+                    continue
+            wanted.append((c, closure))
+            names.append(name)
         installed = [self._functions[closure.function] for _, closure in wanted]
+        headers = [closure.reads.reads.header for _, closure in wanted if closure.reads is not None]
         return Batch(
             settled=settled,
             closures=[c for c, _ in wanted],
@@ -197,8 +219,10 @@ class Closures:
             arguments=[x for _, closure in wanted for x in closure.arguments],
             outputs=[each.outputs for each in installed],
             updates=[each.function.updates for each in installed],
-            batches=[closure.batch for _, closure in wanted],
-            datasets={c.reads.dataset.number: c.reads.dataset.header for _, c in wanted if c.reads is not None},
+            batches=names,
+            datasets={header["dataset"]: header for header in headers},
+            declined=declined,
+            failed=failed,
         )
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdist.errors import ClosureCancelledError, ClosureError
 from jdist.ps.closures import MOST_QUEUED, Combine
-from jdist.ps.datasets import DatasetPass
+from jdist.ps.dataset_pass import RemoteBatch
 from jdist.ps.engine import Engine
 from jdist.ps.events import Parted, Scheduled
 from jdist.ps.interrupts import uninterrupted
@@ -42,14 +42,14 @@ class Coordinator:
         with self.engine.lock:
             return self.engine.closures.add_function(function, program, combine)
 
-    def schedule(self, function: int, arguments: Sequence[Any], reads: DatasetPass | None = None) -> Pending:
+    def schedule(self, function: int, arguments: Sequence[Any], reads: RemoteBatch | None = None) -> Pending:
         """Puts a closure into the queue; waits while the queue is full.
 
         Args:
             function: the number that `add` returned.
             arguments: the arrays of its call, as `Function.arguments` describes them, cast to their dtypes; those that are a
                 `RemoteValue` are waited for behind the scenes.
-            reads: the dataset of which the worker reads a batch for it.
+            reads: the batch that the worker reads for it.
 
         Returns:
             Its results, when they are there.
@@ -57,13 +57,16 @@ class Coordinator:
         Raises:
             ClosureError: an earlier closure failed; what was in the queue is cancelled, and the error then forgotten.
             ShardLostError: a shard has not answered for long.
+            DatasetError: another call has what it reads.
         """
         given = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
-        pending = Pending()
+        pending = Pending(cancel=self.engine.cancel)
         with self.engine.lock:
             self._wait_for_room()
         with uninterrupted():
             with self.engine.lock:
+                if reads is not None:
+                    reads.reads.use(reads, pending)
                 self.engine.to_come += 1
             when_all_arrived(
                 [p for x in given if isinstance(x, RemoteValue) for p in x.pending],
@@ -111,7 +114,7 @@ class Coordinator:
             or self.engine.closures.is_too_large
         )
 
-    def _put(self, function: int, arguments: list[Any], pending: Pending, reads: DatasetPass | None) -> None:
+    def _put(self, function: int, arguments: list[Any], pending: Pending, reads: RemoteBatch | None) -> None:
         """Puts a closure whose arguments are there into the queue."""
         failed = [x.error for x in arguments if isinstance(x, RemoteValue) and x.error is not None]
         error: ClosureError | None = None
@@ -124,6 +127,8 @@ class Coordinator:
             except Exception as exc:  # noqa: BLE001  # whatever it is, it is this closure's, and others wait for it
                 error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
         with self.engine.lock:
+            if pending.done:
+                return  # it was cancelled, and is not waited for any more
             self.engine.to_come -= 1
             if self.engine.closed:
                 error = ClosureCancelledError("the coordinator was closed")

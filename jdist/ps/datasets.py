@@ -1,11 +1,10 @@
-"""Datasets that live on workers, as the coordinator has them: which batches there are, and who reads which."""
+"""Datasets that live on workers, as the coordinator has them."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,11 +13,11 @@ import jax
 
 from jdist.errors import DatasetError
 from jdist.ps.batch_tree import from_structure
+from jdist.ps.dataset_pass import DatasetPass, RemoteBatch
 from jdist.ps.transport.seam import CallFailed, Channel, Header
 from jdist.ps.worker_data import SCRIPT
 
 PyTree = Any
-AHEAD = 16  # batches that a worker of a dataset without a known end reads ahead
 _CALL_S = 60.0
 _numbers = itertools.count(1)
 
@@ -68,9 +67,10 @@ class WorkerDataset:
         return len(self._connects)
 
     def __iter__(self) -> Iterator[RemoteBatch]:
-        one_pass = DatasetPass(self, next(self._passes))
-        while one_pass.reserve():
-            yield RemoteBatch(one_pass)
+        one_pass = DatasetPass(next(self._passes), self.header, self.element_spec, self.steps, self.ask)
+        while (batch := one_pass.next()) is not None:
+            yield batch
+            del batch  # whether the caller still has it is of interest
 
     def ask(self, pipeline: int, method: str, header: Header) -> Header:
         """Asks the worker whose share it is, or another one if that does not answer.
@@ -82,8 +82,6 @@ class WorkerDataset:
         for attempt in itertools.count():
             channel = self._connects[(pipeline + attempt) % len(self._connects)]()
             try:
-                if attempt and method != "open":
-                    channel.call("open", {**self.header, "pipeline": pipeline}, timeout_s=_CALL_S)
                 answer, _ = channel.call(method, header, timeout_s=_CALL_S)
             except CallFailed as exc:
                 if time.monotonic() > end:
@@ -96,72 +94,6 @@ class WorkerDataset:
                 raise DatasetError(f"the dataset function {self.header['name']} failed on a worker:\n{answer['error']}")
             return answer
         raise AssertionError  # the loop has no end
-
-
-class DatasetPass:
-    """Once through a dataset: how many batches of each share there are, and which were given out.
-
-    Args:
-        dataset: which.
-        number: of the pass.
-    """
-
-    def __init__(self, dataset: WorkerDataset, number: int):
-        self.dataset, self.number = dataset, number
-        self._lock = threading.Lock()
-        known = dataset.steps
-        self._available = [steps or 0 for steps in known]
-        self._ended = [steps is not None for steps in known]
-        self._taken = [0] * dataset.num_pipelines
-        self._reserved = 0
-
-    def reserve(self) -> bool:
-        """Whether there is one more batch, which is then the caller's."""
-        while True:
-            with self._lock:
-                if self._reserved < sum(self._available):
-                    self._reserved += 1
-                    return True
-                open_ones = [p for p, ended in enumerate(self._ended) if not ended]
-            if not open_ones:
-                return False
-            for p in open_ones:
-                header = {"dataset": self.dataset.number, "pass": self.number, "pipeline": p, "ahead": AHEAD}
-                answer = self.dataset.ask(p, "advance", header)
-                with self._lock:
-                    self._available[p] = max(self._available[p], answer["available"])
-                    self._ended[p] = answer["ended"]
-            with self._lock:
-                waits = self._reserved >= sum(self._available) and not all(self._ended)
-            if waits:  # all that was read ahead is given out, and not taken yet
-                time.sleep(0.01)
-
-    def take(self, worker: int) -> tuple[int, int, int, int]:
-        """The name of a batch for a worker: of its own share, or of the one that has most left."""
-        with self._lock:
-            left = [there - taken for there, taken in zip(self._available, self._taken, strict=True)]
-            pipeline = worker if worker < len(left) and left[worker] > 0 else left.index(max(left))
-            self._taken[pipeline] += 1
-            return self.dataset.number, self.number, pipeline, self._taken[pipeline] - 1
-
-
-class RemoteBatch:
-    """A batch that a worker will read; stands for the whole tree of it.
-
-    Attributes:
-        reads: what it is one of.
-    """
-
-    def __init__(self, reads: DatasetPass):
-        self.reads = reads
-
-    @property
-    def spec(self) -> PyTree:
-        """Shapes and dtypes, as a tree of `jax.ShapeDtypeStruct`."""
-        return self.reads.dataset.element_spec
-
-    def __repr__(self) -> str:
-        return f"RemoteBatch({self.reads.dataset.header['name']})"
 
 
 def name_of_function(fn: Any) -> str:
@@ -199,11 +131,11 @@ def name_of_function(fn: Any) -> str:
     return f"{module}:{path}"
 
 
-def spread(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, DatasetPass | None]:
+def spread(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
     """A tree of arguments in which a `RemoteBatch` may stand for a part.
 
     Returns:
-        `(leaves, treedef, (first, count) of the leaves that are its, what it reads)`; these leaves are structs.
+        `(leaves, treedef, (first, count) of the leaves that are its, it)`; these leaves are structs.
 
     Raises:
         DatasetError: there are two of them.
@@ -217,4 +149,4 @@ def spread(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, Datase
     ((i, batch),) = batches
     nodes[i] = batch.spec
     leaves, treedef = jax.tree.flatten(jax.tree.unflatten(outer, nodes))
-    return leaves, treedef, (i, len(jax.tree.leaves(batch.spec))), batch.reads
+    return leaves, treedef, (i, len(jax.tree.leaves(batch.spec))), batch

@@ -72,10 +72,7 @@ def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
         case Decided():
             return _turned(dispatch, rounds.decided, event.closures, commit=event.commit)
         case Cancelled():
-            dropped = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)} - event.spare
-            spared = tuple(c for c in dispatch.returned if c in event.spare)
-            dispatch = dataclasses.replace(dispatch, next=dispatch.scheduled, returned=spared)
-            return _finish(dispatch, dropped), [Finish(closure=c, outcome="void") for c in sorted(dropped)]
+            return _cancelled(dispatch, event)
 
 
 def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
@@ -89,12 +86,16 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
     ]:
         part = next((p for p in dispatch.parts if p > dispatch.settled), dispatch.scheduled)
         limit = min(part, dispatch.settled + dispatch.window, _end_of_round(dispatch))
-        if dispatch.returned and dispatch.returned[0] < limit:
-            closure, changes = dispatch.returned[0], {"returned": dispatch.returned[1:]}
-        elif dispatch.next < limit:
-            closure, changes = dispatch.next, {"next": dispatch.next + 1}
+        declined = frozenset.intersection(*(dispatch.workers[w].declined for w in ready))
+        closure = next((c for c in dispatch.returned if c not in declined), None)
+        if closure is not None:
+            changes = {"returned": tuple(c for c in dispatch.returned if c != closure)}
         else:
+            closure = _first_new(dispatch)
+            changes = {"next": closure + 1}
+        if closure >= limit:
             break
+        ready = [w for w in ready if closure not in dispatch.workers[w].declined]
         worker = min(ready, key=lambda w: (len(dispatch.workers[w].closures), w))
         given.setdefault(worker, []).append(closure)
         dispatch = _with(
@@ -113,10 +114,30 @@ def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
     return dispatch, commands
 
 
+def _first_new(dispatch: Dispatch) -> int:
+    """The first closure that no worker has had, and that is to be computed."""
+    first = max(dispatch.next, dispatch.settled)
+    while first in dispatch.done:  # it was cancelled
+        first += 1
+    return first
+
+
+def _cancelled(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Command]]:
+    wanted = event.only
+    if wanted is None:
+        wanted = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
+    dropped = {c for c in wanted if c not in event.spare and dispatch.is_waiting(c)}
+    dispatch = dataclasses.replace(dispatch, returned=tuple(c for c in dispatch.returned if c not in dropped))
+    dispatch = _finish(dispatch, dropped)
+    dispatch = dataclasses.replace(dispatch, next=_first_new(dispatch))
+    return dispatch, [Finish(closure=c, outcome="void") for c in sorted(dropped)]
+
+
 def _registered(dispatch: Dispatch, event: Registered) -> tuple[Dispatch, list[Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     if known.state == "absent":
-        return _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=()), []
+        dispatch = _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=())
+        return _asked_anew(dispatch), []
     commands: list[Command] = []
     if known.state == "ready":  # a new process in the place of one that was not missed yet
         dispatch, commands = _lost(dispatch, Lost(worker=event.worker, epoch=known.epoch))
@@ -131,6 +152,10 @@ def _reported(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Comma
     if not mine or event.closure not in known.closures:
         return dispatch, []
     dispatch = _with(dispatch, event.worker, closures=tuple(c for c in known.closures if c != event.closure))
+    if event.outcome == "declined":
+        declined = {c for c in known.declined if c >= dispatch.settled and c not in dispatch.done}
+        dispatch = _with(dispatch, event.worker, declined=frozenset(declined | {event.closure}))
+        return dataclasses.replace(dispatch, returned=tuple(sorted((*dispatch.returned, event.closure)))), []
     if event.outcome == "staged":
         return _turned(dispatch, rounds.staged, event.closure, base=event.base)
     return _finish(dispatch, {event.closure}), [Finish(closure=event.closure, outcome=event.outcome, arrived=True)]
@@ -140,9 +165,11 @@ def _lost(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
     known = dispatch.workers.get(event.worker, Worker())
     if known.state == "fencing" and event.epoch == known.epoch:
         return _with(dispatch, event.worker, waits=False), []
+    if event.worker not in dispatch.workers:  # it was never there: a worker like others that are not
+        return _asked_anew(_with(dispatch, event.worker)), []
     if known.state != "ready" or event.epoch != known.epoch:
         return dispatch, []
-    dispatch = _with(dispatch, event.worker, state="fencing", waits=False)
+    dispatch = _asked_anew(_with(dispatch, event.worker, state="fencing", waits=False))
     fence = Fence(generation=dispatch.generation, fenced=event.worker, below=known.epoch + 1)
     return _ask(dispatch, event.worker, Recovery(), fence)
 
@@ -218,7 +245,11 @@ def _rollback(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Comma
     again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
     workers = {
         w: dataclasses.replace(
-            known, closures=(), state="absent" if known.state == "fencing" else known.state, waits=False
+            known,
+            closures=(),
+            declined=frozenset(),
+            state="absent" if known.state == "fencing" else known.state,
+            waits=False,
         )
         for w, known in dispatch.workers.items()
     }
@@ -277,6 +308,12 @@ def _finish(dispatch: Dispatch, closures: set[int]) -> Dispatch:
     while settled in done:
         settled += 1
     return dataclasses.replace(dispatch, settled=settled, done=frozenset(c for c in done if c >= settled))
+
+
+def _asked_anew(dispatch: Dispatch) -> Dispatch:
+    """Which workers are there has changed, and with it what each can compute."""
+    workers = {w: dataclasses.replace(known, declined=frozenset()) for w, known in dispatch.workers.items()}
+    return dataclasses.replace(dispatch, workers=workers)
 
 
 def _with(dispatch: Dispatch, worker: int, **changes: Any) -> Dispatch:

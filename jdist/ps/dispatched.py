@@ -19,12 +19,14 @@ class Worker:
         state: "absent", "ready", or "fencing": lost, and its closures are not sorted out yet.
         waits: whether a new incarnation is connected, which may begin once the old one is sorted out.
         closures: what it has.
+        declined: what it cannot compute while the same workers are there.
     """
 
     epoch: int = 0
     state: Literal["absent", "ready", "fencing"] = "absent"
     waits: bool = False
     closures: tuple[int, ...] = ()
+    declined: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,9 @@ class Dispatch:
         window: closures that may be handed out beyond the first that is not done.
         generation: the shards' present history.
         scheduled: how many closures were scheduled; their numbers are below.
-        next: the first that no worker ever had.
-        returned: those that come before it: taken back from a lost worker, or undone.
-        done: those at or above `settled` that are done.
+        next: the first that no worker ever had, but for some that were cancelled.
+        returned: those that come before it: taken back from a lost worker, declined by one, or undone.
+        done: those at or above `settled` that are done, or will never be.
         settled: all below are done.
         workers: by number.
         recoveries: of the workers in "fencing".
@@ -86,3 +88,9 @@ class Dispatch:
     def is_idle(self) -> bool:
         """Whether every closure that was scheduled is done."""
         return self.settled == self.scheduled
+
+    def is_waiting(self, closure: int) -> bool:
+        """Whether a closure is to be computed, and no worker has it."""
+        if closure >= max(self.next, self.settled):
+            return closure < self.scheduled and closure not in self.done
+        return closure in self.returned

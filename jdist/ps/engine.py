@@ -22,9 +22,10 @@ from jdist.ps.briefing import Briefing
 from jdist.ps.closures import Batch, Closures, Installable
 from jdist.ps.decisions import decide
 from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import Assign, Cancelled, Decide, Decided, Event, Finish, Rerun, Rollback, Tell
+from jdist.ps.events import Assign, Cancelled, Decide, Decided, Event, Finish, Reported, Rerun, Rollback, Tell
 from jdist.ps.link import WorkerLink
 from jdist.ps.messages import Commit
+from jdist.ps.remote_value import Pending
 from jdist.ps.replica_watch import Copies, ReplicaWatch
 from jdist.ps.rounds import Rounds
 from jdist.ps.shard_watch import ShardWatch
@@ -221,6 +222,20 @@ class Engine:
             self._cancel()
             self.lock.notify_all()
 
+    def cancel(self, pending: Sequence[Pending]) -> bool:
+        """Has closures not computed, if no worker has had any of them; whether that is so."""
+        with self.lock:
+            numbers = frozenset(p.number for p in pending if p.number is not None)
+            too_late = any(p.done for p in pending) or not all(map(self.dispatch.is_waiting, numbers))
+            if too_late or self.closed or self.dispatch.rounds is not None:
+                return False
+            self.to_come -= sum(p.number is None for p in pending)
+            for each in pending:
+                each.arrive([], ClosureCancelledError("the program has cancelled it"))
+            self.handle(Cancelled(only=numbers))
+            self.lock.notify_all()
+            return True
+
     def raise_error(self) -> None:
         """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
         if self._error is not None:
@@ -290,10 +305,33 @@ class Engine:
         """A function that is to be installed."""
         return self.closures.function(number)
 
-    def batch(self, numbers: Sequence[int], worker: int) -> Batch:
-        """Closures out of these that are still wanted."""
+    def batch(self, assigned: Assign, numbers: Sequence[int]) -> Batch:
+        """Closures out of these that are still wanted, and that the worker can compute; the machine hears of the others.
+
+        Args:
+            assigned: to whom, and in which history.
+            numbers: of the closures.
+        """
+        with (
+            self.lock
+        ):  # all at once: what is for another worker to read now may not be in a moment, if that one is lost
+            lost = [w for w, known in self.dispatch.workers.items() if known.state != "ready"]
+            found = self.closures.batch(numbers, assigned.worker, self.dispatch.settled, lost)
+            said = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
+            for closure in found.declined:
+                self.handle(Reported(**said, closure=closure, outcome="declined"))
+            for closure, error in found.failed.items():
+                self.arrived(closure, [], error)
+                self.handle(Reported(**said, closure=closure, outcome="void"))
+                self.fail(error)
+            return found
+
+    def ended(self, number: int, pipeline: int, count: int) -> None:
+        """What a closure was to read is not there: the share has only so many batches."""
         with self.lock:
-            return self.closures.batch(numbers, worker, self.dispatch.settled)
+            for closure in self.closures.of([number]):
+                if closure.reads is not None:
+                    closure.reads.reads.ended(pipeline, count)
 
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None:
         """Hands a closure's results, or its error, to those who wait for them."""

@@ -9,7 +9,8 @@ from jdist.ps.messages import Answer, Message, Ref
 
 # "read": it changed nothing and was not to. "void": it took no effect and never will.
 # "staged": of synchronous mode, it is on all shards, and takes effect with others.
-Outcome = Literal["done", "read", "void", "staged"]
+# "declined": nothing of it was computed, as what it reads is for another worker to read.
+Outcome = Literal["done", "read", "void", "staged", "declined"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Reported:
         generation: in which history.
         closure: which.
         outcome: "done"; "read", if its function changes nothing; "void", if it took no effect and never will (it failed);
-            "staged", in synchronous mode.
+            "staged", in synchronous mode; "declined", if this worker cannot compute it while the same workers are there.
         base: the version of the shards that what is staged was computed from.
     """
 
@@ -130,9 +131,11 @@ class Cancelled:
     """Event: what no worker has is not to be computed.
 
     Attributes:
+        only: of these closures; None: of all.
         spare: closures that are, all the same: they had been done before a rollback.
     """
 
+    only: frozenset[int] | None = None
     spare: frozenset[int] = frozenset()
 
 

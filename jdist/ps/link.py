@@ -31,11 +31,12 @@ class Hub(Protocol):
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
     def installable(self, number: int) -> Installable: ...
-    def batch(self, numbers: Sequence[int], worker: int) -> Batch: ...
+    def batch(self, assigned: Assign, numbers: Sequence[int]) -> Batch: ...
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
     def skipped(self, number: int) -> None: ...
+    def ended(self, number: int, pipeline: int, count: int) -> None: ...
     def epoch_of(self, worker: int) -> int: ...
 
 
@@ -151,7 +152,8 @@ class WorkerLink:
                     self._assigned.clear()
                 newest = assigned[-1]  # those of an older history are no closures of this one
                 numbers = [c for a in assigned if a.generation == newest.generation for c in a.closures]
-                self._execute(channel, names, opened, newest, numbers, lost)
+                while numbers:
+                    numbers = self._execute(channel, names, opened, newest, numbers, lost)
         finally:
             lost.set()
             pinging.join(self._times.lost_after_s)
@@ -164,16 +166,23 @@ class WorkerLink:
         newest: Assign,
         numbers: Sequence[int],
         lost: threading.Event,
-    ) -> None:
+    ) -> Sequence[int]:
+        """Has closures computed, and reports them.
+
+        Returns:
+            Those that have to be sent again, as what they were to read is not there.
+        """
         hub = self._hub
-        batch = hub.batch(numbers, self.number)
+        batch = hub.batch(newest, numbers)
+        if not batch.closures:
+            return []
         for function in batch.functions:
             if function not in names:
                 names[function] = self._briefing.install(channel, function, hub.installable(function))
         for name in batch.batches:
             if name is not None and name[0] not in opened:
                 opened.add(name[0])
-                if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]], name[2])) is not None:
+                if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]])) is not None:
                     hub.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
         said = {"epoch": newest.epoch, "generation": newest.generation}
         closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
@@ -189,10 +198,15 @@ class WorkerLink:
         )
         if lost.is_set():
             raise CallFailed(channel.peer, "unavailable", "it does not answer")
-        arrays = iter(results)
-        for outcome, outputs, updates in zip(answer["outcomes"], batch.outputs, batch.updates, strict=True):
+        arrays, again = iter(results), list[int]()
+        told = zip(answer["outcomes"], batch.outputs, batch.updates, batch.batches, strict=True)
+        for outcome, outputs, updates, name in told:
             closure, how = outcome["closure"], outcome["outcome"]
             if how == "abandoned":
+                continue
+            if how == "declined" and name is not None:
+                hub.ended(closure, name[2], outcome["batches"])
+                again.append(closure)
                 continue
             leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
             error = _error_of(outcome)
@@ -207,6 +221,7 @@ class WorkerLink:
             # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
             self._gave_up = True
             raise CallFailed(channel.peer, "unavailable", "it gave closures up")
+        return again
 
     def _ping(self, busy: Channel, lost: threading.Event) -> None:
         """Asks the worker whether it lives, over a connection of its own; if it has not answered for long, ends the other."""

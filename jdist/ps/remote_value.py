@@ -19,12 +19,17 @@ _CALLS = threading.local()
 class Pending:
     """The results of one closure, which arrive once.
 
+    Args:
+        number: the closure's, as far as it has one.
+        cancel: cancels closures that no worker has had; whether it could.
+
     Attributes:
         number: the closure's; None while it waits for its arguments.
     """
 
-    def __init__(self, number: int | None = None):
+    def __init__(self, number: int | None = None, cancel: Callable[[Sequence[Pending]], bool] | None = None):
         self.number = number
+        self._cancel = cancel
         self._is_there = False
         self._woken = threading.Event()  # those who wait; also in vain
         self._lock = threading.Lock()
@@ -39,6 +44,7 @@ class Pending:
             if self._is_there:
                 return
             self._leaves, self._error, self._is_there = leaves, error, True
+            self._cancel = None
             self._woken.set()
             then, self._then = self._then, []
         _one_after_the_other(then)
@@ -102,6 +108,12 @@ def _one_after_the_other(calls: Sequence[Callable[[], None]]) -> None:
         del _CALLS.queue
 
 
+def cancelled(pending: Sequence[Pending]) -> bool:
+    """Cancels closures, all or none; whether it was not too late."""
+    cancel = pending[0]._cancel if pending else None
+    return cancel is not None and cancel(pending)
+
+
 def when_all_arrived(pending: Sequence[Pending], call: Callable[[], None]) -> None:
     """Calls something once the results of all of these closures are there, or at once."""
     if not pending:
@@ -142,11 +154,22 @@ class RemoteValue(NDArrayOperatorsMixin):
 
         Raises:
             TimeoutError: it was not there in time.
-            ClosureCancelledError: the closure was cancelled, as another had failed.
+            ClosureCancelledError: the closure was cancelled: by `cancel`, or as another had failed.
             ClosureError: the closure failed.
             ShardLostError: a parameter server is gone.
         """
         return self._read([p.wait(timeout_s) for p in self.pending])
+
+    def cancel(self) -> bool:
+        """Has it not computed, if no worker has had it yet: the whole call whose result it is, with its other results.
+
+        A step that is cancelled takes no effect. `join` does not wait for it, and other calls go on; those that take it as an
+        argument are cancelled with it.
+
+        Returns:
+            Whether it is cancelled. False: it is too late, as a worker has it, or it is done; or the mode is synchronous.
+        """
+        return cancelled(self.pending)
 
     def map(self, function: Callable[[np.ndarray], Any]) -> RemoteValue:
         """A function of the array, applied on the host once it is there."""

@@ -14,7 +14,8 @@ import numpy as np
 from jdist.errors import StrategyError
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
-from jdist.ps.datasets import DatasetPass, WorkerDataset, name_of_function
+from jdist.ps.dataset_pass import RemoteBatch
+from jdist.ps.datasets import WorkerDataset, name_of_function
 from jdist.ps.engine import Engine
 from jdist.ps.job import Function, function_of, keeping_of
 from jdist.ps.keeping import Keeping
@@ -102,7 +103,7 @@ class PsJob:
         return self._coordinator
 
     def schedule(
-        self, state: RemoteState, traced: Traced, arguments: Sequence[Any], reads: DatasetPass | None = None
+        self, state: RemoteState, traced: Traced, arguments: Sequence[Any], reads: RemoteBatch | None = None
     ) -> list[Pending]:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
@@ -134,7 +135,7 @@ class PsJob:
         key: Any,
         make: Callable[[], tuple[Function, bytes]],
         arguments: Sequence[Any],
-        reads: DatasetPass | None = None,
+        reads: RemoteBatch | None = None,
     ) -> Pending:
         """Schedules a closure of a function that has no part in the state.
 
@@ -142,7 +143,7 @@ class PsJob:
             key: names the function.
             make: gives it, if it is not known yet.
             arguments: the closure's.
-            reads: the dataset of which the worker reads a batch for it.
+            reads: the batch that the worker reads for it.
 
         Returns:
             The closure's results, when they are there.

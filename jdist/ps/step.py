@@ -14,7 +14,8 @@ from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import StepError, StrategyError
 from jdist.ps.artifact import with_shardings
-from jdist.ps.datasets import DatasetPass, RemoteBatch, spread
+from jdist.ps.dataset_pass import RemoteBatch
+from jdist.ps.datasets import spread
 from jdist.ps.keys import taking_keys, without_keys
 from jdist.ps.program import StepParts, take_apart
 from jdist.ps.remote_state import RemoteState
@@ -42,14 +43,14 @@ class Given:
         treedef: of `(batches, others)`.
         sent: the arrays that go with the closure.
         place: which of the arguments the worker reads itself: the first one, and how many.
-        reads: from what it reads them.
+        reads: the batch that they are.
     """
 
     shapes: list[Any]
     treedef: Any
     sent: list[Any]
     place: tuple[int, int] | None
-    reads: DatasetPass | None
+    reads: RemoteBatch | None
 
     @classmethod
     def of(cls, batches: PyTree, others: PyTree) -> Given:

@@ -25,7 +25,7 @@ from jdist.ps.route import RoutedChannel, routes_in
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.seam import Channel, Header, Method
 from jdist.ps.wire import Spec, from_plain
-from jdist.ps.worker_data import WorkerData
+from jdist.ps.worker_data import Ended, WorkerData
 
 MOST_SHARDS = 4096
 MOST_CLOSURES = 4096
@@ -152,8 +152,8 @@ class WorkerServer:
         """Computes closures, one after the other.
 
         Returns:
-            For each an outcome: "done", "staged", "void" with an error's text, or "abandoned"; and the outputs of the first
-            two.
+            For each an outcome: "done", "staged", "void" with an error's text, "abandoned", or "declined" if nothing is left to
+            read for it; and the outputs of the first two.
         """
         numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]
         if any(type(n) is not int for n in numbers):
@@ -174,6 +174,9 @@ class WorkerServer:
                 if (read := installed.function.batch) is not None:
                     try:
                         arguments[read[0] : read[0]] = self._data.batch(batch)
+                    except Ended as exc:
+                        outcomes.append({"closure": closure, "outcome": "declined", "batches": exc.count})
+                        continue
                     except Exception:  # noqa: BLE001  # whatever a user's dataset raises
                         outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
                         continue

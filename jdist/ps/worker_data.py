@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,7 +24,9 @@ from jdist.ps.batch_tree import to_structure
 from jdist.ps.transport.seam import Header, Method
 
 SCRIPT = "__main__"
-MOST_AHEAD = 64
+MOST_KEPT = 64  # batches of a share that were read and not asked for
+_BEHIND = 16  # as many as a worker has at a time
+_ADVANCE_S = 20.0
 _MODULE = "__jdist_script__"
 
 
@@ -52,26 +55,36 @@ class WorkerData:
             name: dataset, pass over it, pipeline, number.
 
         Raises:
-            DatasetError: the dataset is not known, or has no such batch.
+            Ended: the share has no such batch.
+            DatasetError: the dataset is not known.
         """
         dataset, number_of_pass, pipeline, number = name
         return self._pipeline(dataset, number_of_pass, pipeline).batch(number)
 
     def _open(self, header: Header) -> Header:
-        """Makes a dataset known, and says how its batches look."""
-        number, pipeline = _whole(header, "dataset", "pipeline")
-        with self._lock:
-            known = self._made.get(number)
-        made = known or _Made(header, self._script, self._num_replicas)
-        with self._lock:
-            self._made[number] = made
+        """Makes a dataset known, and of one of its shares says how its batches look."""
+        made = self._known(header)
+        if "pipeline" not in header:
+            return {}
+        (pipeline,) = _whole(header, "pipeline")
         dataset = made.dataset(pipeline)
         return {"spec": to_structure(dataset.element_spec), "steps": dataset.num_steps}
 
     def _advance(self, header: Header) -> Header:
         """Reads ahead; how many batches are there, and whether that is all."""
-        dataset, number_of_pass, pipeline, ahead = _whole(header, "dataset", "pass", "pipeline", "ahead")
-        return self._pipeline(dataset, number_of_pass, pipeline).advance(min(ahead, MOST_AHEAD))
+        names = ("dataset", "pass", "pipeline", "until", "asked")
+        dataset, number_of_pass, pipeline, until, asked = _whole(header, *names)
+        self._known(header)
+        return self._pipeline(dataset, number_of_pass, pipeline).advance(until, asked)
+
+    def _known(self, header: Header) -> _Made:
+        """A dataset, which may be new to this process."""
+        (number,) = _whole(header, "dataset")
+        with self._lock:
+            known = self._made.get(number)
+        made = known or _Made(header, self._script, self._num_replicas)
+        with self._lock:
+            return self._made.setdefault(number, made)
 
     def _pipeline(self, dataset: int, number_of_pass: int, pipeline: int) -> _Pipeline:
         key = (dataset, number_of_pass, pipeline)
@@ -115,61 +128,117 @@ class _Made:
         )
 
 
+class Ended(DatasetError):
+    """A batch was asked for that the share does not have.
+
+    Attributes:
+        count: how many batches it has.
+    """
+
+    def __init__(self, count: int, number: int):
+        super().__init__(f"the dataset has {count} batches, and number {number} was asked for")
+        self.count = count
+
+
 class _Pipeline:
-    """One pass over one worker's share."""
+    """One pass over one worker's share.
+
+    What was read and not asked for yet is kept: what lies ahead, and a few batches behind the newest that was asked for, as
+    those of a worker that was lost come late. What is not kept is read again.
+    """
 
     def __init__(self, make: Callable[[], DistributedDataset]):
-        self._make, self._dataset, self._lock = make, make(), threading.Lock()
+        self._make, self._dataset = make, make()
+        self._reading, self._lock = threading.Lock(), threading.Lock()  # the second is never held for long
         self._batches: Iterator[Any] | None = None
-        self._read = 0  # batches that were taken from the iterator
-        self._ahead: dict[int, list[np.ndarray]] = {}
-        self._ended = False
+        self._next = 0  # the number of the iterator's next batch
+        self._known = 0  # batches that are there for sure
+        self._end: int | None = None  # all that there are
+        self._asked = 0  # the newest that was asked for
+        self._kept: dict[int, list[np.ndarray]] = {}
+        self._error: Exception | None = None
 
-    def advance(self, ahead: int) -> Header:
-        """Reads so many batches ahead of what was asked for."""
-        with self._lock:
-            while len(self._ahead) < ahead and not self._ended:
-                self._take_next()
-            return {"available": self._read, "ended": self._ended}
+    def advance(self, until: int, asked: int) -> Header:
+        """Reads on until so many batches are known, though not for long; those far below `asked` are not kept."""
+        end = time.monotonic() + _ADVANCE_S
+        while time.monotonic() < end:
+            with self._reading:
+                self._forget(asked)
+                if self._known >= until or self._end is not None:
+                    break
+                number, leaves = self._next, self._read()
+                if leaves is not None:
+                    self._keep(number, leaves)
+        return {"available": self._known, "ended": self._end is not None}
 
     def batch(self, number: int) -> list[np.ndarray]:
-        """The leaves of one batch; batches are asked for in their order, but for those of a worker that was lost."""
-        with self._lock:
-            if number not in self._ahead:
-                if number < self._read:
-                    self._go_to(number)
-                while self._read <= number and not self._ended:
-                    self._ahead.clear()
-                    self._take_next()
-            if number not in self._ahead:
-                raise DatasetError(f"the dataset has {self._read} batches, and number {number} was asked for")
-            return self._ahead.pop(number)
+        """The leaves of one batch; batches are asked for in their order, but for those of a worker that was lost.
+
+        Raises:
+            Ended: there is none of that number.
+        """
+        if (found := self._given(number)) is not None:  # also while another thread reads on
+            return found
+        with self._reading:
+            if (found := self._given(number)) is not None:
+                return found
+            if number < self._next and (self._end is None or number < self._end):
+                self._go_to(number)
+            while self._end is None or number < self._end:
+                at, found = self._next, self._read()
+                if at == number and found is not None:
+                    return found
+                if found is not None:
+                    self._keep(at, found)
+            raise Ended(self._end, number)
 
     def close(self) -> None:
         """Ends what reads ahead."""
         self._dataset.close()
 
-    def _take_next(self) -> None:
+    def _given(self, number: int) -> list[np.ndarray] | None:
+        self._forget(number)
+        with self._lock:
+            return self._kept.pop(number, None)
+
+    def _forget(self, asked: int) -> None:
+        with self._lock:
+            self._asked = max(self._asked, asked)
+            for number in [n for n in self._kept if n < self._asked - _BEHIND]:
+                del self._kept[number]
+
+    def _keep(self, number: int, leaves: list[np.ndarray]) -> None:
+        with self._lock:
+            if number >= self._asked - _BEHIND and len(self._kept) < MOST_KEPT:
+                self._kept[number] = leaves
+
+    def _read(self) -> list[np.ndarray] | None:
+        """The iterator's next batch; None at the end."""
+        if self._error is not None:
+            raise self._error  # an iterator that has failed calls itself at its end
         if self._batches is None:
             self._batches = iter(self._dataset)
         try:
             leaves = jax.tree.leaves(next(self._batches))
         except StopIteration:
-            self._ended = True
-            return
-        self._ahead[self._read] = [np.asarray(x) for x in leaves]
-        self._read += 1
+            self._known = self._end = self._next
+            return None
+        except Exception as exc:
+            self._error = exc
+            raise
+        self._next += 1
+        self._known = max(self._known, self._next)
+        return [np.asarray(x) for x in leaves]
 
     def _go_to(self, number: int) -> None:
         """Begins again at a batch; what has no position is read from its beginning."""
-        self._ahead.clear()
-        self._ended = False
+        self._error = None
         try:
             self._dataset.go_to(number)
-            self._read = number
+            self._next = number
         except DatasetError:  # a plain iterable
             self._dataset.close()
-            self._dataset, self._read = self._make(), 0
+            self._dataset, self._next = self._make(), 0
         self._batches = iter(self._dataset)
 
 

@@ -100,8 +100,8 @@ class Network:
 
         timer = threading.Timer(self.uniform(0, 0.1), run)
         timer.daemon = True
+        timer.start()  # first, as `end` waits for those in the list
         self._late.append(timer)
-        timer.start()
 
     def end(self):
         """No more faults; waits for what is still under way."""

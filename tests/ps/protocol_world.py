@@ -18,6 +18,7 @@ from jdist.ps.dispatched import Dispatch
 from jdist.ps.events import (
     Answered,
     Assign,
+    Cancelled,
     Event,
     Finish,
     Lost,
@@ -56,12 +57,14 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How often what goes wrong may still go wrong."""
+    """How often what goes wrong may still go wrong, and closures be cancelled or declined."""
 
     crashes: int = 0
     suspicions: int = 0
     duplicates: int = 0
     rollbacks: int = 0
+    cancels: int = 0
+    declines: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,7 @@ class World:
         flying: what is under way: `("shard", number, message)`, `("worker", (worker, epoch), shard, message, answer)`,
             `("told", shard, message, answer)` or `("report", event)`.
         finished: for each closure how often the coordinator called it done.
+        cancelled: closures that were.
         budget: what may still go wrong.
     """
 
@@ -85,6 +89,7 @@ class World:
     attempts: tuple[tuple[tuple[int, int], Attempt], ...] = ()
     flying: frozenset[Any] = frozenset()
     finished: tuple[tuple[int, int], ...] = ()
+    cancelled: frozenset[int] = frozenset()
     budget: Budget = Budget()
 
 
@@ -112,9 +117,6 @@ def start(
     return world
 
 
-_FORGOTTEN = Rollback(settled=0, applied=frozenset())  # the snapshot is the beginning
-
-
 def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
     """What can happen next, each with what makes the world after it."""
     budget = world.budget
@@ -139,6 +141,8 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
         if attempt.alive and budget.crashes:
             dead = dataclasses.replace(attempt, alive=False)
             yield f"dies {who}", lambda who=who, dead=dead: _attempt(fewer("crashes"), who, dead)
+        if current and budget.declines and _can_decline(world, who):
+            yield f"declines {who}", lambda who=who: _declined(fewer("declines"), who)
         if current and not attempt.alive:
             yield f"is missed {who}", lambda missed=missed: _tell(world, missed)
         if current and attempt.alive and budget.suspicions:
@@ -149,10 +153,17 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
     if budget.rollbacks:
         for i, shard in enumerate(world.shards):
             empty = Shard(rules=shard.rules)
+            forgotten = Rollback(settled=0, applied=world.cancelled)  # the snapshot is the beginning
             yield (
                 f"shard {i} forgets",
-                lambda i=i, empty=empty: _tell(_shard(fewer("rollbacks"), i, empty, ()), _FORGOTTEN),
+                lambda i=i, empty=empty, forgotten=forgotten: _tell(
+                    _shard(fewer("rollbacks"), i, empty, ()), forgotten
+                ),
             )
+    for c in range(world.dispatch.scheduled if budget.cancels else 0):
+        if world.dispatch.is_waiting(c) and c not in dict(world.finished):
+            cancelled = Cancelled(only=frozenset({c}))
+            yield f"is cancelled {c}", lambda cancelled=cancelled: _tell(fewer("cancels"), cancelled)
 
 
 def problem(world: World) -> str | None:
@@ -169,8 +180,9 @@ def problem(world: World) -> str | None:
         return "nothing can happen any more, and not all closures are done"
     if any(sorted(log) != sorted(world.logs[0]) for log in world.logs):
         return f"closures took effect on some shards only, or by two computations: {world.logs}"
-    if len(world.logs[0]) != world.dispatch.scheduled:
-        return f"of {world.dispatch.scheduled} closures took effect: {world.logs[0]}"
+    expected = sorted({*range(world.dispatch.scheduled)} - world.cancelled)
+    if sorted(entry[0] for entry in world.logs[0]) != expected:
+        return f"{expected} were to take effect; these did: {world.logs[0]}"
     return None
 
 
@@ -191,6 +203,10 @@ def _tell(world: World, event: Event) -> World:
                 todo = *attempt.todo, *((command.generation, c) for c in command.closures)
                 if attempt.alive:
                     world = _work(_attempt(world, who, dataclasses.replace(attempt, todo=todo)), who)
+            case Finish(outcome="void"):
+                if command.closure in world.cancelled:
+                    raise AssertionError(f"{command.closure} was cancelled twice")
+                world = dataclasses.replace(world, cancelled=world.cancelled | {command.closure})
             case Finish():
                 times = dict(world.finished)
                 times[command.closure] = times.get(command.closure, 0) + 1
@@ -233,6 +249,23 @@ def _work(world: World, who: tuple[int, int]) -> World:
     # A pull takes no time here, and its order with other messages makes no difference but to how late a gradient is.
     attempt = dataclasses.replace(attempt, phase="computing", bases=tuple(shard.version for shard in world.shards))
     return _attempt(world, who, attempt)
+
+
+def _can_decline(world: World, who: tuple[int, int]) -> bool:
+    """Whether a worker's first closure has not begun, and reads what another one has, which is there."""
+    attempt, ready = dict(world.attempts)[who], {w for w, k in world.dispatch.workers.items() if k.state == "ready"}
+    if attempt.phase != "computing" or attempt.attempt or attempt.todo[0][0] != world.dispatch.generation:
+        return False
+    owner = attempt.todo[0][1] % len(world.dispatch.workers)
+    return owner != who[0] and owner in ready
+
+
+def _declined(world: World, who: tuple[int, int]) -> World:
+    attempt = dict(world.attempts)[who]
+    generation, closure = attempt.todo[0]
+    event = Reported(worker=who[0], epoch=who[1], generation=generation, closure=closure, outcome="declined")
+    rest = dataclasses.replace(attempt, todo=attempt.todo[1:], phase="idle")
+    return _tell(_work(_attempt(world, who, rest), who), event)
 
 
 def _computed(world: World, who: tuple[int, int]) -> World:

@@ -463,3 +463,21 @@ def test_functions_without_a_state_leave_nothing_behind():
         assert (len(engine.closures), engine.closures._void) == (0, set())
     finally:
         engine.close()
+
+
+def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_it_back():
+    with Job(1, 1) as job:
+        job.schedule().wait(60)
+        job.worker_servers[0].stop()
+        pending = [job.schedule() for _ in range(10)]
+        assert [job.engine.cancel([p]) for p in pending[7:]] == [True] * 3
+        assert not job.engine.cancel(pending[6:8])  # of which one is cancelled: all or none
+        job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
+        job.coordinator.join(60)
+        assert count(job) == [8]
+        job.keepers[0] = Keeper()
+        job.servers["ps0"]._methods = job.keepers[0].methods()
+        job.schedule().wait(60)
+        job.coordinator.join(60)
+        assert (count(job), job.engine.generation) == ([9], 2)
+        assert [type(p.error) for p in pending[7:]] == [ClosureCancelledError] * 3

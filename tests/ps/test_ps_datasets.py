@@ -5,16 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 import jdist
-from jdist.errors import DatasetError, StepError, StrategyError
+from jdist.errors import ClosureError, DatasetError, StepError, StrategyError
 from jdist.ps.datasets import name_of_function
 from jdist.ps.worker_data import WorkerData
 
 sys.path.insert(0, str(Path(__file__).parent))
+from flaky import InProcess, Network
 from test_ps_program import create, loss
 
 ROWS = 50
@@ -27,6 +29,7 @@ def strategy(tmp_path_factory):
     (folder / "my_data.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("SHARES", str(folder))
         made = jdist.parameter_server(local_workers=2, local_ps=1)
         assert made.coordinator.num_workers == 2  # started here, with that environment
     yield made
@@ -34,6 +37,8 @@ def strategy(tmp_path_factory):
 
 
 MODULE = """
+import itertools
+import os
 import numpy as np
 import jdist
 
@@ -55,6 +60,18 @@ def unequal(context):
     data = mine(context)
     for i in range(3 if context.input_pipeline_id else 6):
         yield {name: x[:4] for name, x in data.items()}
+
+def endless(context):
+    return ({"number": np.full(2, 2 * i + context.input_pipeline_id)} for i in itertools.count())
+
+def one_long(context):  # each share is there on its own worker only
+    me = os.path.join(os.environ["SHARES"], str(context.input_pipeline_id))
+    if not os.path.exists(me):
+        open(me, "w").write(str(os.getpid()))
+    if open(me).read() != str(os.getpid()):
+        raise FileNotFoundError("this file is on another machine")
+    for i in range(2 if context.input_pipeline_id else 90):
+        yield {"number": np.full(2, 2 * i + context.input_pipeline_id)}
 
 def broken(context):
     raise ValueError("the disk of this worker is empty")
@@ -99,6 +116,113 @@ def test_shares_of_different_length(strategy):
     dataset = strategy.coordinator.create_per_worker_dataset("my_data:unequal")
     found = [strategy.coordinator.schedule(numbers, (batch,)) for batch in dataset]
     assert len(strategy.coordinator.fetch(found)) == 9
+
+
+def first_of(batch):
+    return batch["number"][0]
+
+
+def read(strategy, batches):
+    """The numbers that workers find in batches."""
+    return sorted(
+        int(x) for x in strategy.coordinator.fetch([strategy.coordinator.schedule(first_of, (b,)) for b in batches])
+    )
+
+
+ONE_LONG = sorted([*range(0, 180, 2), 1, 3])
+
+
+def test_a_worker_that_is_through_leaves_the_others_share_alone(strategy):
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:one_long")
+    for _ in range(2):
+        assert read(strategy, dataset) == ONE_LONG
+
+
+def test_all_batches_are_taken_before_any_is_read(strategy):
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:one_long")
+    batches = list(dataset)
+    assert (len(batches), read(strategy, batches)) == (92, ONE_LONG)
+
+
+def test_a_share_without_an_end(strategy):
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:endless")
+    found = read(strategy, itertools.islice(dataset, 300))
+    assert len(set(found)) == 300
+    of_each = [[x for x in found if x % 2 == p] for p in (0, 1)]
+    assert all(x == list(range(p, p + 2 * len(x), 2)) for p, x in enumerate(of_each))
+    every_fifth = (batch for i, batch in enumerate(dataset) if i % 5 == 0)
+    assert len(set(read(strategy, itertools.islice(every_fifth, 60)))) == 60
+
+
+def test_after_a_queue_was_cancelled_the_same_dataset_is_read_again(strategy):
+    dataset = strategy.coordinator.create_per_worker_dataset("my_data:one_long")
+    step, state = jdist.distribute(counting_step, strategy), strategy.init(lambda: create(optax.sgd(0.1)))
+    batches = iter(dataset)
+    found = []
+    for batch in itertools.islice(batches, 20):
+        state, metrics = step(state, batch, np.float32("nan" if len(found) == 3 else 1))
+        found.append((batch, metrics["number"]))
+    with pytest.raises(ClosureError, match="NaN or infinite"):
+        strategy.coordinator.join(60)
+    again = [batch for batch, number in found if number.is_cancelled]
+    rest = read(strategy, [*again, *batches])
+    done = [int(number) for _, number in found if number.error is None]
+    assert len(rest) + len(done) + 1 == 92
+    assert set(rest) | set(done) < set(ONE_LONG)
+    with pytest.raises(DatasetError, match="was given to a second call"):
+        strategy.coordinator.schedule(first_of, (found[0][0],))
+    assert read(strategy, dataset) == ONE_LONG
+
+
+def counting_step(state, batch, factor):
+    value, grads = jdist.value_and_grad(
+        lambda params: jdist.mean(batch["number"] * factor * sum(x.sum() for x in jax.tree.leaves(params)))
+    )(state.params)
+    return state.apply_gradients(grads=grads), {"number": batch["number"][0], "value": value}
+
+
+@pytest.mark.parametrize("name", ["lost_data:arrays", "lost_data:generator"])
+def test_the_share_of_a_worker_that_dies_is_read_by_another(tmp_path, monkeypatch, name):
+    (tmp_path / "lost_data.py").write_text(MODULE.replace("ROWS = 50", "ROWS = 800"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = InProcess(Network(0), ps=1)
+    coordinator = made.strategy.coordinator
+    try:
+        found = []
+        for batch in coordinator.create_per_worker_dataset(name):
+            found.append(coordinator.schedule(numbers, (batch,)))
+            if len(found) == 60:
+                found[20]["numbers"].result(60)
+                made.servers["worker1"].stop()
+            if len(found) == 150:
+                found[-40]["numbers"].result(60)
+                made.restart(1)
+        seen = [x for each in coordinator.fetch(found) for x in each["numbers"][each["mask"]]]
+        assert sorted(seen) == list(range(800))
+    finally:
+        coordinator.close()
+
+
+def test_what_is_read_ahead_is_bounded_and_a_new_process_goes_on_where_the_lost_one_was(tmp_path, monkeypatch):
+    (tmp_path / "bounded_data.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"partial": "pad", "with_mask": False, "prefetch": 0}
+    data = WorkerData()
+    header = {"dataset": 1, "name": "bounded_data:endless", "options": options, "pipelines": 2, "pipeline": 1}
+    data.methods()["open"].run(header, [])
+
+    def advance(until, asked):
+        said = {**header, "pass": 0, "until": until, "asked": asked}
+        return data.methods()["advance"].run(said, [])[0]
+
+    kept = data._pipeline(1, 0, 1)._kept
+    assert advance(1016, 1000) == {"available": 1016, "ended": False}
+    assert len(kept) == 32
+    assert advance(1500, 1000) == {"available": 1500, "ended": False}
+    assert len(kept) == 64
+    for i in (1000, 1001, 990, 1499, 3):
+        assert data.batch((1, 0, 1, i))[-1][0] == 2 * i + 1
+    assert len(kept) <= 64
 
 
 def test_a_batch_that_is_asked_for_again_is_the_same_batch(tmp_path, monkeypatch):

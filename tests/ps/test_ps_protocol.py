@@ -50,6 +50,10 @@ EXHAUSTIVE = {
     "two shards, a stalled worker": (2, 2, 1, Budget(suspicions=1)),
     "two shards, a duplicate": (2, 1, 1, Budget(duplicates=1)),
     "two shards, a rollback": (2, 1, 1, Budget(rollbacks=1)),
+    "one shard, a closure cancelled, a crash": (1, 2, 2, Budget(cancels=1, crashes=1)),
+    "two shards, a closure cancelled, a rollback": (2, 1, 2, Budget(cancels=1, rollbacks=1)),
+    "one shard, closures declined, a crash": (1, 2, 2, Budget(declines=2, crashes=1)),
+    "one shard, a closure declined, a rollback": (1, 2, 2, Budget(declines=1, rollbacks=1)),
 }
 LARGE = {
     "two shards, a bound on staleness": (2, 2, 2, Budget()),
@@ -85,7 +89,7 @@ def test_closures_of_two_parts_never_mix_after_a_rollback_either():
     parts=st.sampled_from([(), (2,), (1, 4)]),
 )
 def test_in_random_orders_of_long_histories(shards, max_staleness, randomness, workers, depth, parts):
-    budget = Budget(crashes=3, suspicions=2, duplicates=8, rollbacks=1)
+    budget = Budget(crashes=3, suspicions=2, duplicates=8, rollbacks=1, cancels=1, declines=3)
     rules = Rules(max_staleness=max_staleness)
     how = {"budget": budget, "depth": depth, "rules": rules, "parts": parts}
     world, story = start(shards=shards, workers=workers, closures=6, **how), []

@@ -158,3 +158,35 @@ def test_an_interrupt_while_calls_are_scheduled_loses_none(strategy):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert all(float(x) == 4.0 for x in found)
+
+
+def slow(x):
+    return jnp.linalg.eigvalsh(x).sum()
+
+
+def test_a_call_is_cancelled_while_no_worker_has_it(strategy):
+    coordinator = strategy.coordinator
+    found = [coordinator.schedule(slow, (np.eye(300, dtype=np.float32),)) for _ in range(60)]
+    waits = coordinator.schedule(square, (found[-1],))
+    after = coordinator.schedule(add, (waits, waits))["sum"]
+    later = coordinator.schedule(square, (np.float32(3),))
+    assert waits.cancel()  # its argument is not there yet
+    assert found[-2].cancel()  # it is in the queue
+    assert not waits.cancel()
+    coordinator.join(60)
+    for cancelled in (waits, found[-2], after):
+        with pytest.raises(ClosureCancelledError):
+            cancelled.result(0)
+        assert (cancelled.done, cancelled.is_cancelled) == (True, True)
+    assert not found[0].cancel()
+    assert float(later) == 9.0
+    assert all(float(x) == 300.0 for x in [*found[:-2], found[-1]])
+
+
+def test_in_synchronous_mode_nothing_is_cancelled():
+    made = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
+    step, state = jdist.distribute(train_step, made), made.init(lambda: create(optax.sgd(0.1)))
+    state, metrics = step(state, BATCH)
+    assert not metrics["loss"].cancel()
+    assert np.isfinite(float(metrics["loss"]))
+    made.coordinator.close()

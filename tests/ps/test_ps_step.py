@@ -287,7 +287,9 @@ def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost():
     made = jdist.parameter_server(local_workers=1)
     state, _ = jdist.distribute(train_step, made)(made.init(lambda: create(optax.sgd(0.1))), BATCH)
     made.coordinator.close()
-    with pytest.raises(StrategyError, match="this state is not here: it was on parameter servers when they were closed"):
+    with pytest.raises(
+        StrategyError, match="this state is not here: it was on parameter servers when they were closed"
+    ):
         made.fetch(state)
     with pytest.raises(StrategyError, match="this parameter server was closed"):
         jdist.distribute(train_step, made)(state, BATCH)

@@ -160,7 +160,7 @@ def _times(slope: Slope, old: Any) -> Any:
     """The part of the old value that stays; nothing of one that is forgotten, infinity as well."""
     old = _wide(old)
     if isinstance(slope, float | int):
-        return old * jnp.asarray(slope, old.dtype) if slope != 1 else old
+        return old * jnp.asarray(slope).astype(old.dtype) if slope != 1 else old
     return jnp.where(slope == 0, jnp.zeros_like(old), old * slope)
 
 
@@ -214,7 +214,7 @@ class _Rule:
 
         try:
             shape = jax.eval_shape(run, *values)
-        except _NotLinearError:
+        except (_NotLinearError, OverflowError):  # a number below nothing times an unsigned one
             return None, None
         dtype, slope = self._old.aval.dtype, found[0]
         if not isinstance(slope, float | int):
@@ -247,32 +247,33 @@ class _Rule:
         """Of a sum over the replicas, all of which have the leaf."""
         return slope * self._n if isinstance(slope, float | int) else jax.lax.psum(slope, eqn.params["axes"])
 
-    def _slope(self, eqn: Any, slopes: list[Any], values: Sequence[Any]) -> Slope:
+    def _slope(self, eqn: Any, slopes: Sequence[Any], values: Sequence[Any]) -> Slope:
         """Of an equation's result, from those of its operands; None for those that do not depend on the leaf."""
         name, out = eqn.primitive.name, eqn.outvars[0].aval
-        first, *rest = slopes
-        alone = first is not None and all(s is None for s in rest)
+        alone = slopes[0] is not None and all(s is None for s in slopes[1:])
+        first: Any = next(s for s in slopes if s is not None)
         match name:
             case "add" | "add_any":
                 return sum(s for s in slopes if s is not None)
             case "sub":
-                return (0 if first is None else first) - (0 if rest[0] is None else rest[0])
+                left, right = (0 if s is None else s for s in slopes)
+                return left - right
             case "neg":
                 return -first
             case "copy" | "copy_p":
                 return first
-            case "mul" if slopes.count(None) == 1:
+            case "mul" if sum(s is None for s in slopes) == 1:
                 (factor,) = (v for v, s in zip(eqn.invars, slopes, strict=True) if s is None)
-                return (first if first is not None else rest[0]) * self._value(factor, values)
-            case "div" if alone and jnp.issubdtype(out.dtype, jnp.floating):
+                return first * self._value(factor, values)
+            case "div" if alone and jnp.issubdtype(out.dtype, jnp.floating) and self._constant(eqn.invars[1]) != 0:
                 return first / self._value(eqn.invars[1], values)
             case "convert_element_type" if _same_kind(eqn.invars[0].aval.dtype, out.dtype):
                 is_number = isinstance(first, float | int) or jnp.issubdtype(out.dtype, jnp.floating)
-                return first if is_number else first.astype(out.dtype)
+                return first if is_number else jnp.asarray(first).astype(out.dtype)
             case "scatter-add" if alone:
                 return first
-            case "select_n" if first is None:
-                return self._selected(eqn, [0 if s is None else s for s in rest], values)
+            case "select_n" if slopes[0] is None:
+                return self._selected(eqn, [0 if s is None else s for s in slopes[1:]], values)
             case _ if name in RESHAPING and alone and eqn.invars[0].aval.size == out.size:
                 is_number = isinstance(first, float | int) or not jnp.ndim(first)
                 return first if is_number else jnp.reshape(first, out.shape)
@@ -285,7 +286,9 @@ class _Rule:
         if isinstance(which, bool | int):
             return slopes[which]
         shape = out.shape if any(jnp.ndim(x) for x in (which, *slopes)) else ()
-        return jax.lax.select_n(which, *(jnp.broadcast_to(_wide(jnp.asarray(s, out.dtype)), shape) for s in slopes))
+        return jax.lax.select_n(
+            which, *(jnp.broadcast_to(_wide(jnp.asarray(s).astype(out.dtype)), shape) for s in slopes)
+        )
 
     def _value(self, v: Any, values: Sequence[Any]) -> Any:
         """The value of what does not depend on the leaf; a number if it is one of the program."""

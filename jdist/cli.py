@@ -226,7 +226,11 @@ def doctor(
 
 def serve(
     *,
-    role: Annotated[Literal["worker", "ps"] | None, tyro.conf.arg(metavar="worker|ps", help_behavior_hint="")] = None,
+    role: Annotated[
+        Literal["worker", "ps"] | None,
+        tyro.conf.DisallowNone,
+        tyro.conf.arg(metavar="worker|ps", help_behavior_hint=""),
+    ] = None,
     address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
     grace_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
     tls_cert: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
@@ -265,7 +269,7 @@ def serve(
         allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
         script: the program, of which a worker may be asked to make datasets by functions that are defined in it.
         insecure: listen beyond loopback without TLS or token.
-        with_parent: end when standard input is closed, too.
+        with_parent: end when standard input is closed, or the parent process is gone, and not for lack of calls.
     """
     from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, read_security
     from jdist.ps.serve import place

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -227,7 +227,7 @@ def doctor(
 def serve(
     *,
     role: Annotated[
-        Literal["worker", "ps"] | None,
+        str | None,
         tyro.conf.DisallowNone,
         tyro.conf.arg(metavar="worker|ps", help_behavior_hint=""),
     ] = None,
@@ -325,6 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     """Hand a known subcommand its arguments; list the subcommands otherwise."""
+    if arguments and arguments[0] == "run":  # its flags have no values, and so may stand before an override as well
+        arguments = sorted(arguments, key=lambda each: each.startswith("-"))
     if arguments and arguments[0] in COMMANDS:
         return tyro.cli(COMMANDS[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
     app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand

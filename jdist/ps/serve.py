@@ -69,14 +69,16 @@ class LastHeard:
         return {}, []
 
 
-def place(role: Role | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
+def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
     """What to be and where to listen: as the flags say, else as TF_CONFIG does.
 
     Raises:
         ClusterConfigError: TF_CONFIG is not right.
-        LaunchError: nothing says it, or TF_CONFIG says that this process is no server.
+        LaunchError: nothing says it, the role is none, or TF_CONFIG says that this process is no server.
     """
     spec = None if role is not None and address is not None else tf_config(environ)
+    if role is not None and role not in (WORKER, PS):
+        raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
     found: Role | None = role
     if found is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):

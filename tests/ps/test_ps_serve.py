@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import select
 import shutil
 import signal
 import socket
@@ -281,4 +282,5 @@ class TestWithParent:
         waits = "import subprocess, sys; subprocess.call(sys.argv[1:])"
         parent = tied(through=[sys.executable, "-c", waits])
         parent.kill()
+        assert select.select([parent.stdout], [], [], 60)[0]
         assert parent.stdout.read() == ""  # the end of file: the server, which holds it too, has ended

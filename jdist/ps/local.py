@@ -100,9 +100,8 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 def _command(role: Role, address: str) -> list[str]:
     command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", address]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if (
-        role == WORKER and script is not None and os.path.isfile(script)
-    ):  # it is run there only if a dataset function of it is asked for
+    # It is run there only if a dataset function of it is asked for.
+    if role == WORKER and script is not None and os.path.isfile(script):
         command += ["--script", os.path.abspath(script)]
     return [*command, "--with-parent"]
 

@@ -89,7 +89,7 @@ print(*pids, flush=True)
 
 @contextlib.contextmanager
 def program(body):
-    """The process of such a program, in a process group of its own; its servers' ids, and file descriptors that tell their ends."""
+    """The process of such a program, in a process group of its own, and file descriptors that tell its servers' ends."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM + body],
         env=environment({}),

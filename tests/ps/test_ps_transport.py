@@ -143,9 +143,9 @@ def test_what_only_comes_too_early_is_refused_without_a_warning(server, caplog, 
     caplog.set_level(logging.INFO)
     channel = RpcChannel(f"127.0.0.1:{server.port}")
     x = np.zeros(1000, np.float32)
+    calls = {"call": channel.call, "begin": lambda *given, **options: channel.begin(*given, **options)()}
     with pytest.raises(CallFailed, match="refused"):
-        found = getattr(channel, way)("push", {"arrays": described([x])}, [x], timeout_s=20)
-        found()
+        calls[way]("push", {"arrays": described([x])}, [x], timeout_s=20)
     channel.close()
     (told,) = [r for r in caplog.records if "refused a call" in r.message]
     assert (told.levelname, told.message) == ("INFO", "refused a call: a push to an empty shard")

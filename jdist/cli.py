@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -226,7 +226,11 @@ def doctor(
 
 def serve(
     *,
-    role: Annotated[Literal["worker", "ps"] | None, tyro.conf.arg(metavar="worker|ps", help_behavior_hint="")] = None,
+    role: Annotated[
+        str | None,
+        tyro.conf.DisallowNone,
+        tyro.conf.arg(metavar="worker|ps", help_behavior_hint=""),
+    ] = None,
     address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")] = None,
     grace_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
     tls_cert: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
@@ -265,7 +269,7 @@ def serve(
         allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
         script: the program, of which a worker may be asked to make datasets by functions that are defined in it.
         insecure: listen beyond loopback without TLS or token.
-        with_parent: end when standard input is closed, too.
+        with_parent: end when standard input is closed, or the parent process is gone, and not for lack of calls.
     """
     from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, read_security
     from jdist.ps.serve import place
@@ -321,6 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     """Hand a known subcommand its arguments; list the subcommands otherwise."""
+    if arguments and arguments[0] == "run":  # its flags have no values, and so may stand before an override as well
+        arguments = sorted(arguments, key=lambda each: each.startswith("-"))
     if arguments and arguments[0] in COMMANDS:
         return tyro.cli(COMMANDS[arguments[0]], prog=f"jdist {arguments[0]}", args=arguments[1:])
     app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand

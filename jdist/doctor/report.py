@@ -29,7 +29,7 @@ def examine(*, alone: bool, timeout_s: float) -> list[Finding]:
     if spec.num_ps:  # its processes do not train in step, and so have nothing to do together
         from jdist.doctor.servers import servers
 
-        return found + network.names(spec) + servers(spec, os.environ, alone=alone, timeout_s=min(timeout_s, 10.0))
+        return found + network.names(spec) + servers(spec, os.environ, alone=alone, timeout_s=timeout_s)
     found += [*network.names(spec), *network.ports(spec, os.environ), *network.security(spec)]
     if (alone and spec.num_processes > 1) or spec.task_type not in ("chief", "worker"):
         return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+import sys
+import time
 from collections.abc import Mapping
 
 from jdist.cluster.spec import ClusterSpec
@@ -13,6 +15,9 @@ from jdist.ps.reach import Trouble, reach_all
 from jdist.ps.security import Security, how_to_protect, open_to_others, read_security
 from jdist.ps.servers import seen_from
 
+_ANSWER_S = 10.0  # for one answer
+_RETRY_S = 0.5
+_QUIET_S = 5.0  # who waits longer says so
 _NOT_THERE = "Start `jdist serve` as that task; if it runs, allow its port among the machines of the cluster."
 _SETTINGS = 'SECURITY.md and docs/clusters.md ("A parameter server\'s cluster") have the settings that all must share.'
 
@@ -24,7 +29,7 @@ def servers(spec: ClusterSpec, environ: Mapping[str, str], *, alone: bool, timeo
         spec: a cluster with parameter servers.
         environ: the environment.
         alone: leave out what needs the servers.
-        timeout_s: for one's answer.
+        timeout_s: for the servers to come: some may still be starting.
     """
     try:
         security = read_security(environ)
@@ -67,7 +72,7 @@ def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Fi
         for i, address in enumerate(spec.jobs.get(job, ()))
         if address is not None
     }
-    troubles = dict(zip(named, reach_all(list(named), security, timeout_s), strict=True))
+    troubles = _troubles(named, security, timeout_s)
     found = [_finding(named[address], trouble) for address, trouble in troubles.items()]
     ps = [address for address in spec.jobs["ps"] if address is not None and troubles[address] is None]
     for worker in spec.jobs.get("worker", ()):
@@ -77,6 +82,24 @@ def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Fi
         wrong = [_finding(f"{named[worker]} to {named[to]}", trouble) for to, trouble in seen if trouble is not None]
         found += wrong or [passed("servers", f"{named[worker]} reaches {len(ps)} ps")]
     return found
+
+
+def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Trouble | None]:
+    """Why each server cannot be reached, if it cannot, once time mends nothing any more."""
+    begin, said = time.monotonic(), False
+    found: dict[str, Trouble | None] = {}
+    missing = list(named)
+    while True:
+        found |= zip(missing, reach_all(missing, security, min(timeout_s, _ANSWER_S)), strict=True)
+        missing = [address for address, trouble in found.items() if trouble is not None and not trouble.lasts]
+        waited_s = time.monotonic() - begin
+        if not missing or waited_s + _RETRY_S > timeout_s:
+            return found
+        if waited_s > _QUIET_S and not said:
+            said = True
+            waiting = ", ".join(named[address] for address in missing[:4])
+            print(f"jdist doctor: waiting up to {timeout_s:g} s for {waiting}", file=sys.stderr, flush=True)
+        time.sleep(_RETRY_S)
 
 
 def _finding(who: str, trouble: Trouble | None) -> Finding:

@@ -6,11 +6,11 @@ those who tell shards, results to those who wait. What the links and the watches
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import ClusterSnapshot
 from jdist.ps.snapshots import Snapshots
 from jdist.ps.telling import Telling
+from jdist.ps.threads import Threads
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import Channel, Header
 
@@ -92,7 +93,7 @@ class Engine:
         self._briefing = Briefing(shards, addresses, copies, times)
         self._links = [WorkerLink(n, connect, self, self._briefing, times) for n, connect in enumerate(workers)]
         self._telling = Telling(self.shards, self, times)
-        self._deciding = ThreadPoolExecutor(1, thread_name_prefix="jdist-decide")
+        self._deciding = Threads(1, "jdist-decide")
         nothing = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=[])
         self.snapshots = Snapshots(self.shards, self, nothing, give_up_s=2 * times.ps_timeout_s)
         self._watches = [ShardWatch(n, client, self, times) for n, client in enumerate(shards) if not copies]
@@ -112,6 +113,8 @@ class Engine:
         Raises:
             ShardLostError: a shard does not answer.
         """
+        # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
+        atexit.register(self.close)
         self._programs = programs
         self.snapshots.newest = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
         self.dispatch = dataclasses.replace(self.dispatch, scheduled=first, next=first)
@@ -140,19 +143,20 @@ class Engine:
 
     def close(self) -> None:
         """Ends all threads and connections; what is in the queue is cancelled."""
+        atexit.unregister(self.close)
         with self.lock:
             self.closed = True
             waiting = self.closures.clear()
             self.lock.notify_all()
             for link in self._links:
-                link.wake()
+                link.end()
         for pending in waiting:
             pending.arrive([], ClosureCancelledError("the coordinator was closed"))
         self.shards.close()
         self._telling.close()
         self.snapshots.close()
-        self._deciding.shutdown(wait=False, cancel_futures=True)
-        for thread in (*self._watches, *self._links):
+        self._deciding.close()
+        for thread in (*self._watches, *self._links, self._telling, self.snapshots, self._deciding):
             thread.join(self._times.lost_after_s)
 
     @property

@@ -41,7 +41,7 @@ from jdist.ps.messages import (
 from jdist.ps.rounding import ROUNDED
 from jdist.ps.shard import receive
 from jdist.ps.shard_state import Shard
-from jdist.ps.transport.seam import Header, Method
+from jdist.ps.transport.seam import Header, Method, Untimely
 from jdist.ps.wire import Spec, from_plain, to_plain
 
 MOST_MESSAGES = 4096
@@ -142,8 +142,10 @@ class Keeper:
             keeping = self._keeping
         said = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
         views = [(m["is"], m.get("view")) for m in said if m["is"] != "Commit" or m.get("as_one")]
-        if keeping is None or len(views) != 1:
-            raise WireError("a push to an empty shard, or several of them")
+        if len(views) != 1:
+            raise WireError("arrays of no push, or of several")
+        if keeping is None:
+            raise Untimely("a push to an empty shard")
         ((kind, number),) = views
         if type(number) is not int or not 0 <= number < len(keeping.views) or self._programs[number] is _nothing:
             raise WireError("a push of no step that is known here and updates something")

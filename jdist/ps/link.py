@@ -59,6 +59,7 @@ class WorkerLink:
         self._told = False  # of a loss
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
+        self._channel: Channel | None = None
         # One for each link: what one is assigned, the others need not hear of.
         self._news = threading.Condition(hub.mutex)
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
@@ -77,15 +78,21 @@ class WorkerLink:
         self._assigned.append(command)
         self._news.notify()
 
-    def wake(self) -> None:
-        """Has it look whether the hub is closed; called with the hub's lock held."""
+    def end(self) -> None:
+        """Ends what is under way, once the hub is closed; called with its lock held."""
         self._news.notify_all()
+        if (channel := self._channel) is not None:
+            channel.close()
 
     def _drive(self) -> None:
         hub = self._hub
-        while not hub.closed:
+        while True:
             channel, hopeless = self._connect(), False
             try:
+                with hub.lock:
+                    if hub.closed:
+                        return
+                    self._channel = channel
                 self._briefing.attach(channel)
                 self._registered, self._gave_up = True, False
                 if self._told:
@@ -100,9 +107,12 @@ class WorkerLink:
                     _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, exc)
                     hopeless = self._is_hopeless(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
+                if hub.closed:
+                    return
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
             finally:
+                self._channel = None
                 channel.close()
             with hub.lock:
                 self._assigned.clear()
@@ -236,7 +246,7 @@ class WorkerLink:
                         lost.set()
                         busy.close()
                         with self._hub.lock:
-                            self.wake()
+                            self._news.notify_all()
         finally:
             channel.close()
 

@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class LocalCluster:
-    """Processes of `jdist serve` on loopback; they end with this process, however it ends.
+    """Processes of `jdist serve` on loopback; they end with this process, however it ends, and not before.
 
     Attributes:
         workers: addresses of the workers.
@@ -36,14 +36,13 @@ class LocalCluster:
         token: the secret that all of them share.
     """
 
-    def __init__(self, *, workers: int, ps: int, devices_per_worker: int | None = None, grace_s: float = 60.0):
+    def __init__(self, *, workers: int, ps: int, devices_per_worker: int | None = None):
         """Starts them, and waits until they listen.
 
         Args:
             workers: how many workers.
             ps: how many parameter servers.
             devices_per_worker: virtual CPU devices of each worker; None: what JAX finds.
-            grace_s: seconds without a call after which one ends.
 
         Raises:
             LaunchError: one of them did not come up; says what it wrote.
@@ -56,13 +55,13 @@ class LocalCluster:
         try:
             for role in roles:
                 environ = _environment(role, self.token, devices_per_worker)
-                self._processes.append(_start(_command(role, grace_s, "127.0.0.1:0"), environ))
+                self._processes.append(_start(_command(role, "127.0.0.1:0"), environ))
             addresses = [_address(p, role) for p, role in zip(self._processes, roles, strict=True)]
         except BaseException:
             self.close()
             raise
         self.ps, self.workers = addresses[:ps], addresses[ps:]
-        restart = _restarter(addresses, ps, self.token, grace_s, devices_per_worker)
+        restart = _restarter(addresses, ps, self.token, devices_per_worker)
         keeping = functools.partial(_keep, self._processes, self._closed, restart=restart)
         threading.Thread(target=keeping, daemon=True, name="jdist-keep").start()
 
@@ -78,13 +77,13 @@ class LocalCluster:
 
 
 def _restarter(
-    addresses: Sequence[str], ps: int, token: str, grace_s: float, devices: int | None
+    addresses: Sequence[str], ps: int, token: str, devices: int | None
 ) -> Callable[[int], subprocess.Popen[str]]:
     """Starts the process of a number again, under its address; holds on to nothing that keeps the cluster alive."""
 
     def restart(number: int) -> subprocess.Popen[str]:
         role: Role = PS if number < ps else WORKER
-        process = _start(_command(role, grace_s, addresses[number]), _environment(role, token, devices))
+        process = _start(_command(role, addresses[number]), _environment(role, token, devices))
         _address(process, role)
         return process
 
@@ -92,15 +91,19 @@ def _restarter(
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+    # In a session of their own: Ctrl-C is for the program, which may want to fetch the state then.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
 
 
-def _command(role: Role, grace_s: float, address: str) -> list[str]:
+def _command(role: Role, address: str) -> list[str]:
     command = [sys.executable, "-m", "jdist", "serve", "--role", role, "--address", address]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if role == WORKER and script is not None:  # it is run there only if a dataset function of it is asked for
+    # It is run there only if a dataset function of it is asked for.
+    if role == WORKER and script is not None and os.path.isfile(script):
         command += ["--script", os.path.abspath(script)]
-    return [*command, "--grace-s", str(grace_s), "--with-parent"]
+    return [*command, "--with-parent"]
 
 
 def _environment(role: Role, token: str, devices: int | None) -> dict[str, str]:

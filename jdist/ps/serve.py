@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from jdist.cluster import failpoints
@@ -26,6 +27,7 @@ WORKER: Role = "worker"
 PS: Role = "ps"
 IS_SERVER = "JDIST_IS_SERVER"  # set in a worker's process, so that a script without a guard starts nothing in it
 READY = "jdist serve: {role} listens on {address}"
+_LOOK_S = 1.0
 _MOST_ADDRESSES = 4096
 _REACH_S = 5.0
 
@@ -67,14 +69,16 @@ class LastHeard:
         return {}, []
 
 
-def place(role: Role | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
+def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
     """What to be and where to listen: as the flags say, else as TF_CONFIG does.
 
     Raises:
         ClusterConfigError: TF_CONFIG is not right.
-        LaunchError: nothing says it, or TF_CONFIG says that this process is no server.
+        LaunchError: nothing says it, the role is none, or TF_CONFIG says that this process is no server.
     """
     spec = None if role is not None and address is not None else tf_config(environ)
+    if role is not None and role not in (WORKER, PS):
+        raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
     found: Role | None = role
     if found is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):
@@ -109,15 +113,15 @@ def serve(
     health_address: str | None = None,
     script: str | None = None,
 ) -> int:
-    """Serves until the coordinator says that it is over, or nobody has asked for anything for `grace_s`.
+    """Serves until the coordinator says that it is over, or nobody has asked for anything for `grace_s`; or with its parent.
 
     Args:
         role: "worker" or "ps".
         address: "host:port" to listen on; port 0 takes a free one.
         security: what callers must show, and what this worker shows to the parameter servers.
-        grace_s: seconds without a call after which it ends.
+        grace_s: seconds without a call after which it ends; not where it ends with its parent.
         allow: custom calls that received functions may have.
-        with_parent: end as well when standard input is closed, as it is when the parent process dies.
+        with_parent: end when standard input is closed, or the parent process is gone; however long nobody calls.
         insecure: listen beyond this machine although TLS or token is missing.
         script: a worker's: the file in which dataset functions named "__main__:..." are looked up.
         health_address: where to answer probes a second time, without TLS, and nothing else.
@@ -127,12 +131,18 @@ def serve(
 
     Raises:
         PortInUseError: the port is taken.
-        LaunchError: the address is no address, or can be reached by others without TLS and token.
+        LaunchError: the address is no address, or can be reached by others without TLS and token; another argument is not
+            allowed.
         SystemExit: 143, after SIGTERM.
     """
+    if not grace_s > 0:  # NaN is not, either
+        raise LaunchError(f"--grace-s is {grace_s:g}; it must be a number of seconds above 0.")
+    if script is not None and not Path(script).is_file():
+        raise LaunchError(f"--script is {script!r}; it must be a file, and there is none.")
     _check(address, security, insecure=insecure)
     if health_address is not None:
         _check_form("--health-address", health_address)
+    parent = os.getppid()
     if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jdist.ps.memory import keep_freed_memory
@@ -166,8 +176,12 @@ def serve(
         print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)
         if with_parent:
             threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()
-        while not heard.over.wait(min(1.0, grace_s)):
-            if heard.silent_s() > grace_s:
+        while not heard.over.wait(min(_LOOK_S, grace_s)):
+            if with_parent:
+                # What the parent has forked may live on, and hold the other end of standard input.
+                if os.getppid() != parent:
+                    return FINISHED
+            elif heard.silent_s() > grace_s:
                 print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
                 return PEER_LOST
         return FINISHED
@@ -229,6 +243,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _until_closed(over: threading.Event) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
+    # Not by `sys.stdin`, whose lock Python wants at its end: this thread may wait until then.
+    with contextlib.suppress(OSError):  # a terminal that was hung up, for instance
+        while os.read(0, 4096):
+            pass
     over.set()

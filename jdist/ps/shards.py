@@ -6,7 +6,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +16,13 @@ from jdist.cluster.failpoints import Point
 from jdist.errors import ShardLostError
 from jdist.ps.keeping import Keeping, specs
 from jdist.ps.messages import TRAVELLING, Message, Parameters, Pull, Restore
+from jdist.ps.threads import Threads
 from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 
 T = TypeVar("T")
 SLOWEST_BYTES_S = 10e6
+_END_S = 10.0
 Said = tuple[list[Any], list[Any], dict[int, bytes]]
 
 
@@ -193,14 +195,17 @@ class Together:
 
     def __init__(self, clients: Sequence[ShardClient]):
         self.clients = tuple(clients)
-        self._pool = ThreadPoolExecutor(max(1, len(self.clients)), thread_name_prefix="jdist-shards")
+        self._threads = Threads(max(1, len(self.clients)), "jdist-shards")
 
     def each(self, ask: Callable[[int, ShardClient], T]) -> list[T]:
         """The results of `ask(number, client)`, in order; the first error, once all have come back."""
         if len(self.clients) == 1:
             return [ask(0, self.clients[0])]
-        under_way = [self._pool.submit(ask, i, client) for i, client in enumerate(self.clients)]
-        errors = [f.exception() for f in under_way]
+        under_way = [self._threads.submit(ask, i, client) for i, client in enumerate(self.clients)]
+        try:
+            errors = [f.exception() for f in under_way]
+        except CancelledError:
+            raise ShardLostError("the connections to the parameter servers were closed") from None
         for error in errors:
             if error is not None:
                 raise error
@@ -229,6 +234,7 @@ class Together:
 
     def close(self) -> None:
         """Ends its threads and connections."""
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.close()
         for client in self.clients:
             client.channel.close()
+        self._threads.join(_END_S)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from jdist.errors import JDistError, ShardLostError
 from jdist.ps.dispatched import Dispatch
 from jdist.ps.shards import Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
+from jdist.ps.threads import Threads
 from jdist.ps.transport.seam import Header
 
 _LOG = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Snapshots:
         self._taking, self._number = threading.Lock(), 0
         self._is_due = False
         # A thread of its own: a snapshot waits until lost workers' closures are sorted out, which other threads do.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jdist-snapshot")
+        self._threads = Threads(1, "jdist-snapshot")
 
     def take(self) -> ClusterSnapshot:
         """The state of all shards as it is now; it is the newest from now on.
@@ -87,11 +87,15 @@ class Snapshots:
         """Has one taken, for which nobody waits; called with the hub's lock held."""
         if not self._is_due:
             self._is_due = True
-            self._pool.submit(self._take_quietly)
+            self._threads.submit(self._take_quietly)
 
     def close(self) -> None:
         """Takes no further ones."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of its thread, once the hub is closed."""
+        self._threads.join(timeout_s)
 
     def _take_quietly(self) -> None:
         """What is wrong with a shard is its watch's affair."""

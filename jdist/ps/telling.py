@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from jdist.errors import ShardLostError
 from jdist.ps.events import Answered, Event, Tell
 from jdist.ps.messages import Answer, Commit, Held, Restore
 from jdist.ps.shards import Together
+from jdist.ps.threads import Threads
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed
 
@@ -45,15 +45,19 @@ class Telling:
 
     def __init__(self, shards: Together, hub: Hub, times: Times):
         self._shards, self._hub, self._times = shards, hub, times
-        self._pool = ThreadPoolExecutor(2 * len(shards.clients) + 2, thread_name_prefix="jdist-tell")
+        self._threads = Threads(2 * len(shards.clients) + 2, "jdist-tell")
 
     def tell(self, command: Tell) -> None:
         """Begins to tell a shard something; the hub gets an `Answered`."""
-        self._pool.submit(self._until_answered, command)
+        self._threads.submit(self._until_answered, command)
 
     def close(self) -> None:
         """Begins nothing new."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of its threads, once the hub is closed."""
+        self._threads.join(timeout_s)
 
     def _until_answered(self, command: Tell) -> None:
         """How long a shard may take for it, its watch says; a message of an old history is of no interest any more."""

@@ -23,7 +23,7 @@ from jdist.ps.job import FUNCTION, Function
 from jdist.ps.keeping import KEEPING, specs
 from jdist.ps.route import RoutedChannel, routes_in
 from jdist.ps.shards import ShardClient, Together
-from jdist.ps.transport.seam import Channel, Header, Method
+from jdist.ps.transport.seam import Channel, Header, Method, Untimely
 from jdist.ps.wire import Spec, from_plain
 from jdist.ps.worker_data import Ended, WorkerData
 
@@ -141,11 +141,13 @@ class WorkerServer:
         closures, names = header.get("closures"), header.get("functions")
         if not isinstance(closures, list) or not isinstance(names, list) or len(names) != len(closures):
             raise WireError("not a function for each closure")
+        if len(names) > MOST_CLOSURES:
+            raise WireError("too many closures")
         with self._lock:
-            found = [self._functions.get(str(name)) for name in names[:MOST_CLOSURES]]
+            found = [self._functions.get(str(name)) for name in names]
         known = [installed.function for installed in found if installed is not None]
         if len(known) != len(names):
-            raise WireError("closures of a function that is not installed, or too many of them")
+            raise Untimely("closures of a function that is not installed")
         return [spec for function in known for spec in specs(function.arguments)]
 
     def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
@@ -113,6 +114,9 @@ def parameter_server(
     for name, number in local_numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
+    is_time = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
+    if not is_time or not 0 <= start_timeout_s < math.inf:
+        raise StrategyError(f"`start_timeout_s` is {start_timeout_s!r}; it must be a number of seconds, 0 or more.")
     _check_spread(partitioner, placement, wire)
     if ps_replicas not in (1, 2) or isinstance(ps_replicas, bool):
         raise StrategyError(f"`ps_replicas` is {ps_replicas!r}; it must be 1, or 2 for a backup of each shard.")

@@ -1,6 +1,7 @@
 """`jdist launch --workers --ps`: a parameter server's whole cluster on one machine, with real processes."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_a_script_trains_and_a_worker_that_is_killed_is_started_again(tmp_path):
     assert "[launch] a chief, 2 workers and 1 ps of " in out
     assert "[chief] w 3.0, b 1.0 after 160 steps\n" in out
     assert "[launch] worker 1 was killed by SIGKILL; started again in " in out
+    assert not re.search(r"^\[launch\]\s*$", out, re.MULTILINE), out  # it said nothing
     before, after = (json.loads(text) for text in await_files(tmp_path, "before", "after"))
     assert before.keys() == after.keys() == {"worker 0", "worker 1", "ps 0"}
     assert {name for name in before if before[name] != after[name]} == {"worker 1"}

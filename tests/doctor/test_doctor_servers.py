@@ -3,6 +3,7 @@
 import datetime
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ def cluster(tmp_path_factory):
         yield jobs, environ
 
 
-def look(jobs, environ, *, alone=False):
+def look(jobs, environ, *, alone=False, timeout_s=10):
     spec = ClusterSpec(jobs={k: tuple(v) for k, v in jobs.items()}, task_type="chief", task_index=0)
-    return [(f.status, f.check, f.text) for f in servers(spec, environ, alone=alone, timeout_s=10)]
+    return [(f.status, f.check, f.text) for f in servers(spec, environ, alone=alone, timeout_s=timeout_s)]
 
 
 def test_a_cluster_that_is_right(cluster):
@@ -58,9 +59,32 @@ def test_another_token_or_authority_or_no_tls_is_explained(cluster, tmp_path):
 
 def test_a_server_that_is_not_there(cluster):
     jobs, environ = cluster
-    found = look({**jobs, "ps": [*jobs["ps"], "127.0.0.1:1"]}, environ)
+    found = look({**jobs, "ps": [*jobs["ps"], "127.0.0.1:1"]}, environ, timeout_s=1)
     assert ("fail", "servers", "ps 1 (127.0.0.1:1): nothing answers there (Connection refused)") in found
     assert found[-1] == ("pass", "servers", f"worker 0 ({jobs['worker'][0]}) reaches 1 ps")
+
+
+def test_a_server_that_is_still_starting_is_waited_for(cluster, monkeypatch, capsys):
+    jobs, environ = cluster
+    asked, now = [], iter(range(0, 1000, 6))
+
+    def reach_all(addresses, security, timeout_s):
+        asked.append(list(addresses))
+        return [
+            doctor_servers.Trouble("nothing answers there", lasts=False)
+            if address in jobs["ps"] and len(asked) < 3
+            else None
+            for address in addresses
+        ]
+
+    monkeypatch.setattr(doctor_servers, "reach_all", reach_all)
+    monkeypatch.setattr(
+        doctor_servers, "time", types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
+    )
+    assert "fail" not in [status for status, *_ in look(jobs, environ, timeout_s=60)]
+    assert asked == [[*jobs["ps"], *jobs["worker"]], jobs["ps"], jobs["ps"]]
+    said = capsys.readouterr().err
+    assert said == f"jdist doctor: waiting up to 60 s for ps 0 ({jobs['ps'][0]})\n"
 
 
 def test_what_a_worker_cannot_reach(cluster, monkeypatch):

@@ -165,6 +165,11 @@ def test_a_different_config_in_the_folder_is_refused_key_by_key(jdist_run):
     assert {p: Path("runs/toy.1", p.relative_to("runs/toy")).read_bytes() for p in before} == before
 
 
+def test_an_override_may_follow_a_flag(jdist_run):
+    code, out, err = jdist_run("name=other", "--fresh", "train.steps=8")
+    assert (code, Path("runs/other").is_dir()) == (0, True), (out, err)
+
+
 def test_a_restart_by_the_launcher_goes_on_from_what_the_first_attempt_began_afresh(jdist_run, monkeypatch):
     jdist_run("train.steps=8", "--fresh")
     monkeypatch.setenv("JDIST_LAUNCH_ATTEMPT", "1")

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jdist.errors import ShardLostError
+from jdist.errors import ShardLostError, WireError
 from jdist.ps.artifact import pack
 from jdist.ps.job import keeping_of
 from jdist.ps.keeper import Keeper
@@ -36,7 +36,7 @@ from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.snapshot import take_snapshot
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.seam import CallFailed, Untimely
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_layout import raw
@@ -249,6 +249,18 @@ def test_stale_gradients_may_count_less():
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(plain.state)]
     i = names.index(".params['a']")
     np.testing.assert_allclose(moved[1][i], moved[0][i] * (1 + 1 / 2) / 2, rtol=1e-4)
+
+
+def test_a_push_to_an_empty_shard_comes_too_early_and_two_at_once_make_no_sense():
+    job = Job(1)
+    said = {"result": 0, "say": [{"is": "Push", "view": 0}]}
+    with pytest.raises(Untimely, match="empty shard"):
+        job.keepers[0].methods()["say"].expects(said)
+    job.restore()
+    assert job.keepers[0].methods()["say"].expects(said)
+    with pytest.raises(WireError, match="of several") as info:
+        job.keepers[0].methods()["say"].expects({**said, "say": 2 * said["say"]})
+    assert not isinstance(info.value, Untimely)
 
 
 def test_a_server_that_is_gone_is_named():

@@ -1,17 +1,20 @@
 """`jdist serve`: what it is and where, whom it lets in, how it ends, and what probes hear."""
 
+import contextlib
 import json
 import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import grpc
 import pytest
 import trustme
-from servers import health, refused, serving, written
+from servers import command, environment, health, refused, serving, written
 
 from jdist.cluster.launcher.ports import free_ports
 from jdist.errors import ClusterConfigError, LaunchError
@@ -205,6 +208,24 @@ class TestEnds:
         code, said = refused("--role", "ps", "--grace-s", "0.2")
         assert (code, "heard from nobody for 0.2 s" in said) == (75, True)
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"grace_s": float("nan")}, "--grace-s is nan; it must be a number of seconds above 0"),
+            ({"grace_s": 0.0}, "--grace-s is 0;"),
+            ({"grace_s": -1.0}, "--grace-s is -1;"),
+            ({"grace_s": 1.0, "script": "/nowhere.py"}, "--script is '/nowhere.py'; it must be a file"),
+        ],
+    )
+    def test_what_is_not_allowed(self, options, message):
+        with pytest.raises(LaunchError, match=message):
+            serve("worker", "no address", security=Security(), **options)
+
+    @pytest.mark.parametrize("role", ["server", "None"])
+    def test_no_such_role(self, role):
+        code, said = refused("--role", role)
+        assert (code, said) == (2, f"jdist: --role is '{role}'; it must be worker or ps.")
+
     def test_what_is_wrong_is_said_at_once_with_exit_code_2(self, certified):
         code, said = refused(**{**certified, KEY: "/nowhere"})
         assert code == 2
@@ -216,3 +237,50 @@ class TestEnds:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             code, said = refused("--role", "ps", "--address", f"127.0.0.1:{taken.getsockname()[1]}")
         assert (code, "the port is taken" in said) == (75, True), said
+
+
+@pytest.fixture
+def tied():
+    """Starts a server that ends with its parent, whose standard input is open."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags, through=()):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [*through, *command("--role", "ps", "--with-parent", *flags)],
+                    env=environment({}),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            assert " listens on " in process.stdout.readline(), process.stderr.read()
+            return process
+
+        yield start
+
+
+class TestWithParent:
+    def test_it_lives_as_long_as_standard_input_is_open(self, tied):
+        process = tied("--grace-s", "0.1")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        _, said = process.communicate(timeout=30)  # closes it
+        assert (process.returncode, said) == (0, "")
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+    def test_another_end_is_as_without_one(self, tied, number, code):
+        process = tied()
+        process.send_signal(number)
+        assert process.wait(30) == code
+        assert process.stderr.read() == ("jdist: interrupted\n" if code == 130 else "")
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the parent's number may not change")
+    def test_it_ends_when_the_parent_is_gone_though_standard_input_is_open(self, tied):
+        waits = "import subprocess, sys; subprocess.call(sys.argv[1:])"
+        parent = tied(through=[sys.executable, "-c", waits])
+        parent.kill()
+        assert select.select([parent.stdout], [], [], 60)[0]
+        assert parent.stdout.read() == ""  # the end of file: the server, which holds it too, has ended

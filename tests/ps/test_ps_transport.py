@@ -1,5 +1,6 @@
 """Calls from one process to another, by the fake transport and over gRPC on loopback."""
 
+import logging
 import socket
 import threading
 
@@ -9,7 +10,7 @@ import trustme
 
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.rpc import RpcChannel, RpcServer, Security
-from jdist.ps.transport.seam import CallFailed, Method
+from jdist.ps.transport.seam import CallFailed, Method, Untimely
 from jdist.ps.wire import Spec, spec_of
 
 
@@ -30,7 +31,11 @@ def fail(header, arrays):
     raise RuntimeError("a secret of this process")
 
 
-METHODS = {"double": Method(double, specs), "fail": Method(fail)}
+def too_early(header):
+    raise Untimely("a push to an empty shard")
+
+
+METHODS = {"double": Method(double, specs), "fail": Method(fail), "push": Method(double, too_early)}
 
 
 @pytest.fixture(params=["fake", "grpc"])
@@ -131,6 +136,19 @@ def test_what_is_wrong_with_a_call_is_refused_and_the_server_stays(server):
     assert refused(server, "double", {"arrays": described([x, x])}, [x]).reason == "refused"
     assert refused(server, "double", {"arrays": [[[10**12], "float32"]]}).reason == "refused"
     assert refused(server, "double", {"arrays": [[[1], "object"]]}).reason == "refused"
+
+
+@pytest.mark.parametrize("way", ["call", "begin"])
+def test_what_only_comes_too_early_is_refused_without_a_warning(server, caplog, way):
+    caplog.set_level(logging.INFO)
+    channel = RpcChannel(f"127.0.0.1:{server.port}")
+    x = np.zeros(1000, np.float32)
+    calls = {"call": channel.call, "begin": lambda *given, **options: channel.begin(*given, **options)()}
+    with pytest.raises(CallFailed, match="refused"):
+        calls[way]("push", {"arrays": described([x])}, [x], timeout_s=20)
+    channel.close()
+    (told,) = [r for r in caplog.records if "refused a call" in r.message]
+    assert (told.levelname, told.message) == ("INFO", "refused a call: a push to an empty shard")
 
 
 def test_an_error_of_the_server_tells_the_caller_nothing(server, caplog):

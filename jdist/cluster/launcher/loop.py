@@ -148,7 +148,8 @@ class Launcher:
         if not process.task.serves:
             self._events.append(Ended(at=at, task=process.task, code=code))
         elif said := self._servers.ended(process.task, code, time.monotonic()):
-            self.say(f"{said}; its log: {process.log.path}\n  {cause(process.stderr)}")
+            why = cause(process.stderr)
+            self.say(f"{said}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
 
     def _obey(self, commands: Sequence[Command]) -> None:
         for command in commands:

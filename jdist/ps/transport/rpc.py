@@ -17,7 +17,7 @@ from jdist.ps.security import OPEN
 from jdist.ps.security import Security as Security
 from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
-from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods
+from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods, Untimely
 from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
 
@@ -124,7 +124,7 @@ class RpcServer:
                 buffers.take(chunk)
             arrays = buffers.arrays()
         except (WireError, StopIteration) as exc:
-            _LOG.warning("refused a call: %s", exc)
+            _log_refusal(exc)
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
             answer, results = method.run(header, arrays)
@@ -147,7 +147,7 @@ class RpcServer:
         try:
             header, arrays = stream.receive(expects, most_bytes=self._most_bytes)
         except WireError as exc:
-            _LOG.warning("refused a call: %s", exc)
+            _log_refusal(exc)
             return {"failed": "refused"}, []
         try:
             return methods[0].run(header, arrays)
@@ -167,6 +167,8 @@ class RpcServer:
             raise WireError("a method that is not known")
         try:
             return method, list(method.expects(header))
+        except WireError:
+            raise
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as exc:
             raise WireError(f"a header that makes no sense: {exc!r}") from exc
 
@@ -284,6 +286,10 @@ _REASONS = {
     grpc.StatusCode.INTERNAL: "refused",
     grpc.StatusCode.UNIMPLEMENTED: "refused",
 }
+
+
+def _log_refusal(exc: Exception) -> None:
+    _LOG.log(logging.INFO if isinstance(exc, Untimely) else logging.WARNING, "refused a call: %s", exc)
 
 
 def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jdist.errors import WireError
 from jdist.ps.wire import Spec
 
 Header = dict[str, Any]
@@ -26,6 +27,10 @@ class CallFailed(ConnectionError):
     def __init__(self, peer: str, reason: str, detail: str = ""):
         super().__init__(f"{peer}: {reason}{f' ({detail})' if detail else ''}")
         self.peer, self.reason = peer, reason
+
+
+class Untimely(WireError):
+    """A call that would be right, had this process not been started anew: its caller has not heard of that, and soon will."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""Threads for work beside the program's own, which do not keep it from ending.
+
+Those of `concurrent.futures` are joined when the main thread ends, and take no work from then on, while threads of other
+kinds go on a little: until the functions of `atexit` have run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class Threads:
+    """A number of threads, which carry out what they are given in its order; started with the first work.
+
+    Args:
+        count: how many.
+        name: what they are called.
+    """
+
+    def __init__(self, count: int, name: str):
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._lock, self._is_closed = threading.Lock(), False
+        self._threads = [
+            threading.Thread(target=_carry_out, args=(self._work,), name=f"{name}-{n}", daemon=True)
+            for n in range(count)
+        ]
+
+    def submit(self, run: Callable[..., T], *args: Any) -> Future[T]:
+        """Has `run(*args)` called; what is given after the end counts as cancelled."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_closed:
+                future.cancel()
+                return future
+            if self._threads[0].ident is None:
+                for thread in self._threads:
+                    thread.start()
+            self._work.put((future, run, args))
+        return future
+
+    def close(self) -> None:
+        """Begins nothing new, and cancels what has not been begun; what is under way goes on."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            with contextlib.suppress(queue.Empty):  # nobody adds to it any more
+                while (work := self._work.get_nowait()) is not None:
+                    work[0].cancel()
+            for _ in self._threads:
+                self._work.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of each thread, after `close`."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+
+
+def _carry_out(given: queue.SimpleQueue[_Work | None]) -> None:
+    while (work := given.get()) is not None:
+        future, run, args = work
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(run(*args))
+            except BaseException as exc:  # noqa: BLE001  # it is raised where the result is asked for
+                future.set_exception(exc)
+        del work, future, run, args  # nothing is held while it waits

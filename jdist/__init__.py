@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jdist import cluster as cluster
     from jdist import data as data
     from jdist import errors as errors
+    from jdist import metrics as metrics
     from jdist import nnx as nnx
     from jdist import ps as ps
     from jdist import reduction as reduction
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("cluster", "data", "errors", "nnx", "ps", "reduction")
+_MODULES = ("cluster", "data", "errors", "metrics", "nnx", "ps", "reduction")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "InputContext": "jdist.data.input_context",

@@ -33,6 +33,7 @@ NAMES = [
     "in_replica_context",
     "make_strategy",
     "mean",
+    "metrics",
     "mirrored",
     "multi_worker",
     "nnx",

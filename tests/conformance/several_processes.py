@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
+import metric_steps
 import numpy as np
 from matrix import MULTI_WORKER
 
@@ -26,3 +27,7 @@ for strategy, family, option, optimizer in cases:
     facts = np.array([run.compilations_after_first_call, run.shardings_kept])
     name = f"{strategy}-{family}-{option}-{optimizer}.{jax.process_index()}.npz"
     np.savez(folder / name, *leaves, losses=run.losses, facts=facts)
+
+for strategy in ("shard_map", "jit"):
+    metrics = metric_steps.evaluated(strategies[strategy])
+    np.savez(folder / f"metrics-{strategy}.{jax.process_index()}.npz", **metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 import jdist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import metric_steps
 from families import FAMILIES, STEPS, Run
 from matrix import (
+    ALGORITHMS,
     COMPRESSED,
     OPTIMIZERS,
     OPTIONS,
@@ -72,3 +75,24 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
     if optimizer == "sgd":
         for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=params)
+
+
+METRICS = list(itertools.product(STRATEGIES, ("evaluation", *OPTIONS)))
+
+
+def always_runs(strategy: str, option: str) -> bool:
+    """Every strategy evaluates; those that step in a way of their own also train, with what changes that most."""
+    of_its_own = strategy not in ALGORITHMS or strategy.startswith("parameter_server")
+    return option == "evaluation" or (option == "accumulate_and_steps_per_call" and of_its_own)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option"),
+    [pytest.param(*case, marks=() if always_runs(*case) else pytest.mark.full, id="-".join(case)) for case in METRICS],
+)
+def test_metrics_are_those_of_scikit_learn(strategy: str, option: str):
+    made = STRATEGIES[strategy]()
+    if option == "evaluation":
+        metric_steps.check(metric_steps.evaluated(made))
+    else:
+        metric_steps.check(metric_steps.trained(made, OPTIONS[option]))

@@ -13,6 +13,7 @@ import pytest
 import jdist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import metric_steps
 from families import FAMILIES, GLOBAL_BATCH, ROWS, STEPS, Run
 from matrix import MULTI_WORKER, OPTIMIZERS, OPTIONS, all_cases, pairwise
 
@@ -82,6 +83,16 @@ CASES = [
 @pytest.mark.parametrize(("layout", "case"), CASES)
 def test_equals_one_device(layout: str, case: tuple[str, ...], folders: dict[str, Path]):
     check(case, trained(layout, tuple(SHARED_OUT[layout]), folders[layout]), LAYOUTS[layout][0])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["shard_map", "jit"])
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=pytest.mark.xdist_group(layout)) for layout in LAYOUTS])
+def test_metrics_are_those_of_scikit_learn(layout: str, strategy: str, folders: dict[str, Path]):
+    folder = trained(layout, tuple(SHARED_OUT[layout]), folders[layout])
+    for process in range(LAYOUTS[layout][0]):
+        found = np.load(folder / f"metrics-{strategy}.{process}.npz")
+        metric_steps.check({name: found[name] for name in metric_steps.METRICS})
 
 
 @pytest.mark.full

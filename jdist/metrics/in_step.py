@@ -1,0 +1,173 @@
+"""What metrics do inside a step: check their inputs, weigh rows, and bring together what the replicas have.
+
+What leaves here is marked as a total over the replicas, as what `jdist.all_reduce(x, "sum")` returns is: a step hands it
+out as it is, integers as integers, and microbatches and the closures of one update add up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist import context, replica
+from jdist.errors import StepError
+from jdist.global_arrays import is_key
+from jdist.reducible import as_array, as_arrays, countable
+
+PyTree = Any
+
+
+def over_replicas(call: str, sums: PyTree) -> PyTree:
+    """The sums of the global batch, from those of a replica's rows.
+
+    Args:
+        call: who was called, for errors.
+        sums: pytree of arrays, over the rows that the step sees.
+
+    Raises:
+        StepError: it was called inside a transform of the step's own, out of which a total comes as any other array.
+    """
+    trace = context.current_trace()
+    if trace is not None and not trace.at_step_level():
+        raise StepError(
+            f"{call}: `update` was called inside a `jax.jit`, `jax.grad`, `lax.scan` or the like of the step's own, where its "
+            "sums would be taken for averages. Call it in the step itself: let the loss function return the logits beside the "
+            "loss (`has_aux=True`)."
+        )
+    if trace is not None and trace.strategy.transform == "jit":  # the rows of all replicas are in these sums already
+        sums = jax.tree.map(jnp.copy, jax.tree.map(countable, as_arrays(call, sums)))
+        replica.note_reduced(trace, sums, "sum")
+        return sums
+    return replica.all_reduce(sums, "sum")
+
+
+def all_rows(call: str, rows: PyTree) -> PyTree:
+    """The rows of the global batch, from those of a replica, as one total.
+
+    Each replica adds its rows to zeros at a place of their own, which is exact, and so are the microbatches': all that
+    adds up totals joins rows.
+
+    Args:
+        call: who was called, for errors.
+        rows: pytree of arrays of shape [rows].
+
+    Returns:
+        Arrays of shape [rows of all replicas and microbatches].
+    """
+    number, count = _part()
+
+    def placed(x: jax.Array) -> jax.Array:
+        x = countable(x)
+        return jax.lax.dynamic_update_slice(jnp.zeros(count * x.size, x.dtype), x, (number * x.size,))
+
+    return over_replicas(call, jax.tree.map(placed, rows))
+
+
+def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """How much each element counts: int32 of a mask of bools or integers, which is exact, else floating point.
+
+    Args:
+        call: who was called, for errors.
+        mask: bools or weights; None: each element counts once.
+        shape: that of the elements, with which the mask's has to begin.
+
+    Raises:
+        StepError: the mask does not fit, or there are too many elements to be counted in 32 bits.
+    """
+    size, (_, count) = math.prod(shape), _part()
+    if size * count >= 2**31:
+        raise StepError(
+            f"{call}: a global batch has {size:,} x {count} elements, which 32 bits cannot count (2,147,483,647 at most). "
+            "Evaluate in smaller global batches."
+        )
+    if mask is None:
+        return jnp.ones(shape, jnp.int32)
+    mask = real_numbers(call, "`mask`", mask)
+    if mask.shape != shape[: mask.ndim]:
+        raise StepError(
+            f"{call}: `mask` has shape {mask.shape}, what it weighs has shape {shape}; the mask's shape must be the beginning "
+            "of that, usually [rows]."
+        )
+    is_exact = not jnp.issubdtype(mask.dtype, jnp.floating)
+    mask = mask.astype(jnp.int32 if is_exact else jnp.promote_types(mask.dtype, jnp.float32))
+    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)
+
+
+def real_numbers(call: str, name: str, x: Any) -> jax.Array:
+    """An input as an array of real numbers or bools.
+
+    Raises:
+        StepError: it is none.
+    """
+    array = as_array(call, name, x)
+    if is_key(array) or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise StepError(f"{call}: {name} is {array.dtype}{list(array.shape)}; it must hold real numbers or bools.")
+    return array
+
+
+def class_labels(call: str, x: Any, name: str = "`labels`") -> jax.Array:
+    """An input as class numbers, int32.
+
+    Raises:
+        StepError: they are no integers.
+    """
+    labels = real_numbers(call, name, x)
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        raise StepError(
+            f"{call}: {name} is {labels.dtype}{list(labels.shape)}; class numbers are integers or bools. Write "
+            "`labels.astype(int)`, of one-hot labels `labels.argmax(-1)`."
+        )
+    return labels.astype(jnp.int32)
+
+
+def class_scores(call: str, scores: Any, labels: jax.Array) -> jax.Array:
+    """An input as one score for each class, [..., classes] for labels of shape [...].
+
+    Raises:
+        StepError: it has another shape, or fewer than two classes.
+    """
+    scores = real_numbers(call, "`predictions`", scores)
+    if scores.shape[:-1] != labels.shape or scores.ndim != labels.ndim + 1:
+        raise StepError(
+            f"{call}: `predictions` has shape {scores.shape}, `labels` has shape {labels.shape}; logits have the labels' shape "
+            "and one more axis, of classes."
+        )
+    if scores.shape[-1] < 2:
+        raise StepError(
+            f"{call}: `predictions` has shape {scores.shape}, of {scores.shape[-1]} classes; there must be 2 or more. For one "
+            "score of the class 1 take `jdist.metrics.accuracy(threshold=...)` or `auc()`, with `predictions[..., 0]`."
+        )
+    return scores
+
+
+def class_ids(call: str, predictions: Any, labels: jax.Array) -> jax.Array:
+    """The predicted classes, int32 of the labels' shape: given as they are, or the largest logits' of each row.
+
+    Raises:
+        StepError: the predictions are neither.
+    """
+    predictions = real_numbers(call, "`predictions`", predictions)
+    if predictions.shape != labels.shape:
+        return class_scores(call, predictions, labels).argmax(-1).astype(jnp.int32)
+    if jnp.issubdtype(predictions.dtype, jnp.floating):
+        raise StepError(
+            f"{call}: `predictions` is {predictions.dtype}{list(predictions.shape)}, of the labels' shape, so it must hold "
+            "class numbers, which are integers. Logits have one more axis, of classes. For one score of the class 1 take "
+            "`jdist.metrics.accuracy(threshold=...)`; one-hot labels become class numbers by `labels.argmax(-1)`."
+        )
+    return predictions.astype(jnp.int32)
+
+
+def _part() -> tuple[Any, int]:
+    """Which part of the global batch the step sees, and how many there are: replicas times microbatches."""
+    number: Any = 0
+    count = 1
+    if replica.replica_axes() is not None:
+        number, count = replica.replica_id(), replica.num_replicas()
+    recorder = replica.gradient_recorder(context.current_trace())
+    if recorder is not None:
+        number, count = recorder.microbatch * count + number, recorder.num_microbatches * count
+    return number, count

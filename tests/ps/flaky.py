@@ -205,10 +205,10 @@ class WatchedJob(PsJob):
         engine = super()._engine(*given)
         finish = engine.closures.finish
 
-        def noting(command):
+        def noting(command, error=None):
             if command.outcome == "done":
                 self._history.add("finished", command.closure, engine.generation)
-            return finish(command)
+            return finish(command, error)
 
         engine.closures.finish = noting
         return engine

@@ -164,6 +164,19 @@ class Coordinator:
         """
         return self.engine.snapshots.take()
 
+    def state(self) -> ClusterSnapshot:
+        """Waits until every closure is done; the state of all shards after all of them.
+
+        Raises:
+            ClosureError: one of them failed.
+            ShardLostError: a shard does not answer.
+        """
+        while True:
+            self.join()
+            scheduled, found = self.scheduled, self.snapshot()
+            if found.settled >= scheduled:  # else a shard has lost its memory in between, and they run again
+                return found
+
     @property
     def done(self) -> bool:
         """Whether every closure that was scheduled is done."""

@@ -197,8 +197,7 @@ class PsJob:
         with self._lock:
             if self._coordinator is None or self._layout is None or state is not self._state:
                 return [np.asarray(x) for x in _leaves_here(state)]
-            self._coordinator.join()
-            return self._layout.put_together(self._coordinator.snapshot().kept, state.leaves)
+            return self._layout.put_together(self._coordinator.state().kept, state.leaves)
 
     def num_skipped(self) -> int:
         """How many closures of the running state were left out, as a gradient was not finite."""

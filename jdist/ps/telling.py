@@ -11,7 +11,7 @@ import numpy as np
 
 from jdist.errors import ShardLostError
 from jdist.ps.events import Answered, Event, Tell
-from jdist.ps.messages import Answer, Commit, Held, Restore
+from jdist.ps.messages import Answer, Commit, Held, Refused, Restore
 from jdist.ps.shards import Together
 from jdist.ps.threads import Threads
 from jdist.ps.times import Times
@@ -76,6 +76,12 @@ class Telling:
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
                 raise
+            if _is_behind(answer, command):
+                # It has lost its memory, or is about to begin this history; taken for an answer, "it has nothing" would be
+                # said of what it only does not know.
+                with hub.lock:
+                    hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)
+                continue
             return hub.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
     def _answer_to(self, command: Tell) -> Answer:
@@ -88,3 +94,11 @@ class Telling:
             message = dataclasses.replace(message, view=view)
         (answer,), _, results = client.say([message], scalars)
         return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer
+
+
+def _is_behind(answer: Answer, command: Tell) -> bool:
+    return (
+        isinstance(answer, Refused)
+        and answer.reason in ("empty", "generation")
+        and answer.generation < command.message.generation
+    )

@@ -481,3 +481,22 @@ def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_i
         job.coordinator.join(60)
         assert (count(job), job.engine.generation) == ([9], 2)
         assert [type(p.error) for p in pending[7:]] == [ClosureCancelledError] * 3
+
+
+def test_a_server_lost_between_the_last_closure_and_the_snapshot_costs_the_fetched_state_nothing():
+    with Job(2, 2) as job:
+        for _ in range(12):
+            job.schedule()
+        take, losses = job.coordinator.snapshot, iter([True])
+
+        def losing():
+            if next(losses, False):
+                job.keepers[-1] = Keeper()
+                job.servers[list(job.servers)[-1]]._methods = job.keepers[-1].methods()
+                with job.engine.lock:
+                    assert job.engine.lock.wait_for(lambda: job.engine.generation == 2, 60)
+            return take()
+
+        job.coordinator.snapshot = losing
+        assert steps_of(job, job.coordinator.state().kept) == [12, 12]
+        assert next(losses, None) is None

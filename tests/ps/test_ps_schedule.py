@@ -1,7 +1,5 @@
 """Functions scheduled by hand: `strategy.coordinator`."""
 
-import itertools
-import signal
 import sys
 from pathlib import Path
 
@@ -141,23 +139,6 @@ def test_after_close_there_is_an_error():
     made.coordinator.close()
     with pytest.raises(StrategyError, match="this parameter server was closed"):
         made.coordinator.schedule(square, (np.float32(2),))
-
-
-def test_an_interrupt_while_calls_are_scheduled_loses_none(strategy):
-    def interrupt(*_):
-        signal.raise_signal(signal.SIGINT)
-
-    found, before = [], signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for trial in range(30):
-            signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0007 * trial)
-            with pytest.raises(KeyboardInterrupt):
-                found.extend(strategy.coordinator.schedule(square, (np.float32(2),)) for _ in itertools.count())
-            strategy.coordinator.join(60)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert all(float(x) == 4.0 for x in found)
 
 
 def slow(x):

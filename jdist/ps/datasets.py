@@ -61,11 +61,6 @@ class WorkerDataset:
             )
         self.element_spec: PyTree = specs[0]
 
-    @property
-    def num_pipelines(self) -> int:
-        """How many shares there are: one for each worker."""
-        return len(self._connects)
-
     def __iter__(self) -> Iterator[RemoteBatch]:
         one_pass = DatasetPass(next(self._passes), self.header, self.element_spec, self.steps, self.ask)
         while (batch := one_pass.next()) is not None:

@@ -288,10 +288,6 @@ class Engine:
         """Whether one has been given up."""
         return bool(self._lost)
 
-    def are_in(self, snapshot: ClusterSnapshot) -> bool:
-        """Forgets the closures of a snapshot; called with the lock held. Whether another one is due."""
-        return self.closures.are_in(snapshot)
-
     def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]:
         """What a shard begins with: its arrays, and a program for each of its views."""
         return self.snapshots.newest.kept[shard], self._programs[shard]

@@ -21,7 +21,7 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
 from jdist.ps.artifact import unpack
-from jdist.ps.keeping import KEEPING, Keeping, specs
+from jdist.ps.keeping import KEEPING, Keeping, program_spec, result_spec, specs
 from jdist.ps.messages import (
     TRAVELLING,
     Apply,
@@ -45,7 +45,6 @@ from jdist.ps.transport.seam import Header, Method, Untimely
 from jdist.ps.wire import Spec, from_plain, to_plain
 
 MOST_MESSAGES = 4096
-MOST_PROGRAM_BYTES = 1 << 32
 Program = Callable[[Sequence[Any]], list[jax.Array]]
 
 
@@ -95,9 +94,7 @@ class Keeper:
         sizes = header.get("programs")
         if not isinstance(sizes, list) or len(sizes) != len(keeping.views):
             raise WireError("not a program for each view")
-        if any(type(size) is not int or not 0 <= size < MOST_PROGRAM_BYTES for size in sizes):
-            raise WireError("a program of no size")
-        return [*specs(keeping.kept), *(Spec((size,), "uint8") for size in sizes)]
+        return [*specs(keeping.kept), *map(program_spec, sizes)]
 
     def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         message = from_plain({"Restore": Restore}, header.get("say"))
@@ -136,8 +133,7 @@ class Keeper:
         size = header.get("result")
         if size is None:
             return []
-        if type(size) is not int or not 0 <= size < 1 << 30:
-            raise WireError("a result of no size")
+        result = result_spec(size)
         with self._lock:
             keeping = self._keeping
         said = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
@@ -150,7 +146,7 @@ class Keeper:
         if type(number) is not int or not 0 <= number < len(keeping.views) or self._programs[number] is _nothing:
             raise WireError("a push of no step that is known here and updates something")
         view = keeping.views[number]
-        return [*specs(view.scalars if kind == "Commit" else view.pushes), Spec((size,), "uint8")]
+        return [*specs(view.scalars if kind == "Commit" else view.pushes), result]
 
     def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Several messages of one sender, one after the other: a commit, a push and the next pull are one call."""

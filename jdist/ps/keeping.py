@@ -10,6 +10,8 @@ from jdist.ps.rounding import ROUNDED
 from jdist.ps.shard_state import NonFinite, OnStale, Rules
 from jdist.ps.wire import Spec, wide
 
+MOST_PROGRAM_BYTES = 1 << 32
+MOST_RESULT_BYTES = 1 << 30
 Described = tuple[tuple[int, ...], str]
 
 
@@ -92,3 +94,23 @@ KEEPING: dict[str, type] = {"Keeping": Keeping, "StepView": StepView}
 def specs(described: Sequence[Described]) -> list[Spec]:
     """Specs as a `Keeping` has them."""
     return [Spec(shape, dtype) for shape, dtype in described]
+
+
+def program_spec(size: object) -> Spec:
+    """The bytes of a program, as a caller says how many they are.
+
+    Raises:
+        WireError: there cannot be as many.
+    """
+    return _bytes(size, MOST_PROGRAM_BYTES, "a program")
+
+
+def result_spec(size: object) -> Spec:
+    """The same of a closure's result."""
+    return _bytes(size, MOST_RESULT_BYTES, "a result")
+
+
+def _bytes(size: object, most: int, what: str) -> Spec:
+    if type(size) is not int or not 0 <= size < most:
+        raise WireError(f"{what} of no size")
+    return Spec((size,), "uint8")

@@ -9,28 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from jdist.errors import ShardLostError
 from jdist.ps import replicas as machine
 from jdist.ps.replicas import Command, Event, Forgotten, Heard, Lead, Leads, Replicas, Silent
 from jdist.ps.route import Route, RoutedChannel, SlotChannel
+from jdist.ps.shard_watch import Hub, lost_error, refuses
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed, Channel
 
 _LOG = logging.getLogger(__name__)
 REFUSALS = 3  # connections refused, one after the other, after which nothing listens there: no need to wait longer
-
-
-class Hub(Protocol):
-    """What a watch needs of the coordinator; see there."""
-
-    lock: threading.Condition
-    closed: bool
-
-    def memory_lost(self, shard: int) -> None: ...
-    def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
-    def shard_found(self, shard: int) -> None: ...
 
 
 class Copies:
@@ -155,8 +145,7 @@ class ReplicaWatch:
                 refusals = refusals + 1 if exc.reason == "unavailable" else 0
                 if silent_s > times.lost_after_s or refusals >= REFUSALS:
                     self._happened(Silent(copy=copy))
-                refused = exc.reason == "unauthenticated"  # it came back with another token: no wait mends that
-                if (refused or silent_s > times.ps_timeout_s) and not told:
+                if (refuses(exc) or silent_s > times.ps_timeout_s) and not told:
                     told = True
                     self._tell(copy, exc, silent_s)
             else:
@@ -169,22 +158,12 @@ class ReplicaWatch:
 
     def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
         """A server is not there: an error where it has the only state there is; the other can be done without."""
-        what = (
-            "refuses the token"
-            if exc.reason == "unauthenticated"
-            else f"has not answered for {silent_s:.0f} s: {exc.reason}"
-        )
         with self._lock:
             replicas = self._replicas
         if copy != replicas.leader:
             return
-        text = f"the parameter server {exc.peer} {what}, and shard {self.number} has no other copy. Start it again"
-        mend = (
-            " with this job's."
-            if "token" in what
-            else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
-        )
-        self._hub.shard_lost(self.number, ShardLostError(text + mend))
+        more = f", and shard {self.number} has no other copy"
+        self._hub.shard_lost(self.number, lost_error(exc.peer, exc, silent_s, more))
 
     def _happened(self, event: Event) -> None:
         with self._lock:

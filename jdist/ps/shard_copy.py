@@ -18,7 +18,7 @@ from jdist.errors import WireError
 from jdist.ps import standing as standings
 from jdist.ps.forwarding import MOST_BEHIND_BYTES, MOST_ENTRIES, Forwarding
 from jdist.ps.keeper import Keeper, Program
-from jdist.ps.keeping import Keeping, specs
+from jdist.ps.keeping import Keeping, result_spec, specs
 from jdist.ps.messages import TRAVELLING, Commit, Message, Pull, Push, Refused, Restore, Snapshot
 from jdist.ps.route import SlotChannel, slot_of
 from jdist.ps.standing import Standing
@@ -252,12 +252,11 @@ def _arrays_of(entry: Any, keeping: Keeping) -> list[Spec]:
     if size is None:
         return []
     view = entry["say"].get("view") if isinstance(entry, dict) and isinstance(entry.get("say"), dict) else None
-    if type(size) is not int or not 0 <= size < 1 << 30:
-        raise WireError("a result of no size")
+    result = result_spec(size)
     if type(view) is not int or not 0 <= view < len(keeping.views):
         raise WireError("a push of no step that is known")
     found = keeping.views[view]
-    return [*specs(found.scalars if entry["say"].get("is") == "Commit" else found.pushes), Spec((size,), "uint8")]
+    return [*specs(found.scalars if entry["say"].get("is") == "Commit" else found.pushes), result]
 
 
 def _backup(plain: Any) -> tuple[str, int, str] | None:

@@ -67,22 +67,9 @@ class ShardWatch:
                 found = self._client.status(times.ping_s)["incarnation"]
             except CallFailed as exc:
                 silent_s = time.monotonic() - last
-                refused = exc.reason == "unauthenticated"  # it came back with another token: no wait mends that
-                if (refused or silent_s > times.ps_timeout_s) and not told:
+                if (refuses(exc) or silent_s > times.ps_timeout_s) and not told:
                     told = True
-                    peer = self._client.channel.peer
-                    what = "refuses the token" if refused else f"has not answered for {silent_s:.0f} s: {exc.reason}"
-                    hub.shard_lost(
-                        self.number,
-                        ShardLostError(
-                            f"the parameter server {peer} {what}. Start it again"
-                            + (
-                                " with this job's."
-                                if refused
-                                else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
-                            )
-                        ),
-                    )
+                    hub.shard_lost(self.number, lost_error(self._client.channel.peer, exc, silent_s))
                 continue
             if told:
                 hub.shard_found(self.number)
@@ -90,3 +77,22 @@ class ShardWatch:
             if found != self._incarnation:
                 self._incarnation = found
                 hub.memory_lost(self.number)
+
+
+def refuses(exc: CallFailed) -> bool:
+    """Whether the server came back with another token: no wait mends that."""
+    return exc.reason == "unauthenticated"
+
+
+def lost_error(peer: str, exc: CallFailed, silent_s: float, more: str = "") -> ShardLostError:
+    """What the user is told of a server that is given up.
+
+    Args:
+        peer: the server.
+        exc: why the last question failed.
+        silent_s: since when it has not answered.
+        more: what else is to be said of it.
+    """
+    what = "refuses the token" if refuses(exc) else f"has not answered for {silent_s:.0f} s: {exc.reason}"
+    mend = " with this job's." if refuses(exc) else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
+    return ShardLostError(f"the parameter server {peer} {what}{more}. Start it again{mend}")

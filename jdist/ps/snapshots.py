@@ -8,6 +8,7 @@ import time
 from typing import Protocol
 
 from jdist.errors import JDistError, ShardLostError
+from jdist.ps.closures import Closures
 from jdist.ps.dispatched import Dispatch
 from jdist.ps.shards import Together
 from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
@@ -23,6 +24,7 @@ class Hub(Protocol):
 
     lock: threading.Condition
     closed: bool
+    closures: Closures
 
     @property
     def dispatch(self) -> Dispatch: ...
@@ -31,7 +33,6 @@ class Hub(Protocol):
     def wait_for_event(self) -> None: ...
     def raise_error(self) -> None: ...
     def routes(self) -> Header: ...
-    def are_in(self, snapshot: ClusterSnapshot) -> bool: ...
 
 
 class Snapshots:
@@ -126,7 +127,7 @@ class Snapshots:
             if found is None or hub.dispatch.generation != generation or hub.is_a_shard_lost:
                 return None
             self.newest = found
-            if hub.are_in(found):
+            if hub.closures.are_in(found):
                 self.due()
             hub.lock.notify_all()
             return found

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.keeper import MOST_PROGRAM_BYTES
-from jdist.ps.keeping import KEEPING, Keeping, specs
+from jdist.ps.keeping import KEEPING, MOST_PROGRAM_BYTES, Keeping, specs
 from jdist.ps.shard_state import Applied, Counts, Rules, Shard, Staged
 from jdist.ps.transport.seam import Header
 from jdist.ps.wire import Spec, from_plain, to_plain

@@ -20,7 +20,7 @@ from jdist.errors import ShardLostError, WireError
 from jdist.ps.artifact import name_of, unpack
 from jdist.ps.compute import Abandoned, Installed, Sender, Shards
 from jdist.ps.job import FUNCTION, Function
-from jdist.ps.keeping import KEEPING, specs
+from jdist.ps.keeping import KEEPING, program_spec, specs
 from jdist.ps.route import RoutedChannel, routes_in
 from jdist.ps.shards import ShardClient, Together
 from jdist.ps.transport.seam import Channel, Header, Method, Untimely
@@ -30,7 +30,6 @@ from jdist.ps.worker_data import Ended, WorkerData
 MOST_SHARDS = 4096
 MOST_CLOSURES = 4096
 MOST_COMPILED = 64
-MOST_PROGRAM_BYTES = 1 << 32
 Compiled = Callable[[Sequence[Any]], list[jax.Array]]
 
 
@@ -112,10 +111,7 @@ class WorkerServer:
         return {}, []
 
     def _expects_of_install(self, header: Header) -> list[Spec]:
-        size = header.get("program")
-        if type(size) is not int or not 0 <= size < MOST_PROGRAM_BYTES:
-            raise WireError("a program of no size")
-        return [Spec((size,), "uint8")]
+        return [program_spec(header.get("program"))]
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in a function; its name, by which closures call it."""

@@ -25,6 +25,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         step: a function `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or what `args` and
             `returns` say.
         strategy: what `jdist.mirrored()` and its like return.
+
+    Keyword Args:
         args: role of each positional argument: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
             compiles again). Further arguments and keyword arguments are replicated.

@@ -1,0 +1,138 @@
+"""Every message that jdist's errors are made with, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdist import errors
+
+ROOT = Path(__file__).parents[2]
+ANY = "…"  # what varies from error to error
+
+# Calls that make an error, as the reader knows it: the public errors; those of one room, which are raised as their base; and
+# functions that give many refusals one form.
+PUBLIC = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.JDistError)}
+MADE_BY = {name: name for name in PUBLIC} | {
+    "OptionError": "ConfigError",
+    "Problem": "ConfigError",
+    "_refusal": "ConfigError",
+    "Damaged": "CheckpointError",
+    "Untimely": "WireError",
+    "Ended": "DatasetError",
+    "refused": "ClusterConfigError",
+    "AttributeError": "AttributeError",
+    "TypeError": "TypeError",
+    "TimeoutError": "TimeoutError",
+}
+# Functions whose calls are the messages, and which hold none of their own.
+FORMS = {("cluster/refuse.py", "refused"), ("tasks/options.py", "_refusal"), ("experiment/validate.py", "refusal")}
+# Errors that never leave the room they are raised in, by file and class.
+INSIDE = {
+    ("ps/keeper.py", "TimeoutError"),  # an answer to a peer
+    ("ps/shard_copy.py", "TimeoutError"),
+    ("ps/transport/bulk.py", "TimeoutError"),
+    ("ps/transport/stream.py", "TimeoutError"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the source that makes an error.
+
+    Attributes:
+        file: below jdist/.
+        line: there.
+        error: the class that a user sees.
+        messages: what it may say, with `…` for what varies; several where the text depends on a condition.
+    """
+
+    file: str
+    line: int
+    error: str
+    messages: tuple[str, ...]
+
+
+class _Scope:
+    """A function's and its module's names, as far as they stand for text."""
+
+    def __init__(self, module: Any, function: ast.AST | None):
+        self.module = module
+        self.bound: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(function) if function else ():
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                self.bound.setdefault(node.targets[0].id, []).append(node.value)
+
+    def texts(self, node: ast.expr | None, depth: int = 0) -> list[str]:
+        match node:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.JoinedStr(values=values):
+                return _all("".join, [self.texts(value, depth) for value in values])
+            case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+                return self.texts(value, depth)
+            case ast.IfExp(body=body, orelse=orelse):
+                return self.texts(body, depth) + self.texts(orelse, depth)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return _all("".join, [self.texts(left, depth), self.texts(right, depth)])
+            case ast.Name(id=name) if name in self.bound and depth < 3:
+                return list(dict.fromkeys(t for value in self.bound[name] for t in self.texts(value, depth + 1)))
+            case ast.Name(id=name) if isinstance(text := vars(self.module).get(name), str):
+                return [text]
+        return [ANY]
+
+
+def _all(join: Any, parts: list[list[str]]) -> list[str]:
+    return [join(each) for each in itertools.islice(itertools.product(*parts), 64)]
+
+
+def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
+    keywords = {each.arg: each.value for each in call.keywords}
+    if name == "refused":
+        variable, value, allowed, mend = [scope.texts(each) for each in call.args]
+        field = [f": `{text}`" for text in scope.texts(keywords["field"])] if "field" in keywords else [""]
+        found = ["is not set"] if ast.unparse(call.args[1]) == "None" else [f"is {ANY}"]
+        return _all(lambda each: "{}{} {}; it must be {}. {}".format(*each), [variable, field, found, allowed, mend])
+    if name == "_refusal":
+        return [f"{ANY}: {ANY} is not {text}" for text in scope.texts(call.args[2])]
+    if name == "Problem":
+        return [f"{ANY}: {text}" for text in scope.texts(keywords["text"])]
+    if name == "OptionError":
+        return [f"{ANY}: {text}" for text in scope.texts(call.args[1])]
+    return scope.texts(call.args[0])
+
+
+def _called(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def sites() -> Iterator[Site]:
+    """Every place, in the order of files and lines."""
+    for path in sorted(p for p in (ROOT / "jdist").rglob("*.py") if p.name != "__main__.py"):
+        file = path.relative_to(ROOT / "jdist").as_posix()
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        tree = ast.parse(path.read_text())
+        holders = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        owner = {id(inner): holder for holder in holders for inner in ast.walk(holder)}  # the innermost comes last
+        classes = {id(inner): n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for inner in ast.walk(n)}
+        for node in ast.walk(tree):
+            name = _called(node)
+            if file == "errors.py" and isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
+                texts = _Scope(module, owner[id(node)]).texts(node.args[0])
+                if texts != [ANY]:
+                    yield Site(file, node.lineno, classes[id(node)], tuple(texts))
+            if name not in MADE_BY or not isinstance(node, ast.Call) or not (node.args or name == "Problem"):
+                continue
+            holder = owner.get(id(node))
+            if (file, holder.name if holder else "") in FORMS or (file, name) in INSIDE:
+                continue
+            if name in ("PeerLostError", "NonFiniteClosureError"):  # their class has the message
+                continue
+            if name == "_refusal" and file != "tasks/options.py":
+                continue
+            yield Site(file, node.lineno, MADE_BY[name], tuple(_message(node, name, _Scope(module, holder))))

@@ -102,7 +102,7 @@ def overview() -> Drawing:
         ("tpu", "a TPU, or a pod of them"),
         ("multi_worker", "many machines in step"),
         ("central_storage", "state in host memory"),
-        ("parameter_server", "servers and workers, each at its pace"),
+        ("parameter_server", "servers, and workers at their pace"),
     )
     for i, (name, words) in enumerate(targets):
         y = 24 + 56 * i
@@ -115,17 +115,17 @@ def overview() -> Drawing:
 def one_device() -> Drawing:
     d = Drawing(700, 230, "one_device: state, batch and gradients on one device")
     d.frame(24, 24, 240, 150, "host")
-    d.box(48, 66, 192, 40, "dataset, global batches", "batch")
+    d.box(48, 55, 192, 40, "dataset, global batches", "batch")
     d.text(144, 136, "a thread puts the next batches", "small soft")
     d.text(144, 152, "on the device ahead of the loop", "small soft")
     d.frame(380, 24, 296, 150, "the device")
-    d.box(404, 60, 112, 42, "whole state", "state")
-    d.box(540, 60, 112, 42, "whole batch", "batch")
-    d.box(404, 120, 112, 36, "gradients", "grad")
-    d.arrow((240, 86), (330, 86), (330, 44), (596, 44), (596, 58), kind="batch")
-    d.arrow((596, 102), (596, 138), (518, 138), kind="grad")
-    d.arrow((460, 120), (460, 104), kind="grad")
-    d.text(560, 132, "step", "small soft")
+    d.box(404, 54, 112, 42, "whole batch", "batch")
+    d.box(540, 84, 112, 42, "whole state", "state")
+    d.box(404, 116, 112, 42, "gradients", "grad")
+    d.arrow((240, 75), (402, 75), kind="batch")
+    d.arrow((460, 96), (460, 114), kind="batch")
+    d.arrow((516, 137), (596, 137), (596, 128), kind="grad")
+    d.text(560, 152, "update", "small soft")
     d.legend(206, *LEGEND)
     return d
 
@@ -187,30 +187,30 @@ def multi_worker() -> Drawing:
             d.arrow((x + 72, 224), (x + 72, 304), kind="grad", both=True)
     d.box(48, 306, 704, 34, "all-reduce within and between the processes: one mean gradient, the same update everywhere", "grad")
     d.arrow((424, 262), (376, 262), watch=True, both=True)
-    d.text(400, 256, "watch", "small soft")
-    d.text(200, 272, "process 0 hears beats of all", "small soft")
-    d.text(600, 272, "a loss ends all, by name", "small soft")
+    d.text(400, 254, "watch", "small soft")
     d.legend(376, *LEGEND)
+    d.text(776, 376, "dotted: the watch, by which a lost process ends all others, with its name", "small soft", "end")
     return d
 
 
 def central_storage() -> Drawing:
     d = Drawing(800, 420, "central_storage: one copy of the state, in host memory, a part with each replica")
-    d.frame(24, 24, 752, 130, "host memory: ONE copy of parameters and optimiser state, in parts; the update runs here")
-    d.frame(24, 222, 752, 140, "devices: hold parameters and gradients only while they compute")
+    d.frame(24, 24, 752, 124, "host memory: ONE copy of parameters and optimiser state, in parts; the update runs here")
+    d.frame(24, 190, 752, 150, "")
     for i in range(4):
-        x = 48 + 178 * i
-        d.box(x, 56, 160, 36, f"part {i} of every array", "state")
-        d.box(x, 104, 160, 34, f"update of part {i}", "state")
-        d.arrow((x + 80, 104), (x + 80, 94), kind="state")
-        d.arrow((x + 8, 92), (x + 8, 100), (x - 8, 100), (x - 8, 262), (x - 1, 262), kind="state")
-        d.box(x, 248, 160, 28, "gathers the whole array", "state")
-        d.box(x, 282, 160, 28, "its rows", "batch")
-        d.box(x, 316, 160, 28, f"sum of part {i} of gradients", "grad")
-        d.arrow((x + 160, 330), (x + 168, 330), (x + 168, 121), (x + 161, 121), kind="grad")
-    d.text(400, 180, "blue, down: each device fetches its own part; the devices gather the rest among themselves", "small soft")
-    d.text(400, 200, "orange, up: reduce-scatter leaves each device one part of the summed gradient", "small soft")
-    d.legend(394, *LEGEND)
+        x = 52 + 178 * i
+        d.box(x, 50, 150, 36, f"part {i} of every array", "state")
+        d.box(x, 100, 150, 34, f"update of part {i}", "state")
+        d.arrow((x + 75, 100), (x + 75, 88), kind="state")
+        d.box(x, 206, 150, 28, "gathers the whole array", "state")
+        d.box(x, 240, 150, 28, "its rows", "batch")
+        d.box(x, 274, 150, 28, f"sum of part {i} of gradients", "grad")
+        d.arrow((x, 68), (x - 10, 68), (x - 10, 220), (x - 1, 220), kind="state")
+        d.arrow((x + 150, 288), (x + 160, 288), (x + 160, 117), (x + 151, 117), kind="grad")
+    d.text(400, 326, "devices: hold parameters and gradients only while they compute", "small soft")
+    d.text(24, 364, "blue, down: each device fetches its own part; they gather the rest among themselves", "small soft", "start")
+    d.text(24, 382, "orange, up: reduce-scatter leaves each device one part of the summed gradient", "small soft", "start")
+    d.legend(406, *LEGEND)
     return d
 
 

@@ -61,8 +61,10 @@ class Site:
 class _Scope:
     """A function's and its module's names, as far as they stand for text."""
 
-    def __init__(self, module: Any, function: ast.AST | None):
+
+    def __init__(self, module: Any, functions: dict[str, ast.FunctionDef], function: ast.AST | None):
         self.module = module
+        self.functions = functions
         self.bound: dict[str, list[ast.expr]] = {}
         for node in ast.walk(function) if function else ():
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -80,6 +82,12 @@ class _Scope:
                 return self.texts(body, depth) + self.texts(orelse, depth)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return _all("".join, [self.texts(left, depth), self.texts(right, depth)])
+            case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List(elts=parts)]):
+                return _all(between.join, [self.texts(part, depth) for part in parts])
+            case ast.Call(func=ast.Name(id=name)) if name in self.functions and depth < 3:
+                made = _Scope(self.module, self.functions, self.functions[name])
+                returned = [n.value for n in ast.walk(self.functions[name]) if isinstance(n, ast.Return)]
+                return list(dict.fromkeys(t for value in returned for t in made.texts(value, depth + 1)))
             case ast.Name(id=name) if name in self.bound and depth < 3:
                 return list(dict.fromkeys(t for value in self.bound[name] for t in self.texts(value, depth + 1)))
             case ast.Name(id=name) if isinstance(text := vars(self.module).get(name), str):
@@ -91,6 +99,11 @@ def _all(join: Any, parts: list[list[str]]) -> list[str]:
     return [join(each) for each in itertools.islice(itertools.product(*parts), 64)]
 
 
+def _of_a_config(text: str) -> str:
+    """What is wrong with a key, in the words of `jdist.experiment.validate.refusal`: where it was given, and a remedy."""
+    return f"{ANY}: {text} ({ANY}).{ANY}"
+
+
 def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
     keywords = {each.arg: each.value for each in call.keywords}
     if name == "refused":
@@ -99,11 +112,11 @@ def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
         found = ["is not set"] if ast.unparse(call.args[1]) == "None" else [f"is {ANY}"]
         return _all(lambda each: "{}{} {}; it must be {}. {}".format(*each), [variable, field, found, allowed, mend])
     if name == "_refusal":
-        return [f"{ANY}: {ANY} is not {text}" for text in scope.texts(call.args[2])]
+        return [_of_a_config(f"{ANY} is not {text}") for text in scope.texts(call.args[2])]
     if name == "Problem":
-        return [f"{ANY}: {text}" for text in scope.texts(keywords["text"])]
+        return [_of_a_config(text) for text in scope.texts(keywords["text"])]
     if name == "OptionError":
-        return [f"{ANY}: {text}" for text in scope.texts(call.args[1])]
+        return [_of_a_config(text) for text in scope.texts(call.args[1])]
     return scope.texts(call.args[0])
 
 
@@ -117,13 +130,14 @@ def sites() -> Iterator[Site]:
         file = path.relative_to(ROOT / "jdist").as_posix()
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
         tree = ast.parse(path.read_text())
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         holders = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         owner = {id(inner): holder for holder in holders for inner in ast.walk(holder)}  # the innermost comes last
         classes = {id(inner): n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for inner in ast.walk(n)}
         for node in ast.walk(tree):
             name = _called(node)
             if file == "errors.py" and isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
-                texts = _Scope(module, owner[id(node)]).texts(node.args[0])
+                texts = _Scope(module, functions, owner[id(node)]).texts(node.args[0])
                 if texts != [ANY]:
                     yield Site(file, node.lineno, classes[id(node)], tuple(texts))
             if name not in MADE_BY or not isinstance(node, ast.Call) or not (node.args or name == "Problem"):
@@ -135,4 +149,4 @@ def sites() -> Iterator[Site]:
                 continue
             if name == "_refusal" and file != "tasks/options.py":
                 continue
-            yield Site(file, node.lineno, MADE_BY[name], tuple(_message(node, name, _Scope(module, holder))))
+            yield Site(file, node.lineno, MADE_BY[name], tuple(_message(node, name, _Scope(module, functions, holder))))

@@ -14,12 +14,12 @@ CONFIG ?= configs/digits.yaml
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
 
-.PHONY: run test setup lint types pytest conformance soak soak-ps bench bench-peers clean
+.PHONY: run test setup lint types docs pytest conformance soak soak-ps bench bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
 
-test: lint types pytest
+test: lint types docs pytest
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ lint: setup
 
 types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The site, into build/site; a warning is an error. (The variable keeps the theme's makers' advertisement out.)
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pytest: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"

@@ -185,7 +185,14 @@ def multi_worker() -> Drawing:
             d.box(x + 12, 166, 120, 26, "its rows", "batch")
             d.box(x + 12, 198, 120, 26, "gradients", "grad")
             d.arrow((x + 72, 224), (x + 72, 304), kind="grad", both=True)
-    d.box(48, 306, 704, 34, "all-reduce within and between the processes: one mean gradient, the same update everywhere", "grad")
+    d.box(
+        48,
+        306,
+        704,
+        34,
+        "all-reduce within and between the processes: one mean gradient, the same update everywhere",
+        "grad",
+    )
     d.arrow((424, 262), (376, 262), watch=True, both=True)
     d.text(400, 254, "watch", "small soft")
     d.legend(376, *LEGEND)
@@ -208,8 +215,16 @@ def central_storage() -> Drawing:
         d.arrow((x, 68), (x - 10, 68), (x - 10, 220), (x - 1, 220), kind="state")
         d.arrow((x + 150, 288), (x + 160, 288), (x + 160, 117), (x + 151, 117), kind="grad")
     d.text(400, 326, "devices: hold parameters and gradients only while they compute", "small soft")
-    d.text(24, 364, "blue, down: each device fetches its own part; they gather the rest among themselves", "small soft", "start")
-    d.text(24, 382, "orange, up: reduce-scatter leaves each device one part of the summed gradient", "small soft", "start")
+    d.text(
+        24,
+        364,
+        "blue, down: each device fetches its own part; they gather the rest among themselves",
+        "small soft",
+        "start",
+    )
+    d.text(
+        24, 382, "orange, up: reduce-scatter leaves each device one part of the summed gradient", "small soft", "start"
+    )
     d.legend(406, *LEGEND)
     return d
 
@@ -237,9 +252,26 @@ def parameter_server() -> Drawing:
     for w in range(2):
         for s in range(2):
             wy, sy = 24 + 172 * w, 24 + 172 * s
-            d.arrow((614, sy + 52 + 14 * w), (560 - 10 * w, sy + 52 + 14 * w), (560 - 10 * w, wy + 40 + 12 * s), (484, wy + 40 + 12 * s), kind="state")
-            d.arrow((482, wy + 120 + 12 * s), (526 + 10 * w, wy + 120 + 12 * s), (526 + 10 * w, sy + 118 + 14 * w), (614, sy + 118 + 14 * w), kind="grad")
-    d.text(400, 378, "blue: pull; orange: push. Nobody waits for another worker (mode=\"sync\": one gradient of each makes an update)", "small soft")
+            d.arrow(
+                (614, sy + 52 + 14 * w),
+                (560 - 10 * w, sy + 52 + 14 * w),
+                (560 - 10 * w, wy + 40 + 12 * s),
+                (484, wy + 40 + 12 * s),
+                kind="state",
+            )
+            d.arrow(
+                (482, wy + 120 + 12 * s),
+                (526 + 10 * w, wy + 120 + 12 * s),
+                (526 + 10 * w, sy + 118 + 14 * w),
+                (614, sy + 118 + 14 * w),
+                kind="grad",
+            )
+    d.text(
+        400,
+        378,
+        'blue: pull; orange: push. Nobody waits for another worker (mode="sync": one gradient of each makes an update)',
+        "small soft",
+    )
     d.legend(404, *LEGEND)
     return d
 

@@ -1,4 +1,4 @@
-"""A link out of docs/, `../SECURITY.md`, leads to the file on a code host; in the site the file comes along, under `outside/`."""
+"""A link out of docs/ leads to the file where the repository is shown; in the site the file comes along, under `outside/`."""
 
 import posixpath
 import re

@@ -17,7 +17,9 @@ ANY = "…"  # what varies from error to error
 
 # Calls that make an error, as the reader knows it: the public errors; those of one room, which are raised as their base; and
 # functions that give many refusals one form.
-PUBLIC = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.JDistError)}
+PUBLIC = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.JDistError)
+}
 MADE_BY = {name: name for name in PUBLIC} | {
     "OptionError": "ConfigError",
     "Problem": "ConfigError",
@@ -61,7 +63,6 @@ class Site:
 class _Scope:
     """A function's and its module's names, as far as they stand for text."""
 
-
     def __init__(self, module: Any, functions: dict[str, ast.FunctionDef], function: ast.AST | None):
         self.module = module
         self.functions = functions
@@ -82,7 +83,9 @@ class _Scope:
                 return self.texts(body, depth) + self.texts(orelse, depth)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return _all("".join, [self.texts(left, depth), self.texts(right, depth)])
-            case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List(elts=parts)]):
+            case ast.Call(
+                func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List(elts=parts)]
+            ):
                 return _all(between.join, [self.texts(part, depth) for part in parts])
             case ast.Call(func=ast.Name(id=name)) if name in self.functions and depth < 3:
                 made = _Scope(self.module, self.functions, self.functions[name])
@@ -107,7 +110,7 @@ def _of_a_config(text: str) -> str:
 def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
     keywords = {each.arg: each.value for each in call.keywords}
     if name == "refused":
-        variable, value, allowed, mend = [scope.texts(each) for each in call.args]
+        variable, _, allowed, mend = [scope.texts(each) for each in call.args]
         field = [f": `{text}`" for text in scope.texts(keywords["field"])] if "field" in keywords else [""]
         found = ["is not set"] if ast.unparse(call.args[1]) == "None" else [f"is {ANY}"]
         return _all(lambda each: "{}{} {}; it must be {}. {}".format(*each), [variable, field, found, allowed, mend])
@@ -128,7 +131,9 @@ def sites() -> Iterator[Site]:
     """Every place, in the order of files and lines."""
     for path in sorted(p for p in (ROOT / "jdist").rglob("*.py") if p.name != "__main__.py"):
         file = path.relative_to(ROOT / "jdist").as_posix()
-        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        module = importlib.import_module(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        )
         tree = ast.parse(path.read_text())
         functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         holders = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import pytest
-
 from error_messages import ANY, PUBLIC, ROOT, sites
 
 FOLDER = ROOT / "docs" / "troubleshooting"
@@ -100,5 +99,7 @@ def test_a_message_leads_to_its_entry(message, entry):
 
 def test_every_entry_says_more_than_its_messages():
     for path in sorted(FOLDER.glob("*.md")):
-        for title, text in re.findall(r"^## (.+?)\n\n```text\n.*?```\n\n(.*?)(?=^## |\Z)", path.read_text(), re.DOTALL | re.MULTILINE):
+        for title, text in re.findall(
+            r"^## (.+?)\n\n```text\n.*?```\n\n(.*?)(?=^## |\Z)", path.read_text(), re.DOTALL | re.MULTILINE
+        ):
             assert len(text.split()) > 8, f"{path.name}: {title}"

@@ -1,0 +1,55 @@
+"""The tutorial and the strategies' pages run as they stand."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+spec = importlib.util.spec_from_file_location("walk", DOCS / "site" / "walk.py")
+walk = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(walk)
+
+EXAMPLES = [
+    pytest.param(program, output, id=path.relative_to(DOCS).as_posix())
+    for path in [*sorted((DOCS / "strategies").glob("*.md")), DOCS / "all_reduce.md"]
+    for program, output in re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", path.read_text(), re.DOTALL)
+]
+
+
+def test_its_python_runs(tmp_path):
+    assert walk.walk(tmp_path, until="An experiment from a config file") == []
+
+
+@pytest.mark.soak
+def test_all_of_it_runs(tmp_path):
+    assert walk.walk(tmp_path) == []
+
+
+def test_a_walk_notices_what_is_not_so():
+    assert walk.agrees("loss 0.25\n", "loss 0.…")
+    assert not walk.agrees("loss 1.25\n", "loss 0.…")
+    page = walk.blocks(
+        '```sh title="install"\nmake\n```\n\n```python title="a.py"\nx\n```\n\n```sh\nls\n```\n\n```text\na.py\n```\n'
+    )
+    assert [block.kind for block in page] == ["sh", "python", "sh", "text"]
+    assert walk.expected(page, install=False) == ["a.py\n"]
+    assert "make" not in walk.script(page, install=False)
+
+
+@pytest.mark.parametrize(("program", "output"), EXAMPLES)
+def test_an_example_prints_what_its_page_says(program, output, capsys):
+    exec(compile(program, "example", "exec"), {})  # the repository's own text
+    assert capsys.readouterr().out == output
+
+
+def test_each_strategy_has_a_page_with_a_drawing():
+    from jdist.strategies.by_name import STRATEGIES
+
+    pages = {path.stem: path.read_text() for path in (DOCS / "strategies").glob("*.md")}
+    assert set(pages) == {*STRATEGIES, "index"}
+    for name in STRATEGIES:
+        (drawing,) = re.findall(r"!\[.+\]\((.+\.svg)\)", pages[name])
+        assert (DOCS / "strategies" / drawing).exists()
+    assert len(EXAMPLES) == len(STRATEGIES) - 2 + 1, "all but tpu and parameter_server, and the all-reduce's own"

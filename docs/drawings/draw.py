@@ -211,7 +211,7 @@ def central_storage() -> Drawing:
         d.arrow((x + 75, 100), (x + 75, 88), kind="state")
         d.box(x, 206, 150, 28, "gathers the whole array", "state")
         d.box(x, 240, 150, 28, "its rows", "batch")
-        d.box(x, 274, 150, 28, f"sum of part {i} of gradients", "grad")
+        d.box(x, 274, 150, 28, f"sum of gradients, part {i}", "grad")
         d.arrow((x, 68), (x - 10, 68), (x - 10, 220), (x - 1, 220), kind="state")
         d.arrow((x + 150, 288), (x + 160, 288), (x + 160, 117), (x + 151, 117), kind="grad")
     d.text(400, 326, "devices: hold parameters and gradients only while they compute", "small soft")

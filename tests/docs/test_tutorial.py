@@ -1,15 +1,12 @@
 """The tutorial and the strategies' pages run as they stand."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import walk
 
 DOCS = Path(__file__).parents[2] / "docs"
-spec = importlib.util.spec_from_file_location("walk", DOCS / "site" / "walk.py")
-walk = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(walk)
 
 EXAMPLES = [
     pytest.param(program, output, id=path.relative_to(DOCS).as_posix())

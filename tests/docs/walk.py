@@ -1,6 +1,6 @@
 """Walks the tutorial as its reader does: saves its files, gives its commands in one shell, and compares what they print.
 
-    python docs/site/walk.py [--install] [--until HEADING]
+    python tests/docs/walk.py [--install] [--until HEADING]
 
 In an empty folder, with the `jdist` of this Python; `--install` begins with the tutorial's own installation, in this folder.
 """
@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-TUTORIAL = Path(__file__).parents[1] / "tutorial.md"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 

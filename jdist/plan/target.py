@@ -114,7 +114,10 @@ def find_target_devices(target: Target) -> tuple[Device, ...]:
         reason = str(exc).partition("\n")[0]
         raise DeviceError(f"--topology {target.name}: JAX finds no {target.platform} here: {reason}.") from exc
     if len(found) < (target.count or 1):
-        raise DeviceError(f"--topology {target.name}: there are only {len(found)} {target.platform} devices here.")
+        raise DeviceError(
+            f"--topology {target.name}: there are only {len(found)} {target.platform} devices here. "
+            f"Write {target.platform}:{len(found)} or less."
+        )
     return tuple(found[: target.count])
 
 

@@ -88,11 +88,14 @@ def unpack(
         exported = export.deserialize(bytearray(artifact))
         text = exported.mlir_module()
     except (ValueError, TypeError, IndexError, KeyError, AssertionError, RuntimeError, struct.error) as exc:
-        raise ArtifactError("the bytes received are no exported function, or of another version of JAX") from exc
+        raise ArtifactError(
+            "the bytes received are no exported function, or of another version of JAX. Run one version in all processes."
+        ) from exc
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     if platform not in exported.platforms:
         raise ArtifactError(
-            f"the function received is for {', '.join(exported.platforms)}; this process is on {platform}"
+            f"the function received is for {', '.join(exported.platforms)}; this process is on {platform}. Run the "
+            "program and its workers on one platform, for example with JAX_PLATFORMS=cpu."
         )
     allowed = re.compile("|".join([*_ALLOWED, *map(re.escape, allow)]))
     called = set(re.findall(r'custom_call\s*@"?([^\s"(]+)', text))
@@ -104,7 +107,8 @@ def unpack(
         )
     if exported.nr_devices > jax.local_device_count():
         raise ArtifactError(
-            f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}"
+            f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}. Give "
+            "every worker as many."
         )
     arity = len(exported.in_avals)
 

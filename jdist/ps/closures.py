@@ -89,7 +89,10 @@ class Installable:
         """
         described = specs(self.function.arguments)
         if len(arguments) != len(described):
-            raise ClosureError(f"{len(arguments)} arrays for a function of {len(described)}")
+            raise ClosureError(
+                f"the function was traced for {len(described)} arrays and is given {len(arguments)}. Pass arguments "
+                "of the same structure in every call."
+            )
         found = list[np.ndarray]()
         for i, (x, spec) in enumerate(zip(arguments, described, strict=True)):
             try:
@@ -98,7 +101,8 @@ class Installable:
                 raise ClosureError(f"argument {i} cannot be taken for {spec.dtype}: {exc}") from exc
             if found[i].shape != spec.shape:
                 raise ClosureError(
-                    f"argument {i} has the shape {found[i].shape}; its function was traced for {spec.shape}"
+                    f"argument {i} has the shape {found[i].shape}; its function was traced for {spec.shape}. Pass "
+                    "the same shapes in every call: fill up to one size."
                 )
         return found
 

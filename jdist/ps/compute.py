@@ -193,7 +193,8 @@ class Installed:
                 return
             if time.monotonic() > end:
                 raise ShardLostError(
-                    f"the shards have had different versions for {ONE_VERSION_S:g} s: {self._versions}"
+                    f"the shards have had different versions for {ONE_VERSION_S:g} s: {self._versions}. "
+                    "A server is stuck or was replaced; start the job again from its checkpoint."
                 )
             time.sleep(0.002)
 

@@ -153,7 +153,10 @@ class Coordinator:
                 lambda: self.done or self.engine.closed or self.engine.is_a_shard_lost, timeout_s
             ):
                 left = self.engine.dispatch.scheduled - self.engine.dispatch.settled + self.engine.to_come
-                raise TimeoutError(f"up to {left:,} closures are not done after {timeout_s:g} s")
+                raise TimeoutError(
+                    f"up to {left:,} closures are not done after {timeout_s:g} s; they go on. Wait longer, "
+                    "or without `timeout_s`."
+                )
             self.engine.raise_error()
 
     def snapshot(self) -> ClusterSnapshot:

@@ -140,7 +140,10 @@ def _address(process: subprocess.Popen[str], role: Role) -> str:
         try:
             line = said.get(timeout=max(0.1, end - time.monotonic()))
         except queue.Empty:
-            raise LaunchError(f"a {role} did not listen within {START_S:g} s") from None
+            raise LaunchError(
+                f"a {role} did not listen within {START_S:g} s. Is the machine overloaded? Start fewer workers, or see what "
+                "it wrote above."
+            ) from None
         if line.startswith(beginning):
             return line.removeprefix(beginning).strip()
         if not line:

@@ -75,7 +75,9 @@ class Pending:
             ShardLostError: a parameter server is gone.
         """
         if not self._woken.wait(timeout_s):
-            raise TimeoutError(f"closure {self.number} is not done after {timeout_s:g} s")
+            raise TimeoutError(
+                f"closure {self.number} is not done after {timeout_s:g} s; it goes on. Wait longer, or without `timeout_s`."
+            )
         with self._lock:
             error = self._error if self._is_there else self._given_up
             is_there = self._is_there

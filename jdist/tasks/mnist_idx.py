@@ -67,7 +67,9 @@ def load(folder: Path, part: str) -> dict[str, np.ndarray]:
             "must be one label an image. Take both from the same data set."
         )
     if images.size == 0:
-        raise ConfigError(f"{image_path} declares the shape {images.shape}: there is nothing in it.")
+        raise ConfigError(
+            f"{image_path} declares the shape {images.shape}: there is nothing in it. Take the files of a whole data set."
+        )
     return {"image": (images / np.float32(255))[..., None], "label": labels.astype(np.int32)}
 
 

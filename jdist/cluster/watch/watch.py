@@ -174,7 +174,8 @@ class Watch:
             raise self._no_start
         if not self._addresses and self._lost is None:
             raise ClusterTimeoutError(
-                f"{self.place.label(0)} did not say within {start_timeout_s:g} s whether all processes have come."
+                f"{self.place.label(0)} did not say within {start_timeout_s:g} s whether all processes have come. "
+                "Is its program still running? Look at its log."
             )
 
     def _settled(self) -> bool:

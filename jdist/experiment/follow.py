@@ -14,11 +14,11 @@ from jdist.cluster.stop import preemption
 from jdist.experiment.config import Config
 from jdist.experiment.evaluate import evaluate
 from jdist.experiment.load import Document
-from jdist.experiment.metrics_file import MetricsFile, read_rows
 from jdist.experiment.prepare import prepare
-from jdist.experiment.progress import figures
 from jdist.experiment.record import RunFolder
 from jdist.experiment.step import state_maker
+from jdist.report.metrics_file import MetricsFile, read_rows
+from jdist.report.progress import figures
 from jdist.strategies.by_name import make_strategy
 from jdist.strategy import Strategy
 from jdist.train.evaluator import new_checkpoints

@@ -11,7 +11,7 @@ from rich.console import Console
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 from jdist.experiment.platform import apply_platform, platform_environment
-from jdist.experiment.progress import Meter, Speed, duration, open_report
+from jdist.report.progress import Meter, Speed, duration, open_report
 
 
 class Clock:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdist.experiment.record import write_atomically
+from jdist.report.files import write_atomically
 
 NOT_MEASURED = {"step", "examples", "time_s"}
 _EVAL = "eval/"

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jdist.callbacks.callback import Callback, Moment
@@ -39,11 +38,10 @@ def jsonl(path: str | os.PathLike[str]) -> Callback:
 
     def on_row(moment: Moment) -> None:
         if moment.is_chief and moment.row is not None:
-            file.write(moment.step, plain({name: value for name, value in moment.row.items() if name != "step"}))
+            file.write(moment.step, {name: _plain(value) for name, value in moment.row.items() if name != "step"})
 
     return Callback(on_start=on_start, on_row=on_row, close=lambda: file.close())
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as JSON holds them: numpy arrays as lists."""
-    return jax.tree.map(lambda x: x.tolist() if isinstance(x, np.ndarray | np.generic) else x, values)
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

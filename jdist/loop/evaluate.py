@@ -28,7 +28,7 @@ def evaluate(
     *,
     strategy: Strategy | None = None,
     global_batch: int | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric] | Metric | None = None,
 ) -> dict[str, Any]:
     """Evaluates a state on a data set, each row counted once, whatever the batches.
 
@@ -39,7 +39,8 @@ def evaluate(
         data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
-        metrics: the metrics of `jdist.metrics` whose contributions the step returns, by name.
+        metrics: the metrics of `jdist.metrics` whose contributions the step returns, by name; or the one metric, such as a
+            `jdist.metrics.collect`, of which all that it returns is the contribution.
 
     Returns:
         The results by name, the loss first; the same on all processes.
@@ -59,8 +60,8 @@ def evaluate(
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
     measured = measure(eval_step, state, feed.batches, strategy.cluster, metrics)
-    for name in metrics or {}:
-        if name not in measured:
+    for name in metrics if isinstance(metrics, Mapping) else ():
+        if not any(found == name or found.startswith(f"{name}/") for found in measured):
             raise StepError(
                 f"`metrics` has {name!r}, but the step returned {', '.join(map(repr, measured))}."
                 f"{did_you_mean(name, measured)} Let it return `{{{name!r}: metric.update(...)}}`."

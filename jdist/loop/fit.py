@@ -19,7 +19,7 @@ from jdist.loop.feed import Feed, is_arrays, open_feed
 from jdist.loop.measure import measure
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, strategy_of, train_step_of
-from jdist.loop.tally import Measured
+from jdist.loop.tally import Measured, Metrics
 from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.report.history import History
@@ -43,7 +43,7 @@ def fit(
     eval_step: Any = None,
     eval_every: int | None = None,
     eval_strategy: Strategy | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric] | Metric | None = None,
     callbacks: Sequence[Callback | Callable[[Moment], Any]] = (),
     log_every: int = 20,
     log_to: str | os.PathLike[str] | None = "runs/fit",
@@ -69,7 +69,8 @@ def fit(
         eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
         eval_every: how many steps lie between evaluations; None: an epoch. At the end always.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
-        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name.
+        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
+            `jdist.metrics.collect`, of which all that they return is the contribution.
         callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
@@ -171,7 +172,7 @@ def _evaluation(
     strategy: Strategy,
     elsewhere: Strategy | None,
     global_batch: int | None,
-    metrics: Mapping[str, Metric] | None,
+    metrics: Metrics,
 ) -> Callable[[PyTree], Measured] | None:
     """The function that evaluates a state; None without data for it."""
     if data is None:

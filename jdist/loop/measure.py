@@ -7,8 +7,7 @@ from typing import Any
 
 from jdist.cluster.runtime import Runtime, alone
 from jdist.errors import DatasetError
-from jdist.loop.tally import Measured, Tally
-from jdist.metrics import Metric
+from jdist.loop.tally import Measured, Metrics, Tally
 
 PyTree = Any
 
@@ -18,7 +17,7 @@ def measure(
     state: PyTree,
     batches: Iterable[PyTree],
     cluster: Runtime | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Metrics = None,
 ) -> Measured:
     """The means and metrics over all rows.
 
@@ -28,7 +27,7 @@ def measure(
         state: what to evaluate.
         batches: distributed batches, once through; the "mask" of a dict says which of its rows count.
         cluster: the processes that share the rows of each batch; None: this one alone.
-        metrics: which of the results are contributions of metrics, by name.
+        metrics: as for `Tally`.
 
     Returns:
         The results by name, the same on all processes: each batch weighs as many rows as it has.

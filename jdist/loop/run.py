@@ -12,8 +12,7 @@ import numpy as np
 from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Stop
 from jdist.errors import StepError
 from jdist.loop.feed import Feed
-from jdist.loop.tally import Measured, Tally
-from jdist.metrics import Metric
+from jdist.loop.tally import Measured, Metrics, Tally
 from jdist.report.history import History
 from jdist.strategy import Strategy
 from jdist.transforms.distributed import Distributed
@@ -29,7 +28,7 @@ class Run:
         strategy: where it trains.
         train_step: makes the steps.
         feed: gives the batches.
-        metrics: which of the step's results are contributions of metrics.
+        metrics: which of the step's results are contributions of metrics, as for `Tally`.
         callbacks: whom to tell.
         total: how many steps there will be; None: not known.
         log_every: how many steps lie between logged rows.
@@ -50,7 +49,7 @@ class Run:
         strategy: Strategy,
         train_step: Distributed,
         feed: Feed,
-        metrics: Mapping[str, Metric] | None,
+        metrics: Metrics,
         callbacks: Sequence[Callback],
         total: int | None,
         log_every: int,

@@ -17,6 +17,8 @@ from jdist.metrics import Metric
 
 PyTree = Any
 Measured = dict[str, Any]
+Metrics = Mapping[str, Metric] | Metric | None
+_WHOLE = "metrics"  # the name of a metric that stands for all that a step returns
 _READ_AHEAD = 64  # calls whose results may wait to be read, so that no step waits for the host
 _EXCHANGE_S = 600.0
 
@@ -28,12 +30,14 @@ class Tally:
     `jdist.metrics.Metric` has contributed is added up by that metric.
 
     Args:
-        metrics: which of the results are contributions, by name; those that a step does not return are left out.
+        metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
+            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`.
         steps_per_call: how many steps a call makes; above 1 results lead with that axis.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | None = None, *, steps_per_call: int = 1):
-        self._metrics = dict(metrics or {})
+    def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1):
+        self._is_whole = isinstance(metrics, Metric)
+        self._metrics = {_WHOLE: metrics} if isinstance(metrics, Metric) else dict(metrics or {})
         self._steps_per_call = steps_per_call
         self._waiting: list[tuple[Any, Any, Sequence[int]]] = []
         self._newest: Any = None
@@ -51,6 +55,8 @@ class Tally:
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
         """
+        if self._is_whole:
+            measured = {_WHOLE: measured}
         if not self._checked:
             self._check(measured)
         self._newest = measured
@@ -65,7 +71,7 @@ class Tally:
         values = jax.device_get(dict(self._newest))
         if self._steps_per_call > 1:
             values = jax.tree.map(lambda x: x[-1], values)
-        return loss_first({name: self._result(name, value) for name, value in values.items()})
+        return _flat({name: self._result(name, value) for name, value in values.items()})
 
     def take(self, epoch: int = 0, cluster: Runtime | None = None) -> tuple[Measured, float]:
         """The results of an epoch, which is forgotten then, and the weight of all its steps.
@@ -87,7 +93,7 @@ class Tally:
             sums = {name: sum(part[name] for _, part in said) for name in sums}
         found: Measured = {name: float(np.float64(total) / np.float64(weight)) for name, total in sums.items()}
         found |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
-        return loss_first(found), weight
+        return _flat(found), weight
 
     def _check(self, measured: Any) -> None:
         self._checked = True
@@ -149,6 +155,17 @@ def _weights(batch: PyTree) -> Any:
     leaf = jax.tree.leaves(batch)[0]
     rows = leaf.shape[:1] if isinstance(leaf, np.ndarray | jax.Array) else 1  # a batch that a worker reads weighs 1
     return lambda: np.ones(rows)
+
+
+def _flat(found: Measured) -> Measured:
+    """Results with those of a collection of metrics by their own names, the loss first."""
+    flat: Measured = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= {inner if name == _WHOLE else f"{name}/{inner}": each for inner, each in value.items()}
+        else:
+            flat[name] = value
+    return loss_first(flat)
 
 
 def loss_first(measured: Mapping[str, Any]) -> dict[str, Any]:

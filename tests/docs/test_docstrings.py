@@ -16,7 +16,7 @@ MODULES = [
     for path in sorted((ROOT / "jdist").rglob("*.py"))
     if ">>> " in path.read_text()
 ]
-ROOMS = ("cluster", "data", "metrics", "ps", "reduction", "tasks", "train")
+ROOMS = ("callbacks", "cluster", "data", "metrics", "ps", "reduction", "tasks", "train")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,3 +156,11 @@ def sites() -> Iterator[Site]:
             if name == "_refusal" and file != "tasks/options.py":
                 continue
             yield Site(file, node.lineno, MADE_BY[name], tuple(_message(node, name, _Scope(module, functions, holder))))
+
+
+def line_of(message: str) -> str:
+    """A message as an entry of docs/troubleshooting/ shows it: its beginning, of a hundred characters at most."""
+    first = re.sub(f"{ANY}+", ANY, message.partition("\n")[0])
+    if first == message and len(first) <= 100:
+        return first
+    return first[: first.rfind(" ", 0, 100)].removesuffix(f" {ANY}") + f" {ANY}"

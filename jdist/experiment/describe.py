@@ -41,7 +41,8 @@ def describe(values: Mapping[str, Any], document: Document, *, derived: Mapping[
         YAML text that loads as `values`; each line ends in a comment with the origin of its value.
 
     Example:
-        >>> print(describe({"name": "a", "seed": 0}, load("a.yaml")), end="")
+        >>> document = Document(file="a.yaml", values={"name": "a"}, origins={("name",): "a.yaml:1"}, problems=())
+        >>> print(describe({"name": "a", "seed": 0}, document, derived={("seed",): "default"}), end="")
         name: a  # a.yaml:1
         seed: 0  # default
     """

@@ -45,6 +45,7 @@ def validate(document: Document) -> Config:
         ConfigError: a line for each problem: the key, the value, where it came from, the nearest valid name.
 
     Example:
+        >>> from jdist.experiment.load import load
         >>> validate(load("configs/digits.yaml")).train.steps
         600
     """

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -20,8 +21,9 @@ ROOMS = ("callbacks", "cluster", "data", "metrics", "ps", "reduction", "tasks", 
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module(name, monkeypatch):
-    monkeypatch.chdir(ROOT)  # some name its configs
+def test_the_examples_of_a_module(name, tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")  # which some read; others write
+    monkeypatch.chdir(tmp_path)
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
@@ -51,4 +53,7 @@ def _value(name):
 
 
 def test_every_public_name_has_a_docstring():
-    assert not [name for name in public_names() if callable(_value(name)) and not _value(name).__doc__]
+    values = {name: _value(name) for name in public_names()}
+    documented = {name for name, value in values.items() if inspect.isfunction(value) or inspect.isclass(value)}
+    assert len(documented) > 80
+    assert not [name for name in documented if not values[name].__doc__]

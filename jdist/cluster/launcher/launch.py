@@ -88,7 +88,7 @@ def launch(
         LaunchError: what is asked for is not right.
 
     Example:
-        >>> launch(["python", "-c", "print('hello')"], processes=2).exit_code
+        >>> launch(["python", "-c", "pass"], processes=2).exit_code
         0
     """
     served = parse_servers(workers, ps, processes)

@@ -63,7 +63,7 @@ ALGORITHMS = (
     "parameter_server",
     "parameter_server_sync",
 )
-# These compile for several seconds each; they always run where a strategy has a transform, or a place for the update, of its own.
+# These compile for several seconds each; they always run where a strategy has a transform of its own, or updates elsewhere.
 SLOW_FAMILIES = ("lstm", "transformer")
 THOROUGH = ("one_device", "mirrored_shard_map", "mirrored_pmap", "mirrored_jit", "central_storage")
 LIGHT_FAMILIES = ("plain_pytree", "gan", "nnx_mlp")

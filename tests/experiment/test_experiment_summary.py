@@ -2,13 +2,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdist.experiment.config import OptimizerSection
 from jdist.experiment.progress import figures, readable
 from jdist.experiment.summary import arithmetic, results
 
 
 def lengths(*, steps, rows):
     """The last line of the arithmetic of a run of `steps` steps of 64 rows, where an epoch is one step of `rows`."""
-    config = SimpleNamespace(train=SimpleNamespace(global_batch=64, accumulate=1))
+    config = SimpleNamespace(
+        train=SimpleNamespace(global_batch=64, accumulate=1, optimizer=OptimizerSection(name="sgd"))
+    )
     parts = SimpleNamespace(
         strategy=SimpleNamespace(num_replicas=1),
         total_steps=steps,

@@ -48,7 +48,7 @@ pytest: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
 
 conformance: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance -m "full or not full"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"
 
 soak: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m soak

@@ -107,7 +107,9 @@ def adam(
     decays = {"b1": b1, "b2": b2}
     for name, decay in decays.items():
         if not (isinstance(decay, numbers.Real) and 0 <= decay < 1):
-            raise ScalingError(f"jdist.scaling.adam: `{name}` is {decay!r}; it must be a number of at least 0 and below 1.")
+            raise ScalingError(
+                f"jdist.scaling.adam: `{name}` is {decay!r}; it must be a number of at least 0 and below 1."
+            )
         if decay and ratio * (1 - decay) > 1 + 1e-9:  # 10 * (1 - 0.9) is meant to be 1
             raise ScalingError(
                 f"jdist.scaling.adam: a global batch of {global_batch:,} is {ratio:g} times `base_batch`, {base_batch:,}, but "

@@ -80,7 +80,7 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
         remedy = nearest(str(name), _schedules(), label="Schedules", limit=20)
         yield Problem(key=(*key, "schedule"), text=f"there is no schedule {show(name)}", remedy=remedy)
         return
-    called = f"{function.__module__.partition('.')[0]}.{name}"
+    called = f"{'jdist.scaling' if function is gradual_warmup else 'optax'}.{name}"
     found = list(check_options(function, options, called=called, key=key, wrong=wrong))
     for option, inner in options.items():
         found += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)

@@ -64,7 +64,9 @@ def test_schedules_can_be_joined():
 
 
 def test_gradients_are_clipped_before_the_optimizer_sees_them():
-    ours = updates(build_optimizer({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}, global_batch=64, clip_norm=0.5))
+    ours = updates(
+        build_optimizer({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}, global_batch=64, clip_norm=0.5)
+    )
     theirs = updates(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)))
     np.testing.assert_array_equal(ours, theirs)
 

@@ -42,7 +42,9 @@ def test_a_rule_scales_numbers_and_schedules(rule, factor):
         section = {"name": "sgd", "learning_rate": rate, "scaling": {"rule": rule, "base_batch": 32}}
         assert problems(**section) == []
         plain = rates(build_optimizer(section | {"scaling": None}, global_batch=128))
-        np.testing.assert_allclose(rates(build_optimizer(section, global_batch=128)), np.array(plain) * factor, rtol=1e-6)
+        np.testing.assert_allclose(
+            rates(build_optimizer(section, global_batch=128)), np.array(plain) * factor, rtol=1e-6
+        )
         np.testing.assert_allclose(rates(build_optimizer(section, global_batch=32)), plain, rtol=1e-6)
 
 
@@ -79,12 +81,16 @@ def test_a_warm_up_stands_before_a_schedule_that_lasts_as_long_as_the_run():
             "8: jdist.scaling.adam: a global batch of 128 is 16 times `base_batch`, 8, but with `b1`=0.9 the rule ends at 10",
         ),
         ({"name": "sgd", "learning_rate": WARM | {"step": 3}}, "learning_rate.step", "Did you mean steps?"),
-        ({"name": "sgd", "learning_rate": WARM | {"value": "x"}}, "learning_rate.value", '"x" is neither a number nor a'),
+        (
+            {"name": "sgd", "learning_rate": WARM | {"value": "x"}},
+            "learning_rate.value",
+            '"x" is neither a number nor a',
+        ),
         ({"name": "sgd", "learning_rate": WARM | {"steps": 0.5}}, "learning_rate.steps", "0.5 is not a whole number"),
         (
             {"name": "sgd", "learning_rate": {"schedule": "gradual_warmup", "steps": -1, "value": 0.1}},
             "learning_rate",
-            "jdist.gradual_warmup refuses these arguments: jdist.scaling.gradual_warmup: `steps` is -1",
+            "jdist.scaling.gradual_warmup refuses these arguments: jdist.scaling.gradual_warmup: `steps` is -1",
         ),
         ({"name": "sgd", "learning_rate": {"schedule": "gradual_warmup"}}, "learning_rate.steps", "missing; jdist."),
         ({"name": "sgd", "learning_rate": {"schedule": "gradual"}}, "learning_rate.schedule", "mean gradual_warmup?"),
@@ -101,7 +107,10 @@ def test_what_is_wrong_is_named(section, key, message):
         ("{rule: linaer, base_batch: 256}", r'scaling\.rule: "linaer" is not .* Did you mean linear\?'),
         ("{rule: linear}", r"scaling\.base_batch: missing .* The global batch that the options were tuned at"),
         ("{rule: linear, base_batch: 0}", r"scaling\.base_batch: 0 is not >= 1"),
-        ("{rule: linear, base_batsch: 8}", r"scaling\.base_batsch: no such key .* Did you mean .*scaling\.base_batch\?"),
+        (
+            "{rule: linear, base_batsch: 8}",
+            r"scaling\.base_batsch: no such key .* Did you mean .*scaling\.base_batch\?",
+        ),
         ("linear", r'scaling: "linear" is not a mapping of keys to values'),
     ],
 )

@@ -43,9 +43,7 @@ def generator_step(states, batch):
     g, d = states["generator"], states["discriminator"]
 
     def loss_fn(params):
-        return jdist.mean(
-            nn.softplus(-d.apply_fn(d.params, g.apply_fn(params, batch["latent"]))[:, 0]), batch["mask"]
-        )
+        return jdist.mean(nn.softplus(-d.apply_fn(d.params, g.apply_fn(params, batch["latent"]))[:, 0]), batch["mask"])
 
     loss, grads = jdist.value_and_grad(loss_fn)(g.params)
     return {**states, "generator": g.apply_gradients(grads=grads)}, {"loss": loss}

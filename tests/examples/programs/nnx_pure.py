@@ -1,6 +1,5 @@
 """nnx with dropout and synchronised batch norm as a pure step: split once, merged in the step, its state returned."""
 
-import jax
 import numpy as np
 import optax
 from flax import nnx

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,46 @@ import matrix
 
 PROGRAMS = {path.stem: path for path in sorted((Path(__file__).parent / "programs").glob("*.py"))}
 STRATEGIES = {
-    name: matrix.STRATEGIES[name] for name in ("default", "mirrored_shard_map", "mirrored_pmap", "mirrored_jit")
+    "default": jdist.default,
+    "mirrored_shard_map": jdist.mirrored,
+    "mirrored_pmap": matrix.STRATEGIES["mirrored_pmap"],
+    "mirrored_jit": matrix.STRATEGIES["mirrored_jit"],
+    "multi_worker": jdist.multi_worker,  # of one process; conformance/several_processes.py has several
+    "central_storage": jdist.central_storage,
+    "parameter_server": matrix.parameter_server,
+    "parameter_server_sync": matrix.parameter_server_sync,
 }
-STRATEGIES |= {"multi_worker": jdist.multi_worker, "central_storage": jdist.central_storage}
-STRATEGIES |= {name: matrix.STRATEGIES[name] for name in ("parameter_server", "parameter_server_sync")}
 
 # Float32 and ten steps of SGD: what was seen is at most 2e-6.
 TOLERANCE = 1e-5
 
-# What cannot run, and what the error says to do.
+# What cannot run, and what the error says to do instead.
 SERVERS = ("parameter_server", "parameter_server_sync")
 REFUSED = {
     **{("nnx_scan_over_layers", name): "cannot be changed in place. Split them" for name in SERVERS},
+    **{
+        ("sharpness_aware", name): "gradient number 2 .* depends on an earlier gradient .* make two steps of it"
+        for name in ("central_storage", *SERVERS)  # sharpness_aware_in_two_steps is what it says
+    },
+    ("contrastive", "mirrored_jit"): r"all_gather\(\) .* the rows of the whole batch are here",
 }
+# What runs, and computes something else: a worker's negatives are its own rows, as servers bring only gradients together.
+OTHERWISE = {("contrastive", "parameter_server_sync")}
 
 CASES = [(program, strategy) for program in PROGRAMS for strategy in STRATEGIES]
-# Every program under one strategy and every strategy with one program or two; `make conformance` runs all.
-ALWAYS = set(zip(PROGRAMS, itertools.cycle(STRATEGIES), strict=False))
+# Each compiles for seconds, so a part always runs, and all in `make conformance`.
+ALWAYS = {
+    ("contrastive", "mirrored_shard_map"),
+    ("frozen_backbone", "central_storage"),
+    ("haiku_style", "multi_worker"),
+    ("key_in_the_state", "mirrored_pmap"),
+    ("lookahead_and_clipping", "parameter_server"),
+    ("multi_steps", "central_storage"),
+    ("nnx_pure", "parameter_server"),
+    ("nnx_scan_over_layers", "central_storage"),
+    ("plateau", "default"),
+    ("two_optimizers", "mirrored_jit"),
+}
 
 
 @functools.cache
@@ -80,8 +102,10 @@ def test_computes_what_it_does_on_one_device(program: str, strategy: str):
             load(program).main(STRATEGIES[strategy]())
         return
     results, expected = load(program).main(STRATEGIES[strategy]()), on_one_device(program)
-    assert np.mean(expected["losses"][-2:]) < np.mean(expected["losses"][:2])
-    assert jax.tree.structure(results) == jax.tree.structure(expected)
+    for losses in (results["losses"], expected["losses"]):
+        assert np.mean(losses[-2:]) < np.mean(losses[:2])
+    if (program, strategy) in OTHERWISE:
+        return
     pairs = zip(jax.tree.leaves(results), jax.tree_util.tree_leaves_with_path(expected), strict=True)
     for leaf, (path, wanted) in pairs:
         name = jax.tree_util.keystr(path)

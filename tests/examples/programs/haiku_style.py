@@ -68,7 +68,7 @@ def main(strategy):
     rng = np.random.default_rng(6)
     x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
     dataset = jdist.data.from_arrays({"x": x, "y": np.sin(x.sum(-1))}, global_batch=32, shuffle_seed=6, epochs=3)
-    key, init_key = jax.random.split(jax.random.key(7))
+    key, init_key = jax.random.split(jax.random.PRNGKey(7))
     state = strategy.init(initial_state, init_key)
     step = jdist.distribute(update, strategy)
     losses = []

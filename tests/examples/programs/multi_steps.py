@@ -17,7 +17,7 @@ tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3,
 
 def create_state(key):
     params = model.init(key, jnp.zeros((1, 64)))
-    return TrainState.create(apply_fn=model.apply, params=params, tx=tx.gradient_transformation())
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
 def train_step(state, batch):

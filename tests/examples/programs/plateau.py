@@ -25,7 +25,10 @@ def train_step(state, batch):
 
     loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
     updates, opt = jdist.optimizer(optimizer).update(grads, state["opt"], state["params"], value=loss)
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss, "scale": state["opt"][-1].scale}
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
+        "loss": loss,
+        "scale": state["opt"][-1].scale,
+    }
 
 
 def main(strategy):

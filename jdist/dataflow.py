@@ -65,14 +65,18 @@ def _handed_on(eqn: Any) -> dict[int, int]:
         each = [_arguments_returned(branch) for branch in _nested(eqn.params.values())]
         return {i: 1 + j for i, j in each[0].items() if all(other.get(i) == j for other in each)}
     if eqn.primitive.name == "scan":
-        carry, first = eqn.params["num_carry"], eqn.params["num_consts"] + eqn.params["num_carry"]
-        returned = _arguments_returned(next(_nested(eqn.params.values())))
-        return {
-            i: j
-            for i, j in returned.items()
-            if (i >= carry and j >= first) or j == i + eqn.params["num_consts"] < first
-        }
+        body = next(_nested(eqn.params.values()))
+        # Operands are constants, then the carry, then what is scanned over; results the carry, then what is stacked.
+        first = _number_not_scanned(eqn.invars, body_of(body).invars)
+        carry = _number_not_scanned(eqn.outvars, body_of(body).outvars)
+        returned = _arguments_returned(body).items()
+        return {i: j for i, j in returned if (i >= carry and j >= first) or j == i + first - carry < first}
     return {}
+
+
+def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
+    """How many variables of a scan are whole in its body, too; of the others it has a row. JAX versions say it differently."""
+    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
 
 def _arguments_returned(closed: Any) -> dict[int, int]:

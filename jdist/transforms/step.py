@@ -258,7 +258,7 @@ class DistributedStep:
             if self.strategy.transform == "jit":
                 raise StepError(
                     f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
-                    "rows of the whole batch are here. Use `jdist.replica_axes()` in the step, None there, or another transform."
+                    "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
                 ) from exc
             raise StepError(
                 f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "

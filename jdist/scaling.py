@@ -175,7 +175,8 @@ def _ratio(base_batch: int, global_batch: int) -> float:
 
 def _times(value: Any, factor: float, *, rule: str) -> Any:
     if callable(value):
-        return lambda count: value(count) * factor
+        schedule: optax.Schedule = value
+        return lambda count: schedule(count) * factor
     if not _is_number(value):
         raise ScalingError(_no_rate(rule, value))
     return value * factor

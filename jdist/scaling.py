@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax.numpy as jnp
 import optax
@@ -174,9 +174,8 @@ def _ratio(base_batch: int, global_batch: int) -> float:
 
 
 def _times(value: Any, factor: float, *, rule: str) -> Any:
-    if callable(value):
-        schedule: optax.Schedule = value
-        return lambda count: schedule(count) * factor
+    if _is_schedule(value):
+        return lambda count: value(count) * factor
     if not _is_number(value):
         raise ScalingError(_no_rate(rule, value))
     return value * factor
@@ -184,6 +183,10 @@ def _times(value: Any, factor: float, *, rule: str) -> Any:
 
 def _no_rate(rule: str, value: Any) -> str:
     return f"jdist.scaling.{rule}: the value is {value!r}; it must be a number, or a schedule: a function of the step."
+
+
+def _is_schedule(value: Any) -> TypeGuard[optax.Schedule]:
+    return callable(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -30,6 +30,14 @@ def parameter_server_sync() -> jdist.Strategy:
     return jdist.parameter_server(mode="sync", local_workers=2, local_ps=2, partitioner=partitioner)
 
 
+def close_servers() -> None:
+    """Ends the parameter servers that cases have shared."""
+    for make in (parameter_server, parameter_server_sync):
+        if make.cache_info().currsize:
+            make().coordinator.close()
+            make.cache_clear()
+
+
 STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "default": jdist.default,
     "one_device": jdist.one_device,

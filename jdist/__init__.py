@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jdist.gradients import value_and_grad as value_and_grad
     from jdist.losses import compute_average_loss as compute_average_loss
     from jdist.losses import scale_regularization_loss as scale_regularization_loss
+    from jdist.notebook.launch import notebook_launch as notebook_launch
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
     from jdist.replica import mean as mean
@@ -76,6 +77,7 @@ _NAMES = {
     "mean": "jdist.replica",
     "mirrored": "jdist.strategies.mirrored",
     "multi_worker": "jdist.strategies.multi_worker",
+    "notebook_launch": "jdist.notebook.launch",
     "num_replicas": "jdist.replica",
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",

@@ -26,6 +26,7 @@
     │   └── NoWorkersError     no worker has been there for long
     ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
+    ├── ProcessFailedError     a function that runs in several processes failed in one, or took too long
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
@@ -215,6 +216,10 @@ class ShardLostError(JDistError, RuntimeError):
 
 class LaunchError(JDistError, ValueError):
     """What is to be launched, or how many processes and where, is not valid."""
+
+
+class ProcessFailedError(JDistError, RuntimeError):
+    """A function that runs in several processes failed in one of them, or they did not end in time."""
 
 
 class ConfigError(JDistError, ValueError):

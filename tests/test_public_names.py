@@ -37,6 +37,7 @@ NAMES = [
     "mirrored",
     "multi_worker",
     "nnx",
+    "notebook_launch",
     "num_replicas",
     "one_device",
     "optimizer",

@@ -56,6 +56,12 @@ class Launcher:
         console: where to write.
         prefixes: what the lines of each process begin with, at standard output and at standard error.
         servers: tasks that run `jdist serve` beside the command, until it ends.
+        timeout_s: seconds after which all are asked to stop, as by SIGTERM; None for never.
+        explains: say why an attempt failed; else it is only in `failure`.
+
+    Attributes:
+        timed_out: whether the time was over.
+        failure: why the last attempt that failed did; "" if none has.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class Launcher:
         console: Console,
         prefixes: Mapping[Task, tuple[bytes, bytes]],
         servers: Sequence[Task] = (),
+        timeout_s: float | None = None,
+        explains: bool = True,
     ) -> None:
         # Processes that show another token, of a user of the same machine for instance, are not taken in.
         self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
@@ -83,6 +91,9 @@ class Launcher:
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
+        self._timeout_s, self._explains = timeout_s, explains
+        self._timeout_at: float | None = None
+        self.timed_out, self.failure = False, ""
 
     def run(self) -> State:
         """Run to the end; no process is left then, also after an exception.
@@ -93,7 +104,9 @@ class Launcher:
         with self._selector, _signals() as asked:
             self._selector.register(asked, selectors.EVENT_READ, "signals")
             try:
-                state, commands = begin(self._settings, time.monotonic())
+                began = time.monotonic()
+                self._timeout_at = None if self._timeout_s is None else began + self._timeout_s
+                state, commands = begin(self._settings, began)
                 self._obey(commands)
                 while state.phase is not Phase.DONE:
                     if not self._events:
@@ -117,7 +130,7 @@ class Launcher:
     def _wait(self, state: State, asked: int) -> None:
         """Handle what has come by the time the next thing is due."""
         self._pause_if_full()
-        times = [at for at in (state.due, self._servers.next_at) if at is not None]
+        times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         if self._paused:
             timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
@@ -133,6 +146,10 @@ class Launcher:
                 if not process.read(stream, time.monotonic()):
                     self._stop_reading(key.fd)
         self._start_servers()
+        if self._timeout_at is not None and time.monotonic() >= self._timeout_at:
+            self._timeout_at, self.timed_out = None, True
+            self.say(f"not over after {self._timeout_s:g} s")
+            self._events.append(Asked(at=time.monotonic(), signal=signal.SIGTERM))
         if state.due is not None and time.monotonic() >= state.due:
             self._events.append(Tick(at=time.monotonic()))
 
@@ -224,7 +241,9 @@ class Launcher:
         task = attempt.guilty.task
         stderr = self._last_words.get(task, "")
         self._causes[attempt.number] = cause(stderr)
-        self.say(failure(attempt, str(self._log_path(task, attempt.number)), stderr))
+        self.failure = failure(attempt, str(self._log_path(task, attempt.number)), stderr)
+        if self._explains:
+            self.say(self.failure)
 
     def _pause_if_full(self) -> None:
         """Read no output while too much of it waits to be shown; the processes then wait, too."""

@@ -56,8 +56,8 @@ def run(fn: Callable[..., Any], script: str) -> None:
         values.write(returned_file(Path(script)), value, jax_arrays=True)
     except values.NotPlain as exc:
         raise LaunchError(
-            f"`{fn.__name__}` returned {f'at {exc.path} ' * bool(exc.path)}{values.kind(exc.value)}, which cannot be handed back to "
-            f"the notebook. Return {values.PLAIN}, or arrays of JAX that this process has whole; of a train state "
+            f"what `{fn.__name__}` returned is{f' at {exc.path}' * bool(exc.path)} {values.kind(exc.value)}, which cannot be handed "
+            f"back to the notebook. Return {values.PLAIN}, or arrays of JAX that this process has whole; of a train state "
             "`strategy.fetch(state).params`."
         ) from None
 

@@ -6,7 +6,6 @@ other processes run, as if it had been in a file from the start; and it is then 
 """
 
 from __future__ import annotations
-
 import __future__
 
 import inspect
@@ -193,8 +192,8 @@ def _refusal(user: str, what: str, value: object, name: str) -> str:
     head = f"`{user}` uses `{what}`, {values.kind(value)}, which stays in this process. "
     if values.is_jax_array(value):
         return head + (
-            f"Pass it as an argument, `jdist.notebook_launch({name}, args=({what},))`: it comes as a NumPy array. (Instead of a "
-            "PRNG key pass a seed.)"
+            f"Pass it as an argument, `jdist.notebook_launch({name}, args=({what},))`: it comes as a NumPy array. (For a "
+            "PRNG key pass its seed.)"
         )
     return head + (
         f"Make it inside of `{name}`, or in a function that is called there. What a launched function can use of a notebook "

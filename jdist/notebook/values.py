@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jdist.errors import LaunchError
-
 PLAIN = "None, bool, int, float, str, bytes, NumPy arrays, and lists, tuples and dicts of these"
 _TREE = "tree"
 _ATOMS = (type(None), bool, int, float, str)

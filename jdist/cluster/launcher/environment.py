@@ -31,7 +31,6 @@ def child_environment(
         cluster: for each job the addresses, host:port.
         attempt: counted from 0; in JDIST_LAUNCH_ATTEMPT.
         devices_per_process: virtual CPU devices to make; None leaves the devices as they are.
-
     """
     variables = {name: value for name, value in environ.items() if name not in _REMOVED}
     variables["TF_CONFIG"] = json.dumps(

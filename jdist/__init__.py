@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jdist import errors as errors
     from jdist import metrics as metrics
     from jdist import nnx as nnx
+    from jdist import plan as plan
     from jdist import ps as ps
     from jdist import reduction as reduction
     from jdist.aggregation import aggregate as aggregate
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("cluster", "data", "errors", "metrics", "nnx", "ps", "reduction")
+_MODULES = ("cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "InputContext": "jdist.data.input_context",

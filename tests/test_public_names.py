@@ -42,6 +42,7 @@ NAMES = [
     "one_device",
     "optimizer",
     "parameter_server",
+    "plan",
     "ps",
     "reduction",
     "replica_axes",

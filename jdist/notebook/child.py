@@ -55,10 +55,10 @@ def run(fn: Callable[..., Any], script: str) -> None:
     try:
         values.write(returned_file(Path(script)), value, jax_arrays=True)
     except values.NotPlain as exc:
+        where = f"at {exc.path} " * bool(exc.path)
         raise LaunchError(
-            f"what `{fn.__name__}` returned is{f' at {exc.path}' * bool(exc.path)} {values.kind(exc.value)}, which cannot be handed "
-            f"back to the notebook. Return {values.PLAIN}, or arrays of JAX that this process has whole; of a train state "
-            "`strategy.fetch(state).params`."
+            f"`{fn.__name__}` returned {where}{values.kind(exc.value)}, which cannot be handed back to the notebook. Return "
+            f"{values.PLAIN}, or arrays of JAX that this process has whole; of a train state `strategy.fetch(state).params`."
         ) from None
 
 

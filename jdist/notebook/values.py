@@ -107,9 +107,8 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: boo
 def _on_host(value: Any, path: str) -> np.ndarray:
     import jax
 
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) or not (
-        value.is_fully_addressable or value.is_fully_replicated
-    ):
+    is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if is_key or not (value.is_fully_addressable or value.is_fully_replicated):
         raise NotPlain(path, value)
     return np.asarray(value)
 

@@ -139,6 +139,12 @@ class ClusterCoordinator:
         """How many workers there are."""
         return len(self._job.servers.workers)
 
+    @property
+    def local_workers(self) -> tuple[int, ...]:
+        """Process ids of the workers that the strategy has started on this machine, as they are now; empty on a cluster."""
+        servers = self._job.servers
+        return servers.pids[len(servers.ps) :]
+
     def describe(self) -> str:
         """Where the strategy runs, in a few words; starts nothing."""
         return self._job.describe()

@@ -39,7 +39,7 @@ def notebook_launch(
 
     What they print is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
     them to end and kills those that have not after `grace_s`; the notebook itself goes on, and `fn` may catch the
-    KeyboardInterrupt and return what it has.
+    KeyboardInterrupt and return what it has. (Python hears of interrupts in its main thread, where cells run.)
 
     A TPU is driven by one process of each host, with all its chips: there `jdist.tpu()` in the notebook itself is what uses
     it, and more than one process is refused unless they are to have virtual CPU devices. GPUs are for one process, too,
@@ -55,7 +55,7 @@ def notebook_launch(
         log_dir: folder for the script that runs and each process's output; None for runs/launch-TIME.
 
     Returns:
-        What `fn` returned in process 0, with NumPy arrays in place of JAX's.
+        What `fn` returned in process 0, with NumPy arrays in place of JAX's; None if it left by `sys.exit(0)`.
 
     Raises:
         LaunchError: `fn`, what it uses, or an option is not right; says what to write instead.
@@ -80,6 +80,8 @@ def notebook_launch(
         _check_tpu(processes, os.environ.get("JAX_PLATFORMS", ""), has_tpu=libtpu.has_tpu() and libtpu.is_installed())
     folder = make_log_dir(log_dir)
     script = write_program(fn, args, folder, processes=processes)
+    returned = returned_file(script)
+    returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
     which = f"{processes} process{'es' if processes > 1 else ''}"
     launched = run(
         Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
@@ -91,7 +93,7 @@ def notebook_launch(
         explains=False,
     )
     if launched.exit_code == FINISHED:
-        return values.read(returned_file(script))
+        return values.read(returned) if returned.exists() else None
     raise _error(launched, which, timeout_s)
 
 

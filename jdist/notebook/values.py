@@ -67,9 +67,8 @@ def kind(value: object) -> str:
     if is_jax_array(value):
         return "a jax.Array"
     of = type(value)
-    return (
-        f"a {of.__qualname__}" if of.__module__ in ("builtins", "__main__") else f"a {of.__module__}.{of.__qualname__}"
-    )
+    name = of.__qualname__ if of.__module__ in ("builtins", "__main__") else f"{of.__module__}.{of.__qualname__}"
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def is_jax_array(value: object) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -81,7 +82,7 @@ def fine():
         ({"devices_per_process": 0}, "devices_per_process=0 is too small"),
         ({"timeout_s": 0}, "timeout_s=0 is not a duration"),
         ({"grace_s": -1}, "grace_s=-1 is not a duration"),
-        ({"args": 3}, r"`args` is a int; .*args=\(x,\)"),
+        ({"args": 3}, r"`args` is an int; .*args=\(x,\)"),
     ],
 )
 def test_options_that_are_not_right(tmp_path, options, message):
@@ -146,6 +147,40 @@ def test_the_time_limit_ends_them(tmp_path):
     with pytest.raises(ProcessFailedError, match=r"1 process had not ended after timeout_s=0\.5"):
         jdist.notebook_launch(wait_for_ever, processes=1, timeout_s=0.5, grace_s=10.0, log_dir=tmp_path)
     assert time.monotonic() - began < WAIT_S
+
+
+ENDED = """
+import os, sys, time, jdist
+def wait():
+    print("pid", os.getpid(), flush=True)
+    time.sleep(600)
+if __name__ == "__main__":
+    jdist.notebook_launch(wait, processes=1, log_dir=sys.argv[1])
+"""
+
+
+def test_a_signal_to_end_is_for_the_program_itself_too(tmp_path):
+    (script := tmp_path / "mine.py").write_text(ENDED)
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path / "logs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().rpartition(" ")[2])
+        process.terminate()
+        process.communicate(timeout=WAIT_S)
+    assert process.returncode == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def leave():
+    sys.exit(0)
+
+
+def test_one_that_leaves_returns_nothing(tmp_path):
+    for fn, returned in ((fine, 1), (leave, None)):
+        (tmp_path / "notebook_leave.returned.npz").touch()
+        assert jdist.notebook_launch(fn, processes=1, log_dir=tmp_path) == returned
 
 
 # ---- from a notebook

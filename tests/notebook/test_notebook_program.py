@@ -107,7 +107,7 @@ def test_functions_may_call_each_other_and_themselves(tmp_path):
         (["f = lambda: 1"], "is a lambda; give it a name by `def`"),
         (["import functools\nf = functools.partial(print)"], "`fn` is a functools.partial; pass a function"),
         (["f = 'no name'"], "'no name'; a name is 'package.module:function'"),
-        (["f = 3"], "`fn` is a int"),
+        (["f = 3"], "`fn` is an int"),
     ],
 )
 def test_what_cannot_go_along_is_refused_by_name(tmp_path, cells, message):
@@ -118,7 +118,7 @@ def test_what_cannot_go_along_is_refused_by_name(tmp_path, cells, message):
 
 
 def test_arguments_that_cannot_be_given(tmp_path):
-    with pytest.raises(LaunchError, match=r"`args\[1\]\['k'\]` is a object, .*Make it inside of `add`"):
+    with pytest.raises(LaunchError, match=r"`args\[1\]\['k'\]` is an object, .*Make it inside of `add`"):
         write_program(add, (1, {"k": object()}), tmp_path, processes=2)
 
 

@@ -185,6 +185,8 @@ def test_one_that_leaves_returns_nothing(tmp_path):
 
 # ---- from a notebook
 
+in_kernel = pytest.mark.xdist_group("kernel")  # so that there is one
+
 
 class Kernel:
     """A notebook's kernel, whose cells are run one by one."""
@@ -230,6 +232,7 @@ def kernel(tmp_path_factory):
     made.close()
 
 
+@in_kernel
 def test_a_cell_s_function_runs_and_its_output_comes_into_the_cell(kernel):
     kernel.run(
         "import json, os, time\nimport numpy as np\nimport jax.numpy as jnp\nimport jdist\nlive = jnp.ones(3)\nscale = 2"
@@ -251,6 +254,7 @@ jdist.notebook_launch(work, args=(np.arange(3),))
     assert "`lives` uses `live`, a jax.Array" in text
 
 
+@in_kernel
 def test_an_interrupt_ends_the_run_and_nothing_else(kernel):
     kernel.run("""
 import os, time, jdist
@@ -278,6 +282,7 @@ def wait_or_not(wait, catches=False):
     assert (error, text.splitlines()[-1]) == (None, "'done'"), text
 
 
+@in_kernel
 def test_a_training_cell_that_was_interrupted_goes_on(kernel):
     kernel.run("""
 import jax.numpy as jnp, jdist

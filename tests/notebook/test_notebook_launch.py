@@ -164,10 +164,13 @@ def test_a_signal_to_end_is_for_the_program_itself_too(tmp_path):
     with subprocess.Popen(
         [sys.executable, script, tmp_path / "logs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline().rpartition(" ")[2])
-        process.terminate()
-        process.communicate(timeout=WAIT_S)
+        try:
+            assert process.stdout is not None
+            pid = int(process.stdout.readline().rpartition(" ")[2])
+            process.terminate()
+            process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

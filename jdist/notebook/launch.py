@@ -79,7 +79,8 @@ def notebook_launch(
     if devices_per_process is None:
         _check_tpu(processes, os.environ.get("JAX_PLATFORMS", ""), has_tpu=libtpu.has_tpu() and libtpu.is_installed())
     folder = make_log_dir(log_dir)
-    script = write_program(fn, args, folder, processes=processes)
+    devices = "" if devices_per_process is None else f" --devices-per-process {devices_per_process}"
+    script = write_program(fn, args, folder, command=f"jdist launch --processes {processes}{devices}")
     returned = returned_file(script)
     returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
     which = f"{processes} process{'es' if processes > 1 else ''}"

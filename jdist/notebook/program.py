@@ -25,7 +25,7 @@ from jdist.notebook.names import NoSource, source_of
 
 _CHILD = "jdist.notebook.child"
 _SCRIPT = """\
-# What `jdist.notebook_launch` ran in each process. To run it again: jdist launch --processes {processes} -- {file}
+# What `jdist.notebook_launch` ran in each process. To run it again: {command} -- {file}
 {future}
 import sys
 
@@ -40,14 +40,14 @@ if __name__ == "__main__":
 """
 
 
-def write_program(fn: Callable[..., Any] | str, args: Sequence[Any], folder: Path, *, processes: int) -> Path:
+def write_program(fn: Callable[..., Any] | str, args: Sequence[Any], folder: Path, *, command: str) -> Path:
     """Writes a function's script, and beside it the values that it is given.
 
     Args:
         fn: a function at the top of a cell, of a script or of a module, or "package.module:function".
         args: its arguments.
         folder: to write to.
-        processes: in how many it will run.
+        command: that runs a script as this one will be, for its first line.
 
     Returns:
         The script; what it is given is in `given_file` of it.
@@ -68,16 +68,16 @@ def write_program(fn: Callable[..., Any] | str, args: Sequence[Any], folder: Pat
     script = folder / f"notebook_{collected.name}.py"
     given = {"args": tuple(args), "names": collected.given}
     values.write(given_file(script), given, jax_arrays=True)
-    script.write_text(_text(collected, script, processes), encoding="utf-8")
+    script.write_text(_text(collected, script, command), encoding="utf-8")
     return script
 
 
-def _text(collected: _Collected, script: Path, processes: int) -> str:
+def _text(collected: _Collected, script: Path, command: str) -> str:
     below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
     path = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)]
     given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in collected.given)
     return _SCRIPT.format(
-        processes=processes,
+        command=command,
         file=shlex.quote(str(script)),
         future="from __future__ import annotations\n" if collected.future else "",
         path=path,

@@ -16,7 +16,7 @@ from jdist.cluster.launcher.options import check_at_least, check_positive
 from jdist.errors import LaunchError, ProcessFailedError
 from jdist.notebook import values
 from jdist.notebook.child import returned_file
-from jdist.notebook.program import write_program
+from jdist.notebook.program import Program
 from jdist.strategies import libtpu
 
 
@@ -78,9 +78,10 @@ def notebook_launch(
     check_cpu_devices(devices_per_process, os.environ)
     if devices_per_process is None:
         _check_tpu(processes, os.environ.get("JAX_PLATFORMS", ""), has_tpu=libtpu.has_tpu() and libtpu.is_installed())
+    program = Program(fn, args)
     folder = make_log_dir(log_dir)
     devices = "" if devices_per_process is None else f" --devices-per-process {devices_per_process}"
-    script = write_program(fn, args, folder, command=f"jdist launch --processes {processes}{devices}")
+    script = program.write(folder, command=f"jdist launch --processes {processes}{devices}")
     returned = returned_file(script)
     returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
     which = f"{processes} process{'es' if processes > 1 else ''}"

@@ -25,7 +25,7 @@ from jdist.notebook.names import NoSource, source_of
 
 _CHILD = "jdist.notebook.child"
 _SCRIPT = """\
-# What `jdist.notebook_launch` ran in each process. To run it again: {command} -- {file}
+# What `jdist.notebook_launch` ran in each process. To run it again: {command}
 {future}
 import sys
 
@@ -40,89 +40,95 @@ if __name__ == "__main__":
 """
 
 
-def write_program(fn: Callable[..., Any] | str, args: Sequence[Any], folder: Path, *, command: str) -> Path:
-    """Writes a function's script, and beside it the values that it is given.
-
-    Args:
-        fn: a function at the top of a cell, of a script or of a module, or "package.module:function".
-        args: its arguments.
-        folder: to write to.
-        command: that runs a script as this one will be, for its first line.
-
-    Returns:
-        The script; what it is given is in `given_file` of it.
-
-    Raises:
-        LaunchError: the function, something that it uses, or an argument cannot be had in another process.
-    """
-    collected = _Collected(fn)
-    for i, value in enumerate(args):
-        try:
-            values.check(value, jax_arrays=True)
-        except values.NotPlain as exc:
-            raise LaunchError(
-                f"`args[{i}]{exc.path}` is {values.kind(exc.value)}, which cannot be given to other processes: they take "
-                f"{values.PLAIN}, and arrays of JAX. Make it inside of `{collected.name}`; instead of a PRNG key pass a seed."
-            ) from None
-    # Not by the function's name alone: a script `random.py` would be what others import as `random`.
-    script = folder / f"notebook_{collected.name}.py"
-    given = {"args": tuple(args), "names": collected.given}
-    values.write(given_file(script), given, jax_arrays=True)
-    script.write_text(_text(collected, script, command), encoding="utf-8")
-    return script
-
-
-def _text(collected: _Collected, script: Path, command: str) -> str:
-    below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
-    path = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)]
-    given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in collected.given)
-    return _SCRIPT.format(
-        command=command,
-        file=shlex.quote(str(script)),
-        future="from __future__ import annotations\n" if collected.future else "",
-        path=path,
-        imports="\n".join(sorted(collected.imports, key=lambda line: (line.startswith("from"), line))),
-        definitions="\n\n".join([given] * bool(given) + collected.definitions),
-        child=_CHILD,
-        name=collected.name,
-    )
-
-
-class _Collected:
-    """What a function needs.
+class Program:
+    """A function with all that it needs.
 
     Attributes:
         name: of the function.
+        args: its arguments.
         imports: lines.
         given: names of the notebook -> their plain values.
         definitions: sources of functions and classes, each after what it needs at once.
         future: whether annotations are left as text.
     """
 
-    def __init__(self, fn: Callable[..., Any] | str) -> None:
+    def __init__(self, fn: Callable[..., Any] | str, args: Sequence[Any]) -> None:
+        """Collects it.
+
+        Args:
+            fn: a function at the top of a cell, of a script or of a module, or "package.module:function".
+            args: its arguments.
+
+        Raises:
+            LaunchError: the function, something that it uses, or an argument cannot be had in another process.
+        """
         self.imports, self.given, self.definitions, self.future = {f"import {_CHILD}"}, {}, [], False
         self._namespace: dict[str, Any] = {}
         self._cells: Sequence[str] = ()
         self._seen: set[str] = set()
         self._waiting: deque[tuple[str, str]] = deque()
+        self.name = self._start(fn)
+        while self._waiting:
+            self._add(*self._waiting.popleft())
+        self.args = tuple(args)
+        for i, value in enumerate(args):
+            try:
+                values.check(value, jax_arrays=True)
+            except values.NotPlain as exc:
+                raise LaunchError(
+                    f"`args[{i}]{exc.path}` is {values.kind(exc.value)}, which cannot be given to other processes: they take "
+                    f"{values.PLAIN}, and arrays of JAX. Make it inside of `{self.name}`; instead of a PRNG key pass a seed."
+                ) from None
+
+    def write(self, folder: Path, *, command: str) -> Path:
+        """Writes the script, and beside it the values that it is given.
+
+        Args:
+            folder: to write to.
+            command: that runs a script as this one will be, for its first line.
+
+        Returns:
+            The script; what it is given is in `given_file` of it.
+        """
+        # Not by the function's name alone: a script `random.py` would be what others import as `random`.
+        script = folder / f"notebook_{self.name}.py"
+        values.write(given_file(script), {"args": self.args, "names": self.given}, jax_arrays=True)
+        script.write_text(self._text(f"{command} -- {shlex.quote(str(script))}"), encoding="utf-8")
+        return script
+
+    def _text(self, command: str) -> str:
+        below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
+        path = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)]
+        given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.given)
+        return _SCRIPT.format(
+            command=command,
+            future="from __future__ import annotations\n" if self.future else "",
+            path=path,
+            imports="\n".join(sorted(self.imports, key=lambda line: (line.startswith("from"), line))),
+            definitions="\n\n".join([given] * bool(given) + self.definitions),
+            child=_CHILD,
+            name=self.name,
+        )
+
+    def _start(self, fn: Callable[..., Any] | str) -> str:
+        """Adds the function that is to run; returns its name."""
         if isinstance(fn, str):
-            module, _, self.name = fn.partition(":")
-            if not all(part.isidentifier() for part in (*module.split("."), self.name)):
+            module, _, name = fn.partition(":")
+            if not all(part.isidentifier() for part in (*module.split("."), name)):
                 raise LaunchError(f"`fn` is {fn!r}; a name is 'package.module:function'.")
-            self.imports.add(f"from {module} import {self.name}")
-            return
+            self.imports.add(f"from {module} import {name}")
+            return name
         definition = inspect.unwrap(fn) if callable(fn) else None
         if not isinstance(definition, FunctionType):
             raise LaunchError(
                 f"`fn` is {values.kind(fn)}; pass a function that is defined by `def` at the top of a cell or a module, and "
                 "its arguments as `args`."
             )
-        self.name = definition.__name__
-        self._namespace = {**definition.__globals__, self.name: fn}
+        name = definition.__name__
+        self._namespace = {**definition.__globals__, name: fn}
         self._cells = self._namespace.get("In", ())  # IPython's, of a notebook
-        self._add(self.name, self.name)
-        while self._waiting:
-            self._add(*self._waiting.popleft())
+        self._waiting.append((name, name))
+        return name
 
     def _add(self, user: str, name: str) -> None:
         """Adds what a name stands for, and what that needs at once; the rest waits."""

@@ -83,6 +83,7 @@ def fine():
         ({"timeout_s": 0}, "timeout_s=0 is not a duration"),
         ({"grace_s": -1}, "grace_s=-1 is not a duration"),
         ({"args": 3}, r"`args` is an int; .*args=\(x,\)"),
+        ({"args": (1, object())}, r"`args\[1\]` is an object, which cannot be given"),
     ],
 )
 def test_options_that_are_not_right(tmp_path, options, message):

@@ -11,7 +11,7 @@ from notebook_cells import add, namespace
 
 from jdist.errors import LaunchError
 from jdist.notebook.child import returned_file
-from jdist.notebook.program import write_program
+from jdist.notebook.program import Program
 from jdist.notebook.values import read
 
 IMPORTS = "import functools\nimport numpy as np\nimport xml.etree.ElementTree\nfrom functools import partial as p\n"
@@ -19,7 +19,7 @@ IMPORTS = "import functools\nimport numpy as np\nimport xml.etree.ElementTree\nf
 
 def run(tmp_path, fn, args=()):
     """What the function returns where there is only its script."""
-    script = write_program(fn, args, tmp_path, command="jdist launch --processes 3")
+    script = Program(fn, args).write(tmp_path, command="jdist launch --processes 3")
     runpy.run_path(str(script), run_name="__main__")
     return read(returned_file(script))
 
@@ -46,7 +46,7 @@ def test_the_script_is_to_be_read(tmp_path):
         "import optax\nfrom optax import adam\nRATE = 0.1",
         "def f():\n    return adam(RATE), optax.adam, np_is_missing\n",
     ]
-    script = write_program(namespace(*cells)["f"], (), tmp_path, command="jdist launch --processes 3")
+    script = Program(namespace(*cells)["f"], ()).write(tmp_path, command="jdist launch --processes 3")
     text = script.read_text()
     assert script.name == "notebook_f.py"
     assert f"jdist launch --processes 3 -- {script}" in text.splitlines()[0]
@@ -58,7 +58,7 @@ def test_the_script_is_to_be_read(tmp_path):
 
 def test_functions_of_modules_are_imported(tmp_path):
     for fn in (add, "notebook_cells:add"):
-        text = write_program(fn, (1, 2), tmp_path, command="jdist launch --processes 3").read_text()
+        text = Program(fn, (1, 2)).write(tmp_path, command="jdist launch --processes 3").read_text()
         assert "from notebook_cells import add\n" in text
     assert run(tmp_path, add, (1, 2)) == 3
 
@@ -110,16 +110,15 @@ def test_functions_may_call_each_other_and_themselves(tmp_path):
         (["f = 3"], "`fn` is an int"),
     ],
 )
-def test_what_cannot_go_along_is_refused_by_name(tmp_path, cells, message):
+def test_what_cannot_go_along_is_refused_by_name(cells, message):
     names = namespace(*cells)
     with pytest.raises(LaunchError, match=re.compile(message, re.DOTALL)):
-        write_program(names["f"], (), tmp_path, command="jdist launch --processes 3")
-    assert not list(tmp_path.iterdir())
+        Program(names["f"], ())
 
 
-def test_arguments_that_cannot_be_given(tmp_path):
+def test_arguments_that_cannot_be_given():
     with pytest.raises(LaunchError, match=r"`args\[1\]\['k'\]` is an object, .*Make it inside of `add`"):
-        write_program(add, (1, {"k": object()}), tmp_path, command="jdist launch --processes 3")
+        Program(add, (1, {"k": object()}))
 
 
 def test_a_result_that_cannot_be_handed_back(tmp_path):
@@ -130,7 +129,7 @@ def test_a_result_that_cannot_be_handed_back(tmp_path):
 def test_the_script_finds_what_the_notebook_found(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "mine")
-    script = write_program(add, (1, 2), tmp_path, command="jdist launch --processes 3")
+    script = Program(add, (1, 2)).write(tmp_path, command="jdist launch --processes 3")
     (line,) = [line for line in script.read_text().splitlines() if line.startswith("sys.path")]
     assert str(tmp_path / "mine") in ast.literal_eval(line.partition("= ")[2])
 

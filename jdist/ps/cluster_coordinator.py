@@ -141,9 +141,8 @@ class ClusterCoordinator:
 
     @property
     def local_workers(self) -> tuple[int, ...]:
-        """Process ids of the workers that the strategy has started on this machine, as they are now; empty on a cluster."""
-        servers = self._job.servers
-        return servers.pids[len(servers.ps) :]
+        """Process ids of the workers of this machine that run now; empty on a cluster. One that has ended is started again."""
+        return self._job.servers.running_workers()
 
     def describe(self) -> str:
         """Where the strategy runs, in a few words; starts nothing."""

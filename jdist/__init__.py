@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jdist import errors as errors
     from jdist import metrics as metrics
     from jdist import nnx as nnx
+    from jdist import plan as plan
     from jdist import ps as ps
     from jdist import reduction as reduction
     from jdist import scaling as scaling
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from jdist.loop.fit import fit as fit
     from jdist.losses import compute_average_loss as compute_average_loss
     from jdist.losses import scale_regularization_loss as scale_regularization_loss
+    from jdist.notebook.launch import notebook_launch as notebook_launch
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
     from jdist.replica import mean as mean
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "ps", "reduction", "scaling")
+_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "History": "jdist.report.history",
@@ -85,6 +87,7 @@ _NAMES = {
     "mean": "jdist.replica",
     "mirrored": "jdist.strategies.mirrored",
     "multi_worker": "jdist.strategies.multi_worker",
+    "notebook_launch": "jdist.notebook.launch",
     "num_replicas": "jdist.replica",
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",

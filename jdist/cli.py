@@ -316,10 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jdist: interrupted", file=sys.stderr)
         code = exit_codes.INTERRUPTED
-    ending.unfinished(f"exit code {code}")
-    runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
-    if runtime is not None and (cluster := runtime.started()) is not None:
-        cluster.failed(code)
+    ending.failed(code)
     return code
 
 

@@ -27,6 +27,7 @@
     ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
     ├── ScalingError           a batch or a hyperparameter that a scaling rule cannot take
+    ├── ProcessFailedError     a function that runs in several processes failed in one, or took too long
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
@@ -220,6 +221,10 @@ class LaunchError(JDistError, ValueError):
 
 class ScalingError(JDistError, ValueError):
     """A scaling rule cannot take a batch or a hyperparameter, or does not reach as far."""
+
+
+class ProcessFailedError(JDistError, RuntimeError):
+    """A function that runs in several processes failed in one of them, or they did not end in time."""
 
 
 class ConfigError(JDistError, ValueError):

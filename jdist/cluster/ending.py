@@ -19,6 +19,18 @@ def unfinished(why: str) -> None:
     _notes.append(why)
 
 
+def failed(code: int) -> None:
+    """Notes that the program ends with an error that it has reported itself: here, and in its cluster if it is in one.
+
+    Args:
+        code: its exit code.
+    """
+    unfinished(f"exit code {code}")
+    runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
+    if runtime is not None and (cluster := runtime.started()) is not None:
+        cluster.failed(code)
+
+
 def is_finished() -> bool:
     """Whether nothing speaks against it: no note, and no exception that has reached the interpreter."""
     return not _notes and getattr(sys, "last_value", None) is None

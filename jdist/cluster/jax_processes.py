@@ -19,15 +19,22 @@ def check_unused() -> None:
             "`jax.distributed.initialize` was called already. Leave it out: `jdist.multi_worker()` calls it, after it has "
             "found all processes."
         )
+    if is_started():
+        raise ClusterError(
+            "JAX has started its devices already, without the other processes. Call `jdist.multi_worker()` before anything "
+            "computes with JAX or asks for its devices."
+        )
+
+
+def is_started() -> bool:
+    """Whether JAX has started its devices in this process."""
     minutes = "jax_cpu_get_global_topology_timeout_minutes"
     try:
         # JAX tells in public whether its devices are there only by refusing to change how they are started.
         jax.config.update(minutes, 1 + jax.config.values[minutes])
-    except RuntimeError as exc:
-        raise ClusterError(
-            "JAX has started its devices already, without the other processes. Call `jdist.multi_worker()` before anything "
-            "computes with JAX or asks for its devices."
-        ) from exc
+    except RuntimeError:
+        return True
+    return False
 
 
 def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:

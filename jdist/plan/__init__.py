@@ -12,3 +12,26 @@ roofline     a model of the step's time from all of these
 check        the prediction beside what a run allocates, where the devices are here
 plan         all of it in order; table prints it
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdist.plan.plan import Plan as Plan
+    from jdist.plan.plan import plan_config as plan_config
+    from jdist.plan.table import show as show
+
+__all__ = ["Plan", "plan_config", "show"]
+
+
+def __getattr__(name: str) -> Any:  # lazily: `jdist plan` settles the devices before anything imports JAX
+    if name in ("Plan", "plan_config"):
+        from jdist.plan import plan
+
+        return getattr(plan, name)
+    if name == "show":
+        from jdist.plan.table import show
+
+        return show
+    raise AttributeError(f"module 'jdist.plan' has no attribute {name!r}")

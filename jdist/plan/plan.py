@@ -12,9 +12,10 @@ from typing import Any
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.load import Document
+from jdist.experiment.load import Document, load
 from jdist.experiment.prepare import Parts, prepare
 from jdist.experiment.summary import arithmetic
+from jdist.experiment.validate import validate
 from jdist.plan import roofline
 from jdist.plan.check import MemoryCheck, check_memory
 from jdist.plan.collectives import Collective, collectives
@@ -22,7 +23,7 @@ from jdist.plan.compile import CompiledStep, Memory, TooLarge, compile_step
 from jdist.plan.hardware import Chip, chip_of
 from jdist.plan.host import host_copies
 from jdist.plan.step import plan_step
-from jdist.plan.target import Target, find_target_devices, strategy_on
+from jdist.plan.target import Target, find_target_devices, parse_target, settle, strategy_on
 from jdist.strategies.topology import parse_topology
 
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
@@ -93,6 +94,31 @@ class Plan:
         for made, check in zip(values["checks"], self.checks, strict=True):
             made["error"] = check.error
         return values
+
+
+def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) -> Plan:
+    """What the step of a config file needs on hardware that need not be here; `jdist plan` in Python, without its check.
+
+    Args:
+        config: the YAML file, as for `jdist run`.
+        *overrides: values that replace those of the file, "train.global_batch=4096".
+        topology: a TPU as CHIP:SHAPE ("v5e:2x4", "v5p:16x16x16"), "cpu:8", "gpu" or "gpu:4".
+
+    Returns:
+        The plan; `jdist.plan.show` of it is what the command prints.
+
+    Raises:
+        ConfigError: the config is not right, or JAX has started in this process with other devices already.
+        DeviceError: the topology is not known, or libtpu is missing.
+
+    Example:
+        >>> jdist.plan.plan_config("configs/digits.yaml", topology="v5e:2x4").fits
+        True
+    """
+    target, document = parse_target(topology), load(os.fspath(config), overrides)
+    checked = validate(document)
+    settle(target, checked.platform)
+    return make_plan(checked, document, target, check=False)
 
 
 def make_plan(config: Config, document: Document, target: Target, *, check: bool = True) -> Plan:

@@ -139,6 +139,11 @@ class ClusterCoordinator:
         """How many workers there are."""
         return len(self._job.servers.workers)
 
+    @property
+    def local_workers(self) -> tuple[int, ...]:
+        """Process ids of the workers of this machine that run now; empty on a cluster. One that has ended is started again."""
+        return self._job.servers.running_workers()
+
     def describe(self) -> str:
         """Where the strategy runs, in a few words; starts nothing."""
         return self._job.describe()

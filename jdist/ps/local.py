@@ -75,6 +75,11 @@ class LocalCluster:
         """Process ids: first of the parameter servers, then of the workers."""
         return [p.pid for p in self._processes]
 
+    @property
+    def running_workers(self) -> tuple[int, ...]:
+        """Process ids of the workers that have not ended."""
+        return tuple(p.pid for p in self._processes[len(self.ps) :] if p.poll() is None)
+
 
 def _restarter(
     addresses: Sequence[str], ps: int, token: str, devices: int | None

@@ -23,6 +23,7 @@ class Servers:
         connect: from an address to a channel.
         close: ends what was started for the job.
         processes: gives the process ids of what was started: the parameter servers, then the workers.
+        running_workers: gives those of the workers that have not ended.
     """
 
     workers: tuple[str, ...]
@@ -30,6 +31,7 @@ class Servers:
     connect: Callable[[str], Channel]
     close: Callable[[], None]
     processes: Callable[[], tuple[int, ...]] = tuple
+    running_workers: Callable[[], tuple[int, ...]] = tuple
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")
         environ: the environment as it is.
         dev: where device files are.
     """
-    wanted = _NO_LOCK if _has_tpu(dev) else _NO_LOCK | _NO_WORKER
+    wanted = _NO_LOCK if has_tpu(dev) else _NO_LOCK | _NO_WORKER
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
@@ -38,10 +38,15 @@ def quiet_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -
         environ: the environment as it is.
         dev: where device files are.
     """
-    if not is_installed() or _has_tpu(dev):
+    if not is_installed() or has_tpu(dev):
         return {}
     return {name: value for name, value in _NO_WORKER.items() if name not in environ}
 
 
-def _has_tpu(dev: Path) -> bool:
-    return any(dev.glob("accel*")) or any(dev.glob("vfio/*"))
+def has_tpu(dev: Path = Path("/dev")) -> bool:
+    """Whether this machine has a TPU, by its device files.
+
+    Args:
+        dev: where those are.
+    """
+    return any(dev.glob("accel*")) or any(dev.glob("vfio/[0-9]*"))  # /dev/vfio/vfio alone is the driver's

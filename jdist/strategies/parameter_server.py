@@ -225,6 +225,7 @@ def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Ser
         connect=lambda address: RpcChannel(address, security=security),
         close=cluster.close,
         processes=lambda: tuple(cluster.pids),
+        running_workers=lambda: cluster.running_workers,
     )
 
 

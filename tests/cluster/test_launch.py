@@ -1,9 +1,11 @@
 import json
 import os
+import signal
 import sys
+import threading
 
 import pytest
-from launch_children import program
+from launch_children import program, until
 
 from jdist.cluster.launcher import loop as launch_loop
 from jdist.cluster.launcher.launch import launch
@@ -153,6 +155,19 @@ def test_processes_that_cannot_be_started_end_the_launch(start, monkeypatch):
     result, _, err = start("", max_restarts=3)
     assert result.exit_code == 126
     assert "attempt 0 cannot be started: no port is free" in err
+
+
+def test_a_signal_that_another_thread_takes_is_heard_at_once(start, tmp_path):
+    def take_it():
+        until(lambda: (tmp_path / "there").exists(), "nobody is there")
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # the kernel may choose any thread
+
+    thread = threading.Thread(target=take_it)
+    thread.start()
+    result, _, err = start('put("there")\nwait()', processes=1)
+    thread.join()
+    assert (result.exit_code, result.stop, result.timed_out) == (143, signal.SIGTERM, False)
+    assert "SIGTERM passed on" in err
 
 
 # ---- attempts

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from jdist.cluster.launcher.environment import child_environment
+from jdist.cluster.launcher.environment import check_cpu_devices, child_environment
 from jdist.cluster.launcher.verdict import Task
 from jdist.errors import LaunchError
 
@@ -49,5 +49,6 @@ def test_without_them_devices_are_left_alone():
 
 def test_virtual_devices_where_the_cpu_is_ruled_out():
     with pytest.raises(LaunchError, match="JAX_PLATFORMS=cuda"):
-        environment({"JAX_PLATFORMS": "cuda"}, devices_per_process=4)
+        check_cpu_devices(4, {"JAX_PLATFORMS": "cuda"})
+    check_cpu_devices(4, {"JAX_PLATFORMS": "cuda,cpu"})
     assert environment({"JAX_PLATFORMS": "cuda,cpu"}, devices_per_process=4)["JAX_PLATFORMS"] == "cpu"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plan_toy import config_file
 
+import jdist
 from jdist.cli import main
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
@@ -49,6 +50,12 @@ def test_cpu_devices_are_compiled_for_run_and_compared(toy, capsys):
         assert part in text
     assert main(["plan", toy, "--topology", "cpu:4", "--no-check"]) == 0
     assert "measured in one" not in capsys.readouterr().out
+
+
+def test_in_python_it_is_a_function(toy):
+    plan = jdist.plan.plan_config(toy, "train.global_batch=32", topology="cpu:4")
+    assert (plan.global_batch, plan.num_devices, plan.checks) == (32, 4, ())
+    assert "global batch 32 = 4 replicas x 8" in jdist.plan.show(plan)
 
 
 @needs_libtpu

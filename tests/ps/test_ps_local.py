@@ -134,7 +134,7 @@ try:
     threading.Event().wait(60)
 except KeyboardInterrupt:
     steps(20)
-    print(int(strategy.fetch(state).step), strategy.coordinator._job.servers.pids == pids, flush=True)
+    print(int(strategy.fetch(state).step), strategy.coordinator.local_workers == pids[1:], flush=True)
 strategy.coordinator.close()
 """
     with program(body) as (process, _):

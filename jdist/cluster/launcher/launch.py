@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from jdist.cluster.launcher.console import Console
-from jdist.cluster.launcher.environment import child_environment
+from jdist.cluster.launcher.environment import check_cpu_devices
 from jdist.cluster.launcher.loop import Launcher
 from jdist.cluster.launcher.model import Attempt, Settings
 from jdist.cluster.launcher.options import check_at_least, check_positive, command_line, parse_processes, parse_servers
@@ -35,11 +36,17 @@ class Launched:
         exit_code: 0 if all ended well; else see `jdist.cluster.exit_codes`, or 128 plus a signal's number.
         attempts: what became of each attempt.
         log_dir: the folder with attempt_A/process_I.log.
+        stop: the signal by which the user, or the time limit, asked all to stop; None if nobody did.
+        timed_out: whether it was the time limit.
+        failure: of the last attempt that failed, who failed and with which traceback or last words; "" if none did.
     """
 
     exit_code: int
     attempts: tuple[Attempt, ...]
     log_dir: Path
+    stop: signal.Signals | None = None
+    timed_out: bool = False
+    failure: str = ""
 
 
 def launch(
@@ -96,8 +103,6 @@ def launch(
     servers = () if served is None else _servers(*served)
     restarts = (RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
     check_at_least("max_restarts", restarts, 0)
-    if devices_per_process is not None:
-        check_at_least("devices_per_process", devices_per_process, 1)
     for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
         check_positive(name, seconds)
     settings = Settings(
@@ -112,8 +117,44 @@ def launch(
         seed=random.SystemRandom().getrandbits(32),
     )
     line = command_line(command, devices_per_process=devices_per_process)
-    child_environment(os.environ, Task(WORKER, 0), {}, attempt=0, devices_per_process=devices_per_process)  # checks
-    folder = _make_log_dir(log_dir)
+    check_cpu_devices(devices_per_process, os.environ)
+    which = f"{largest} process{'es' if largest > 1 else ''}"
+    if served is not None:
+        which = f"a chief, {served[0]} worker{'s' if served[0] > 1 else ''} and {served[1]} ps"
+    which += " and an evaluator" if evaluator else ""
+    return run(
+        settings,
+        line,
+        what=f"{which} of {shlex.join(command)}",
+        devices_per_process=devices_per_process,
+        log_dir=make_log_dir(log_dir),
+        servers=servers,
+    )
+
+
+def run(
+    settings: Settings,
+    line: Sequence[str],
+    *,
+    what: str,
+    log_dir: Path,
+    devices_per_process: int | None = None,
+    servers: Sequence[Task] = (),
+    timeout_s: float | None = None,
+    explains: bool = True,
+) -> Launched:
+    """`launch` of what was checked: one line in several processes.
+
+    Args:
+        settings: how many, how often, how long.
+        line: program and arguments.
+        what: is launched, in words.
+        log_dir: a folder that is there.
+        devices_per_process: virtual CPU devices of each.
+        servers: tasks that run `jdist serve` beside it.
+        timeout_s: seconds after which all are asked to stop, as by SIGTERM.
+        explains: say at once why an attempt failed; else only the result does.
+    """
     console = Console()
     try:
         launcher = Launcher(
@@ -121,25 +162,34 @@ def launch(
             line,
             os.environ,
             devices_per_process=devices_per_process,
-            log_dir=folder,
+            log_dir=log_dir,
             console=console,
             prefixes=_prefixes(settings, servers),
             servers=servers,
+            timeout_s=timeout_s,
+            explains=explains,
         )
-        which = f"{largest} process{'es' if largest > 1 else ''}"
-        if served is not None:
-            which = f"a chief, {served[0]} worker{'s' if served[0] > 1 else ''} and {served[1]} ps"
-        which += " and an evaluator" if evaluator else ""
-        launcher.say(f"{which} of {shlex.join(command)}; logs: {folder}")
+        launcher.say(f"{what}; logs: {log_dir}")
         state = launcher.run()
     finally:
         console.close(_CONSOLE_S)
     assert state.exit_code is not None
-    return Launched(exit_code=state.exit_code, attempts=state.history, log_dir=folder)
+    return Launched(
+        exit_code=state.exit_code,
+        attempts=state.history,
+        log_dir=log_dir,
+        stop=state.stop,
+        timed_out=launcher.timed_out,
+        failure=launcher.failure,
+    )
 
 
-def _make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder, made; a new one if none was asked for."""
+def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder, made; a new one, runs/launch-TIME, if none was asked for.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
     try:
         if log_dir is not None:
             folder = Path(log_dir)

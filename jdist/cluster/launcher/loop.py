@@ -56,6 +56,12 @@ class Launcher:
         console: where to write.
         prefixes: what the lines of each process begin with, at standard output and at standard error.
         servers: tasks that run `jdist serve` beside the command, until it ends.
+        timeout_s: seconds after which all are asked to stop, as by SIGTERM; None for never.
+        explains: say why an attempt failed; else it is only in `failure`.
+
+    Attributes:
+        timed_out: whether the time was over.
+        failure: why the last attempt that failed did; "" if none has.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class Launcher:
         console: Console,
         prefixes: Mapping[Task, tuple[bytes, bytes]],
         servers: Sequence[Task] = (),
+        timeout_s: float | None = None,
+        explains: bool = True,
     ) -> None:
         # Processes that show another token, of a user of the same machine for instance, are not taken in.
         self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
@@ -83,6 +91,9 @@ class Launcher:
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
+        self._timeout_s, self._explains = timeout_s, explains
+        self._timeout_at: float | None = None
+        self.timed_out, self.failure = False, ""
 
     def run(self) -> State:
         """Run to the end; no process is left then, also after an exception.
@@ -91,9 +102,11 @@ class Launcher:
             The last state.
         """
         with self._selector, _signals() as asked:
-            self._selector.register(asked, selectors.EVENT_READ, "signals")
+            self._selector.register(asked[0], selectors.EVENT_READ, "signals")
             try:
-                state, commands = begin(self._settings, time.monotonic())
+                began = time.monotonic()
+                self._timeout_at = None if self._timeout_s is None else began + self._timeout_s
+                state, commands = begin(self._settings, began)
                 self._obey(commands)
                 while state.phase is not Phase.DONE:
                     if not self._events:
@@ -114,17 +127,16 @@ class Launcher:
         lines = "".join(f"[launch] {line}\n" for line in text.splitlines())
         self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
 
-    def _wait(self, state: State, asked: int) -> None:
+    def _wait(self, state: State, asked: tuple[int, int]) -> None:
         """Handle what has come by the time the next thing is due."""
         self._pause_if_full()
-        times = [at for at in (state.due, self._servers.next_at) if at is not None]
+        times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         if self._paused:
             timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
         for key, _ in self._selector.select(timeout):
             if key.data == "signals":
-                for number in os.read(asked, 64):
-                    self._events.append(Asked(at=time.monotonic(), signal=signal.Signals(number)))
+                self._hear(os.read(asked[0], 64), asked[1])
             elif isinstance(key.data, Process):
                 if key.data.listen():
                     self._gone(key.data)
@@ -133,8 +145,23 @@ class Launcher:
                 if not process.read(stream, time.monotonic()):
                     self._stop_reading(key.fd)
         self._start_servers()
+        if self._timeout_at is not None and time.monotonic() >= self._timeout_at:
+            self._timeout_at, self.timed_out = None, True
+            self.say(f"not over after {self._timeout_s:g} s")
+            self._events.append(Asked(at=time.monotonic(), signal=signal.SIGTERM))
         if state.due is not None and time.monotonic() >= state.due:
             self._events.append(Tick(at=time.monotonic()))
+
+    def _hear(self, numbers: bytes, others: int) -> None:
+        """Takes the signals that have arrived; the numbers of those that are not the launcher's go on to `others`."""
+        for number in numbers:
+            if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
+                number = signal.SIGTERM
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._events.append(Asked(at=time.monotonic(), signal=signal.Signals(number)))
+            elif others != -1:
+                with contextlib.suppress(OSError):  # full
+                    os.write(others, bytes([number]))
 
     def _gone(self, process: Process) -> None:
         self._selector.unregister(process.control)
@@ -224,7 +251,9 @@ class Launcher:
         task = attempt.guilty.task
         stderr = self._last_words.get(task, "")
         self._causes[attempt.number] = cause(stderr)
-        self.say(failure(attempt, str(self._log_path(task, attempt.number)), stderr))
+        self.failure = failure(attempt, str(self._log_path(task, attempt.number)), stderr)
+        if self._explains:
+            self.say(self.failure)
 
     def _pause_if_full(self) -> None:
         """Read no output while too much of it waits to be shown; the processes then wait, too."""
@@ -243,27 +272,28 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[int]:
+def _signals() -> Iterator[tuple[int, int]]:
     """A pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; empty outside the main thread.
 
-    A terminal that closes (SIGHUP) asks for the same as SIGTERM, unless nohup said that it does not matter.
+    The interpreter itself writes the number, whichever thread takes the signal: a handler in Python would wait for the
+    main thread, which waits for the pipe.
+
+    Yields:
+        The pipe's end to read from, and where other signals' numbers are to be written to, -1 for nowhere.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-
-    def handle(number: int, frame: object) -> None:
-        with contextlib.suppress(BlockingIOError):  # so many that none more matters
-            os.write(writer, bytes([signal.SIGTERM if number == signal.SIGHUP else number]))
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGINT, signal.SIGTERM] if in_main else []
+    if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup said that it does not matter
         numbers.append(signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
-    before = {number: signal.signal(number, handle) for number in numbers}
+    woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
+    before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
     try:
-        yield reader
+        yield reader, woken_before
     finally:
+        if in_main:
+            signal.set_wakeup_fd(woken_before)
         for number, handler in before.items():
             signal.signal(number, handler)
         os.close(reader)

@@ -1,0 +1,67 @@
+"""What the script of a launched function calls in each process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jdist.cluster import ending, exit_codes, tf_config
+from jdist.errors import LaunchError
+from jdist.notebook import values
+
+
+def given_file(script: Path) -> Path:
+    """The values that a script is given."""
+    return script.with_suffix(".given.npz")
+
+
+def returned_file(script: Path) -> Path:
+    """What the function returned in process 0."""
+    return script.with_suffix(".returned.npz")
+
+
+def given(script: str, name: str) -> Any:
+    """What a name of the notebook stood for.
+
+    Args:
+        script: the file that asks.
+        name: the name.
+    """
+    return _given(script)["names"][name]
+
+
+def run(fn: Callable[..., Any], script: str) -> None:
+    """Calls the function; process 0 leaves what it returns beside the script.
+
+    Args:
+        fn: the function.
+        script: the file that asks.
+
+    Raises:
+        LaunchError: what it returned cannot be handed back.
+    """
+    try:
+        value = fn(*_given(script)["args"])
+    except KeyboardInterrupt:  # the notebook's, which says so itself
+        ending.failed(exit_codes.INTERRUPTED)
+        sys.exit(exit_codes.INTERRUPTED)
+    spec = tf_config(os.environ)
+    if spec is not None and spec.process_index > 0:
+        return
+    try:
+        values.write(returned_file(Path(script)), value, jax_arrays=True)
+    except values.NotPlain as exc:
+        where = f"at {exc.path} " * bool(exc.path)
+        raise LaunchError(
+            f"`{fn.__name__}` returned {where}{values.kind(exc.value)}, which cannot be handed back to the notebook. Return "
+            f"{values.PLAIN}, or arrays of JAX that this process has whole; of a train state `strategy.fetch(state).params`."
+        ) from None
+
+
+@functools.cache
+def _given(script: str) -> dict[str, Any]:
+    return values.read(given_file(Path(script)))

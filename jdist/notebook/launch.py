@@ -1,0 +1,145 @@
+"""`jdist.notebook_launch`: a function that is defined in a notebook, in several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdist.cluster.exit_codes import FINISHED
+from jdist.cluster.launcher.environment import check_cpu_devices
+from jdist.cluster.launcher.launch import Launched, make_log_dir, run
+from jdist.cluster.launcher.model import Settings
+from jdist.cluster.launcher.options import check_at_least, check_positive
+from jdist.errors import LaunchError, ProcessFailedError
+from jdist.notebook import values
+from jdist.notebook.child import returned_file
+from jdist.notebook.program import Program
+from jdist.strategies import libtpu
+
+
+def notebook_launch(
+    fn: Callable[..., Any] | str,
+    args: Sequence[Any] = (),
+    *,
+    processes: int = 2,
+    devices_per_process: int | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = 10.0,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Calls a function in several processes of this machine, from a notebook, a script or a shell; none is left afterwards.
+
+    Each process is a fresh Python, whatever this one has done with JAX. It runs the source of `fn` and of what `fn` uses: the
+    notebook's imports, its functions and classes, and plain values as they are now. All else (models, strategies, arrays
+    of JAX) is made inside of `fn`, or comes in `args`; what cannot go along is refused by name. `jdist.multi_worker()` in `fn`
+    finds the processes.
+
+    What they print is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
+    them to end and kills those that have not after `grace_s`; the notebook itself goes on, and `fn` may catch the
+    KeyboardInterrupt and return what it has. (Python hears of interrupts in its main thread, where cells run.)
+
+    A TPU is driven by one process of each host, with all its chips: there `jdist.tpu()` in the notebook itself is what uses
+    it, and more than one process is refused unless they are to have virtual CPU devices. GPUs are for one process, too,
+    unless `fn` itself takes one by its index.
+
+    Args:
+        fn: a function at the top of a cell, of a script or of a module, or its name "package.module:function".
+        args: its arguments: plain values, and arrays of NumPy or JAX, which arrive as NumPy's.
+        processes: how many.
+        devices_per_process: run on this many virtual CPU devices each; None for the devices that JAX finds.
+        timeout_s: seconds until all are asked to end; None for as long as it takes.
+        grace_s: seconds that the others get to end after one has failed, and all after an interrupt or the timeout.
+        log_dir: folder for the script that runs and each process's output; None for runs/launch-TIME.
+
+    Returns:
+        What `fn` returned in process 0, with NumPy arrays in place of JAX's; None if it left by `sys.exit(0)`.
+
+    Raises:
+        LaunchError: `fn`, what it uses, or an option is not right; says what to write instead.
+        ProcessFailedError: `fn` failed in a process, with its traceback; or the time was over.
+        KeyboardInterrupt: the cell was interrupted.
+
+    Example:
+        >>> import jdist
+        >>> jdist.notebook_launch("platform:python_implementation", processes=1)
+        'CPython'
+    """
+    if isinstance(processes, bool) or not isinstance(processes, int):
+        raise LaunchError(f"processes={processes!r} is not a number of processes. Give one from 1 on.")
+    check_at_least("processes", processes, 1)
+    if not isinstance(args, list | tuple):
+        raise LaunchError(f"`args` is {values.kind(args)}; give a tuple with one entry for each argument: args=(x,).")
+    check_positive("grace_s", grace_s)
+    if timeout_s is not None:
+        check_positive("timeout_s", timeout_s)
+    check_cpu_devices(devices_per_process, os.environ)
+    if devices_per_process is None:
+        _check_tpu(processes, os.environ.get("JAX_PLATFORMS", ""), has_tpu=libtpu.has_tpu() and libtpu.is_installed())
+    program = Program(fn, args)
+    folder = make_log_dir(log_dir)
+    devices = "" if devices_per_process is None else f" --devices-per-process {devices_per_process}"
+    script = program.write(folder, command=f"jdist launch --processes {processes}{devices}")
+    returned = returned_file(script)
+    returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
+    which = f"{processes} process{'es' if processes > 1 else ''}"
+    launched = run(
+        Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
+        [sys.executable, str(script)],
+        what=f"{which} of {script}",
+        log_dir=folder,
+        devices_per_process=devices_per_process,
+        timeout_s=timeout_s,
+        explains=False,
+    )
+    if launched.exit_code == FINISHED:
+        return values.read(returned) if returned.exists() else None
+    raise _error(launched, which, timeout_s)
+
+
+def _check_tpu(processes: int, platforms: str, *, has_tpu: bool) -> None:
+    """Refuses processes that would wait for each other's TPU.
+
+    Args:
+        processes: how many.
+        platforms: JAX_PLATFORMS.
+        has_tpu: whether this machine has one.
+
+    Raises:
+        LaunchError: they would.
+    """
+    if not has_tpu or (platforms and "tpu" not in platforms.split(",")):
+        return
+    here = "Call the function in this notebook, with `jdist.tpu()`, which uses all chips"
+    cpu = "or give devices_per_process=4 to try several processes on virtual CPU devices"
+    if processes > 1:
+        raise LaunchError(
+            f"processes={processes}: this machine has a TPU, of which one process drives all chips. {here}; {cpu}."
+        )
+    if _holds_tpu():
+        raise LaunchError(
+            f"this notebook has started the TPU, and no other process can use it meanwhile. {here}; {cpu}."
+        )
+
+
+def _holds_tpu() -> bool:
+    if "jax" not in sys.modules:
+        return False
+    import jax
+
+    from jdist.cluster.jax_processes import is_started
+
+    return is_started() and jax.default_backend() == "tpu"
+
+
+def _error(launched: Launched, which: str, timeout_s: float | None) -> BaseException:
+    if launched.timed_out:
+        return ProcessFailedError(f"{which} had not ended after timeout_s={timeout_s:g}; logs: {launched.log_dir}")
+    if launched.stop == signal.SIGINT:
+        return KeyboardInterrupt()
+    if launched.stop is not None:  # it was for this process
+        signal.raise_signal(launched.stop)
+    failed = launched.failure.removeprefix("attempt 0 failed: ")  # there is but one
+    return ProcessFailedError(failed or f"{which}: stopped by {launched.stop}; logs: {launched.log_dir}")

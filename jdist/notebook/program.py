@@ -1,0 +1,207 @@
+"""A function of a notebook as a script that stands by itself: what it uses of the notebook is written beside it.
+
+Not a copy of the process (fork): after JAX has started its threads, a forked child may hang. Not its objects (pickle):
+what a cell defines cannot be imported elsewhere, and unpickling runs whatever it is told to. Its source is what the
+other processes run, as if it had been in a file from the start; and it is then in one, to be read and to be run again.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import os
+import shlex
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from jdist.errors import LaunchError
+from jdist.notebook import values
+from jdist.notebook.child import given_file
+from jdist.notebook.names import NoSource, source_of
+
+_CHILD = "jdist.notebook.child"
+_SCRIPT = """\
+# What `jdist.notebook_launch` ran in each process. To run it again: {command}
+{future}
+import sys
+
+sys.path[:0] = {path}
+
+{imports}
+
+{definitions}
+
+if __name__ == "__main__":
+    {child}.run({name}, __file__)
+"""
+
+
+class Program:
+    """A function with all that it needs.
+
+    Attributes:
+        name: of the function.
+        args: its arguments.
+        imports: lines.
+        given: names of the notebook -> their plain values.
+        definitions: sources of functions and classes, each after what it needs at once.
+        future: whether annotations are left as text.
+    """
+
+    def __init__(self, fn: Callable[..., Any] | str, args: Sequence[Any]) -> None:
+        """Collects it.
+
+        Args:
+            fn: a function at the top of a cell, of a script or of a module, or "package.module:function".
+            args: its arguments.
+
+        Raises:
+            LaunchError: the function, something that it uses, or an argument cannot be had in another process.
+        """
+        self.imports, self.given, self.definitions, self.future = {f"import {_CHILD}"}, {}, [], False
+        self._namespace: dict[str, Any] = {}
+        self._cells: Sequence[str] = ()
+        self._seen: set[str] = set()
+        self._waiting: deque[tuple[str, str]] = deque()
+        self.name = self._start(fn)
+        while self._waiting:
+            self._add(*self._waiting.popleft())
+        self.args = tuple(args)
+        for i, value in enumerate(args):
+            try:
+                values.check(value, jax_arrays=True)
+            except values.NotPlain as exc:
+                raise LaunchError(
+                    f"`args[{i}]{exc.path}` is {values.kind(exc.value)}, which cannot be given to other processes: they take "
+                    f"{values.PLAIN}, and arrays of JAX. Make it inside of `{self.name}`; instead of a PRNG key pass a seed."
+                ) from None
+
+    def write(self, folder: Path, *, command: str) -> Path:
+        """Writes the script, and beside it the values that it is given.
+
+        Args:
+            folder: to write to.
+            command: that runs a script as this one will be, for its first line.
+
+        Returns:
+            The script; what it is given is in `given_file` of it.
+        """
+        # Not by the function's name alone: a script `random.py` would be what others import as `random`.
+        script = folder / f"notebook_{self.name}.py"
+        values.write(given_file(script), {"args": self.args, "names": self.given}, jax_arrays=True)
+        script.write_text(self._text(f"{command} -- {shlex.quote(str(script))}"), encoding="utf-8")
+        return script
+
+    def _text(self, command: str) -> str:
+        below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
+        path = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)]
+        given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.given)
+        return _SCRIPT.format(
+            command=command,
+            future="from __future__ import annotations\n" if self.future else "",
+            path=path,
+            imports="\n".join(sorted(self.imports, key=lambda line: (line.startswith("from"), line))),
+            definitions="\n\n".join([given] * bool(given) + self.definitions),
+            child=_CHILD,
+            name=self.name,
+        )
+
+    def _start(self, fn: Callable[..., Any] | str) -> str:
+        """Adds the function that is to run; returns its name."""
+        if isinstance(fn, str):
+            module, _, name = fn.partition(":")
+            if not all(part.isidentifier() for part in (*module.split("."), name)):
+                raise LaunchError(f"`fn` is {fn!r}; a name is 'package.module:function'.")
+            self.imports.add(f"from {module} import {name}")
+            return name
+        definition = inspect.unwrap(fn) if callable(fn) else None
+        if not isinstance(definition, FunctionType):
+            raise LaunchError(
+                f"`fn` is {values.kind(fn)}; pass a function that is defined by `def` at the top of a cell or a module, and "
+                "its arguments as `args`."
+            )
+        name = definition.__name__
+        self._namespace = {**definition.__globals__, name: fn}
+        self._cells = self._namespace.get("In", ())  # IPython's, of a notebook
+        self._waiting.append((name, name))
+        return name
+
+    def _add(self, user: str, name: str) -> None:
+        """Adds what a name stands for, and what that needs at once; the rest waits."""
+        if name in self._seen or name not in self._namespace or name.startswith("__"):
+            return  # what the notebook does not have is a builtin, or the same error there as here
+        self._seen.add(name)
+        value = self._namespace[name]
+        definition = inspect.unwrap(value) if callable(value) else None
+        if isinstance(value, ModuleType):
+            self.imports.add(
+                f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
+            )
+        elif (line := _import_of(value, name)) is not None:
+            self.imports.add(line)
+        elif isinstance(definition, FunctionType | type):
+            self._define(user, name, value, definition)
+        else:
+            try:
+                values.check(value, jax_arrays=False)
+            except values.NotPlain as exc:
+                raise LaunchError(_refusal(user, name + exc.path, exc.value, self.name)) from None
+            self.given[name] = value
+
+    def _define(self, user: str, name: str, value: object, definition: FunctionType | type) -> None:
+        try:
+            source = source_of(definition, self._cells)
+            if definition.__name__ != name:
+                raise NoSource(f"is another name of `{definition.__name__}`; use that one")
+            if value is not definition and not source.is_decorated:
+                raise NoSource(f"is made by a call from `{name}`; use a decorator, or make it inside of `{user}`")
+        except NoSource as exc:
+            used = "" if user == name else f", which `{user}` uses,"
+            raise LaunchError(f"`{name}`{used} {exc}. Other processes run its source.") from exc.__cause__
+        for needed in source.at_once:
+            self._add(name, needed)
+        self._waiting.extend((name, needed) for needed in source.later)
+        self.definitions.append(source.text)
+        self.imports |= {f"import {module}" for module in _submodules(source.attributes, self._namespace)}
+        if isinstance(definition, FunctionType):
+            self.future |= bool(definition.__code__.co_flags & __future__.annotations.compiler_flag)
+
+
+def _import_of(value: object, name: str) -> str | None:
+    """The line that imports a function or class of a module under a name; None if it is no module's."""
+    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(own, str) or module == "__main__":
+        return None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):  # `from optax import adam`, although it is defined in optax._src.alias
+        package = ".".join(parts[:count])
+        if getattr(sys.modules.get(package), own, None) is value:
+            return f"from {package} import {own}" + ("" if own == name else f" as {name}")
+    return None
+
+
+def _submodules(attributes: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
+    """Modules that are reached by dots from an imported package, `xml.etree` by `xml.etree.ElementTree`."""
+    found = set()
+    for dotted in attributes:
+        parts = dotted.split(".")
+        if isinstance(namespace.get(parts[0]), ModuleType):
+            found |= {".".join(parts[:n]) for n in range(2, len(parts) + 1)} & sys.modules.keys()
+    return found
+
+
+def _refusal(user: str, what: str, value: object, name: str) -> str:
+    head = f"`{user}` uses `{what}`, {values.kind(value)}, which stays in this process. "
+    if values.is_jax_array(value):
+        return head + (
+            f"Pass it as an argument, `jdist.notebook_launch({name}, args=({what},))`: it comes as a NumPy array. (For a "
+            "PRNG key pass its seed.)"
+        )
+    return head + (
+        f"Make it inside of `{name}`, or in a function that is called there. What a launched function can use of a notebook "
+        f"are its imports, functions and classes, and plain values: {values.PLAIN}."
+    )

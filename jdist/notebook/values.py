@@ -1,0 +1,131 @@
+"""Plain values, and arrays in them, as a file: what a function is given in another process, and what it returns there.
+
+The file is NumPy's own .npz without pickled objects: arrays, and one JSON text that says where in the value they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PLAIN = "None, bool, int, float, str, bytes, NumPy arrays, and lists, tuples and dicts of these"
+_TREE = "tree"
+_ATOMS = (type(None), bool, int, float, str)
+
+
+class NotPlain(Exception):
+    """A value that cannot be written.
+
+    Attributes:
+        path: where it is in the whole, as one would write it: `["weights"][0]`.
+        value: it.
+    """
+
+    def __init__(self, path: str, value: object):
+        super().__init__(path)
+        self.path, self.value = path, value
+
+
+def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
+    """Writes a value.
+
+    Args:
+        file: to write to, .npz.
+        value: see `PLAIN`.
+        jax_arrays: whether arrays of JAX are taken, too; they are read as NumPy's.
+
+    Raises:
+        NotPlain: part of it is something else.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    tree = json.dumps(_plain(value, "", arrays, jax_arrays))
+    with open(file, "wb") as opened:
+        np.savez(opened, allow_pickle=False, **{_TREE: np.array(tree)}, **arrays)
+
+
+def read(file: Path) -> Any:
+    """The value in a file that `write` made."""
+    with np.load(file, allow_pickle=False) as arrays:
+        return _value(json.loads(str(arrays[_TREE])), arrays)
+
+
+def check(value: Any, *, jax_arrays: bool) -> None:
+    """Refuses what `write` would.
+
+    Raises:
+        NotPlain: part of it is not plain.
+    """
+    _plain(value, "", {}, jax_arrays)
+
+
+def kind(value: object) -> str:
+    """What a value is, for errors: "a jax.Array", "a flax.linen.Dense"."""
+    if is_jax_array(value):
+        return "a jax.Array"
+    of = type(value)
+    name = of.__qualname__ if of.__module__ in ("builtins", "__main__") else f"{of.__module__}.{of.__qualname__}"
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def is_jax_array(value: object) -> bool:
+    """Whether it is an array of JAX; where JAX was not imported nothing is."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.Array)
+
+
+def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: bool) -> Any:
+    """A value as JSON can hold it; its arrays are put into `arrays`, and named in it."""
+    if type(value) in _ATOMS:
+        return value
+    if type(value) in (list, tuple):
+        entries = [_plain(x, f"{path}[{i}]", arrays, jax_arrays) for i, x in enumerate(value)]
+        return entries if type(value) is list else {"tuple": entries}
+    if isinstance(value, dict):
+        return {
+            "dict": [
+                [_plain(k, path, {}, False), _plain(v, f"{path}[{k!r}]", arrays, jax_arrays)] for k, v in value.items()
+            ]
+        }
+    if type(value) is bytes:
+        return {"bytes": value.decode("latin-1")}
+    if jax_arrays and is_jax_array(value):
+        value = _on_host(value, path)
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        array, name = np.asarray(value), f"array_{len(arrays)}"
+        own = array.dtype.isbuiltin == 2  # bfloat16 and other types that NumPy can only write as their bytes
+        arrays[name] = array.reshape(-1).view(np.uint8) if own else array
+        where = {"array": name, "is": "array" if isinstance(value, np.ndarray) else "scalar"}
+        return where | ({"dtype": array.dtype.name, "shape": list(array.shape)} if own else {})
+    raise NotPlain(path, value)
+
+
+def _on_host(value: Any, path: str) -> np.ndarray:
+    import jax
+
+    is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if is_key or not (value.is_fully_addressable or value.is_fully_replicated):
+        raise NotPlain(path, value)
+    return np.asarray(value)
+
+
+def _value(plain: Any, arrays: Any) -> Any:
+    if isinstance(plain, list):
+        return [_value(x, arrays) for x in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if "tuple" in plain:
+        return tuple(_value(x, arrays) for x in plain["tuple"])
+    if "dict" in plain:
+        return {_value(k, arrays): _value(v, arrays) for k, v in plain["dict"]}
+    if "bytes" in plain:
+        return plain["bytes"].encode("latin-1")
+    array = arrays[plain["array"]]
+    if "dtype" in plain:
+        import jax.numpy as jnp  # knows the names of its types
+
+        array = array.view(jnp.dtype(plain["dtype"])).reshape(plain["shape"])
+    return array if plain["is"] == "array" else array[()]

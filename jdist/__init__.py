@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from jdist.data.input_options import InputOptions as InputOptions
     from jdist.gradients import grad as grad
     from jdist.gradients import value_and_grad as value_and_grad
+    from jdist.loss_scale import WithLossScale as WithLossScale
     from jdist.losses import compute_average_loss as compute_average_loss
     from jdist.losses import scale_regularization_loss as scale_regularization_loss
+    from jdist.mixed_precision import precision as precision
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
     from jdist.replica import mean as mean
@@ -58,6 +60,7 @@ _NAMES = {
     "PerReplica": "jdist.values",
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",
+    "WithLossScale": "jdist.loss_scale",
     "WithResiduals": "jdist.values",
     "ValueContext": "jdist.values",
     "aggregate": "jdist.aggregation",
@@ -80,6 +83,7 @@ _NAMES = {
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",
     "parameter_server": "jdist.strategies.parameter_server",
+    "precision": "jdist.mixed_precision",
     "replica_axes": "jdist.replica",
     "replica_id": "jdist.replica",
     "replica_rng": "jdist.replica",

@@ -76,7 +76,9 @@ class LossScaling:
             )
         interval = self.growth_interval
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-            raise StepError(f"`growth_interval` is {interval!r}; it must be a number of steps, an integer of at least 1.")
+            raise StepError(
+                f"`growth_interval` is {interval!r}; it must be a number of steps, an integer of at least 1."
+            )
 
     def begin(self) -> LossScale:
         """The loss scale before the first step, on the host."""

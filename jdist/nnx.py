@@ -43,6 +43,7 @@ def value_and_grad(
     Returns:
         A function that returns `(value, grads)` or `((value, aux), grads)`.
     """
+
     def lowered(*args: Any, **kwargs: Any) -> Any:
         precision = gradients.precision_in_use()
         if precision is None:

@@ -73,14 +73,20 @@ class ProgramSpec:
         own, precision, in_use = own_state(state), self.options.precision, None
         if precision is not None:
             precision.check_names((own, batches))
-            loss_scale = loss_scale_of(state) if precision.loss_scaling else None
-            batches, in_use = precision.cast_batch(batches), InUse(precision, loss_scale and loss_scale.scale)
+            batches, in_use = precision.cast_batch(batches), InUse(precision, self._loss_scale(state, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
             called = self.call.apply(self.step, own, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)
         if precision is not None:
             new_state, outputs = keep_wide(precision, own, new_state), in_float32(precision, outputs, trace)
         return with_own_state(state, new_state), outputs, Flags.of(trace)
+
+    def _loss_scale(self, state: PyTree, others: PyTree) -> Any:
+        """What losses are multiplied by, if by anything; it is in the state, or where a parameter server's worker puts it."""
+        if self.options.loss_scaling is None:
+            return None
+        loss_scale = loss_scale_of(state)
+        return others[2] if loss_scale is None else loss_scale.scale
 
     def splittable(self, seen: list[Flags]) -> Pure:
         """The step as `accumulate.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""

@@ -177,7 +177,7 @@ class DistributedStep:
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
         scaling = self.options.loss_scaling
-        if scaling is None or "state" not in self.options.args or loss_scale_of(state) is not None:
+        if scaling is None or loss_scale_of(state) is not None:
             return state
         return with_loss_scale(state, scaling.begin())
 

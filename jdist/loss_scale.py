@@ -61,7 +61,7 @@ class LossScaling:
         growth_interval: number of steps in a row after which the scale grows.
 
     Source: Micikevicius et al. 2018, Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2; the numbers
-    are those of `flax.training.dynamic_scale` and `torch.amp.GradScaler`.
+    are those of `keras.optimizers.LossScaleOptimizer`.
     """
 
     initial: float = 2.0**15

@@ -49,7 +49,8 @@ def value_and_grad(
         if precision is None:
             return f(*args, **kwargs)
         models = [args[i] for i in ((argnums,) if isinstance(argnums, int) else argnums)]
-        wide = [nnx.state(model, nnx.Param) for model in models]
+        # Copies: the variables in `nnx.state` are the model's own.
+        wide = [jax.tree.map(lambda x: x, nnx.state(model, nnx.Param)) for model in models]
         for model, params in zip(models, wide, strict=True):
             nnx.update(model, precision.precision.cast_to_compute(params))
         result = f(*args, **kwargs)

@@ -93,7 +93,7 @@ def train_step(state, batch):
     new = {
         "params": optax.apply_updates(state["params"], updates),
         "opt": opt,
-        "mean": jdist.all_reduce(batch["x"].mean(0), "mean"),  # computed in 16 bits
+        "mean": 0.9 * state["mean"] + 0.1 * jdist.all_reduce(batch["x"].mean(0), "mean"),
         "n": state["n"] + 1,
     }
     return new, {
@@ -162,6 +162,18 @@ class TestInAStep:
         step = jdist.distribute(predict, jdist.mirrored(FOUR), returns=("examples", "per_replica"), precision=HALF)
         out, means = step({"w": jnp.ones(2)}, rows())
         assert (out.dtype, out.shape, means.value.dtype) == (jnp.float32, (7, 6), jnp.float32)
+
+    @BOTH
+    def test_a_state_in_16_bits_is_refused(self, name):
+        """Parameters that a step rounds without knowing it are not taken for those that it was given."""
+        half = jdist.precision(name)
+
+        def step(state, batch):
+            w = half.cast_to_compute(state["w"])
+            return {"w": w - jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)}
+
+        with pytest.raises(StepError, match=r"\['w'\]: float32\[\] before, \w*float16\[\] after"):
+            jdist.distribute(step, jdist.one_device(), precision=half)({"w": jnp.float32(1)}, rows())
 
     def test_a_second_call_compiles_nothing(self, compiled):
         strategy = jdist.mirrored(FOUR)
@@ -254,6 +266,18 @@ class Net(nnx.Module):
         return self.second(nnx.relu(self.norm(self.first(x))))
 
 
+def still(model, precision):
+    """The parameters after a step that does not move them: not rounded."""
+
+    @jdist.nnx.distribute(jdist.mirrored(FOUR), precision=precision)
+    def step(model, batch):
+        return jdist.nnx.value_and_grad(lambda model: jdist.mean(model(batch["x"]) ** 2))(model)[0]
+
+    copy = nnx.clone(model)
+    step(copy, rows(64))
+    return nnx.state(copy, nnx.Param)
+
+
 @BOTH
 def test_nnx_objects_compute_in_16_bits_and_stay_float32(name):
     def trained(precision):
@@ -270,6 +294,7 @@ def test_nnx_objects_compute_in_16_bits_and_stay_float32(name):
             optimizer.update(model, grads)
             return {"loss": loss}
 
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), still(model, precision))
         losses = [float(step(model, optimizer, rows(64, seed=i % 3))["loss"]) for i in range(12)]
         assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(model))} == {"float32"}
         return np.array(losses), seen[0]

@@ -21,7 +21,7 @@ from jdist.transforms.guard import Flags, Watched, guarded
 from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
-from jdist.transforms.results import METRIC, Traced, average, in_float32, keep_wide, kinds_of, sort_results
+from jdist.transforms.results import METRIC, Traced, average, in_float32, kinds_of, sort_results
 from jdist.transforms.trees import check_same_state
 from jdist.values import own_state, with_own_state
 
@@ -78,7 +78,7 @@ class ProgramSpec:
             called = self.call.apply(self.step, own, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)
         if precision is not None:
-            new_state, outputs = keep_wide(precision, own, new_state), in_float32(precision, outputs, trace)
+            outputs = in_float32(precision, outputs, trace)
         return with_own_state(state, new_state), outputs, Flags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: PyTree) -> Any:

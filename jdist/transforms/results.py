@@ -182,17 +182,6 @@ def in_float32(precision: Precision, outputs: PyTree, trace: ReplicaTrace) -> Py
     return jax.tree.map(cast, outputs)
 
 
-def keep_wide(precision: Precision, before: PyTree, after: PyTree) -> PyTree:
-    """A new state whose leaves are as wide as before, also where the step wrote what it had computed in 16 bits."""
-    if jax.tree.structure(before) != jax.tree.structure(after):  # refused elsewhere, with names
-        return after
-
-    def keep(old: Any, new: Any) -> Any:
-        return precision.cast_to_output(new) if jax.typeof(old).dtype == jnp.float32 else new
-
-    return jax.tree.map(keep, before, after)
-
-
 def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
     """Averages the metrics over the replicas, all in one all-reduce.
 

@@ -9,6 +9,7 @@ import jdist
 
 NAMES = [
     "CommunicationOptions",
+    "History",
     "InputContext",
     "InputOptions",
     "PerReplica",
@@ -20,6 +21,7 @@ NAMES = [
     "aggregate",
     "all_gather",
     "all_reduce",
+    "callbacks",
     "central_storage",
     "cluster",
     "compute_average_loss",
@@ -27,7 +29,9 @@ NAMES = [
     "default",
     "distribute",
     "errors",
+    "evaluate",
     "first_replica_only",
+    "fit",
     "get_strategy",
     "grad",
     "has_strategy",
@@ -43,6 +47,7 @@ NAMES = [
     "optimizer",
     "parameter_server",
     "precision",
+    "predict",
     "ps",
     "reduction",
     "replica_axes",

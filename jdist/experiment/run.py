@@ -22,19 +22,21 @@ from jdist.cluster.together import together
 from jdist.data.source import write_state
 from jdist.errors import ConfigError, NonFiniteError, StepError
 from jdist.experiment.config import Config
-from jdist.experiment.curves import plot_curves
 from jdist.experiment.describe import describe
-from jdist.experiment.evaluate import evaluate, loss_first
 from jdist.experiment.load import Document
-from jdist.experiment.metrics_file import MetricsFile, Row
 from jdist.experiment.names import nearest
 from jdist.experiment.prepare import prepare
-from jdist.experiment.progress import Meter, figures, open_report
-from jdist.experiment.record import RunFolder, open_folder, set_aside, write_atomically
+from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.step import make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.experiment.validate import Problem, refusal, show
+from jdist.loop.measure import measure
+from jdist.loop.tally import loss_first
+from jdist.report.curves import plot_curves
+from jdist.report.files import write_atomically
+from jdist.report.metrics_file import MetricsFile, Row
+from jdist.report.progress import Meter, figures, open_report
 from jdist.train import Checkpointer, CheckpointWarning
 
 PyTree = Any
@@ -181,7 +183,7 @@ def run(
                     report.train(step, row, meter.lap(step))
                 train_s = meter.train_s
                 with meter.stopped():
-                    measured = evaluate(eval_step, state, eval_set, cluster) if hold_out else {}
+                    measured = measure(eval_step, state, eval_set, cluster) if hold_out else {}
                     if hold_out:
                         report.note(f"step {step}/{total}  evaluation: {figures(measured)}")
                         row |= {f"eval/{name}": value for name, value in measured.items()}

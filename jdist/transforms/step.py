@@ -23,6 +23,7 @@ from jdist.global_arrays import put, take_rows, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.distributed import Distributed
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
@@ -67,7 +68,7 @@ REPLICATED = Backend(
 )
 
 
-class DistributedStep:
+class DistributedStep(Distributed):
     """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
 
     Attributes:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdist.experiment.record import write_atomically
+from jdist.report.files import write_atomically
 
-NOT_MEASURED = {"step", "examples", "time_s"}
-_EVAL = "eval/"
+NOT_MEASURED = {"step", "epoch", "examples", "time_s"}
+_EVAL, _EPOCH = "eval/", "epoch/"
 _MOST_PANELS = 6
 
 
@@ -18,7 +18,7 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     """Draw the curves of a run.
 
     Args:
-        rows: the rows of `metrics.jsonl`; names of evaluation metrics begin with "eval/".
+        rows: the rows of `metrics.jsonl`; names of evaluation metrics begin with "eval/", of means over epochs "epoch/".
         path: the PNG to write, replaced as a whole.
         title: heading of the figure.
 
@@ -28,13 +28,32 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     Raises:
         ConfigError: the file cannot be written.
     """
+    picture = as_png(rows, title=title)
+    if isinstance(picture, str):
+        return picture
+    write_atomically(path, picture)
+    return f"curves: {path}"
+
+
+def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
+    """The curves as a picture, or why there is none.
+
+    Args:
+        rows: as for `plot_curves`.
+        title: heading.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
         return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
-    measured = dict.fromkeys(name.removeprefix(_EVAL) for row in rows for name in row if name not in NOT_MEASURED)
+    measured = dict.fromkeys(
+        name.removeprefix(_EVAL).removeprefix(_EPOCH)
+        for row in rows
+        for name, value in row.items()
+        if name not in NOT_MEASURED and (value is None or isinstance(value, int | float))
+    )
     names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
     if not names:
         return "no curves drawn, nothing was measured"
@@ -44,6 +63,7 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     for panel, name in zip(panels, names, strict=True):
         for label, column, style in (
             ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),
+            ("training, mean of an epoch", _EPOCH + name, {"color": "C0", "marker": "o", "markersize": 3.5}),
             ("evaluation", _EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
         ):
             points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
@@ -60,5 +80,4 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    write_atomically(path, picture.getvalue())
-    return f"curves: {path}"
+    return picture.getvalue()

@@ -95,9 +95,13 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate": 2}, {"non_finite": "skip"}], ids=["plain", "accumulate", "skip"]
+    ("name", "options"),
+    [
+        *((name, {}) for name in STRATEGIES),
+        *((name, {"accumulate": 2}) for name in ("shard_map", "central_storage")),
+        ("pmap", {"non_finite": "skip"}),
+    ],
 )
-@pytest.mark.parametrize("name", STRATEGIES)
 def test_an_overflow_on_one_replica_leaves_the_step_out_on_all(name, options):
     strategy = STRATEGIES[name]()
     step = jdist.distribute(train_step, strategy, precision=fp16(initial_scale=64.0), **options)
@@ -113,7 +117,7 @@ def test_an_overflow_on_one_replica_leaves_the_step_out_on_all(name, options):
     assert float(np.abs(np.asarray(strategy.fetch(state).params["w"]) - before.params["w"]).max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["one_device", "shard_map", "jit", "central_storage"])
+@pytest.mark.parametrize("name", ["shard_map", "jit", "central_storage"])
 def test_a_loop_of_steps_in_one_call_carries_the_scale(name):
     strategy = STRATEGIES[name]()
     step = jdist.distribute(

@@ -87,11 +87,9 @@ def value_and_grad(
         precision = precision_in_use()
         if precision is None:
             return checked(*args, **kwargs)
-        which = (argnums,) if isinstance(argnums, int) else argnums
-        given = list(args)
-        for i in which:
-            given[i] = precision.precision.cast_to_compute(given[i])
-        return precision.result(checked(*given, **kwargs), has_aux)
+        which = {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
+        args = tuple(precision.cast(x) if i in which else x for i, x in enumerate(args))
+        return precision.result(checked(*args, **kwargs), has_aux)
 
     local = jax.value_and_grad(lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.loss_scale import LossScaling
 from jdist.near import did_you_mean
@@ -37,7 +36,7 @@ class Precision:
         """The dtype of the forward and backward pass."""
         return jnp.dtype(_DTYPES[self.name])
 
-    def cast_to_compute(self, tree: PyTree) -> PyTree:
+    def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
         """Floating-point leaves that are wider in the compute dtype, all others as they are.
 
         Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
@@ -45,6 +44,7 @@ class Precision:
 
         Args:
             tree: pytree of arrays or numbers.
+            keep: further names of entries that stay.
 
         Example:
             >>> import jdist, jax.numpy as jnp
@@ -52,19 +52,16 @@ class Precision:
             >>> {k: str(x.dtype) for k, x in half.cast_to_compute({"w": jnp.ones(2), "scale": jnp.ones(2)}).items()}
             {'scale': 'float32', 'w': 'bfloat16'}
         """
+        kept = {*self.keep, *keep}
 
         def cast(path: Any, x: Any) -> Any:
             dtype = jax.typeof(x).dtype
             wider = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 16
-            if not wider or not self._names(path).isdisjoint(self.keep):
+            if not wider or not self._names(path).isdisjoint(kept):
                 return x
             return jnp.asarray(x).astype(self.compute_dtype)
 
         return jax.tree_util.tree_map_with_path(cast, tree)
-
-    def cast_batch(self, batch: PyTree) -> PyTree:
-        """As `cast_to_compute`, with the batch's "mask" left as it is: sums of weights are exact."""
-        return dataclasses.replace(self, keep=(*self.keep, MASK)).cast_to_compute(batch)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """Leaves of the compute dtype as float32, all others as they are."""
@@ -172,6 +169,10 @@ class InUse:
 
     precision: Precision
     scale: jax.Array | None
+
+    def cast(self, tree: PyTree) -> PyTree:
+        """What is differentiated by, in the compute dtype."""
+        return self.precision.cast_to_compute(tree)
 
     def result(self, result: Any, has_aux: bool) -> Any:
         """What the function that is differentiated returns: the loss in float32, and scaled; what comes with it in float32."""

@@ -48,11 +48,12 @@ def value_and_grad(
         precision = gradients.precision_in_use()
         if precision is None:
             return f(*args, **kwargs)
-        models = [args[i] for i in ((argnums,) if isinstance(argnums, int) else argnums)]
+        which = argnums if isinstance(argnums, Sequence) else (argnums,)
+        models = [args[i.argnum if isinstance(i, nnx.DiffState) else i] for i in which]
         # Copies: the variables in `nnx.state` are the model's own.
         wide = [jax.tree.map(lambda x: x, nnx.state(model, nnx.Param)) for model in models]
         for model, params in zip(models, wide, strict=True):
-            nnx.update(model, precision.precision.cast_to_compute(params))
+            nnx.update(model, precision.cast(params))
         result = f(*args, **kwargs)
         for model, params in zip(models, wide, strict=True):  # else nnx would take the cast for a change of the model
             nnx.update(model, params)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jdist import replica
 from jdist.context import ReplicaTrace, current_trace, tracing
+from jdist.data.leaves import MASK
 from jdist.loss_scale import LossScaling, loss_scale_of
 from jdist.mixed_precision import InUse
 from jdist.strategy import Strategy
@@ -73,7 +74,8 @@ class ProgramSpec:
         own, precision, in_use = own_state(state), self.options.precision, None
         if precision is not None:
             precision.check_names((own, batches))
-            batches, in_use = precision.cast_batch(batches), InUse(precision, self._loss_scale(state, others))
+            batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
+            in_use = InUse(precision, self._loss_scale(state, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
             called = self.call.apply(self.step, own, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)

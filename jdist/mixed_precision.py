@@ -184,13 +184,14 @@ class InUse:
 
     def unscaled(self, tree: PyTree) -> PyTree:
         """The loss and its gradient without the scale; leaves without a gradient as they are."""
-        if self.scale is None:
+        scale = self.scale
+        if scale is None:
             return tree
 
         def divided(x: Any) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x
             wide = jnp.promote_types(x.dtype, jnp.float32)
-            return (x.astype(wide) / self.scale.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
+            return (x.astype(wide) / scale.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
 
         return jax.tree.map(divided, tree)

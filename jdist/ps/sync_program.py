@@ -118,7 +118,7 @@ class SyncParts:
         early = self._joined([outputs for _, outputs in found], inside=True)
         reported = [*early, *(pushed[j] for j in self.parts.update.read_by_scalars)]
         scales = self.parts.spec.options.loss_scaling is not None  # then the worker looks for an overflow of its own
-        finite = jnp.stack([all_finite(x) for x in cuts]).all() if scales else jnp.bool_(True)
+        finite = jnp.stack([all_finite(jnp.asarray(x)) for x in cuts]).all() if scales else jnp.bool_(True)
         return [*(pushed[i] for i in self.parts.pushed), finite, *map(jnp.asarray, reported)]
 
     def _count_function(self, arguments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:

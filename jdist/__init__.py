@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from jdist.loop.evaluate import evaluate as evaluate
     from jdist.loop.evaluate import predict as predict
     from jdist.loop.fit import fit as fit
+    from jdist.loss_scale import WithLossScale as WithLossScale
     from jdist.losses import compute_average_loss as compute_average_loss
     from jdist.losses import scale_regularization_loss as scale_regularization_loss
+    from jdist.mixed_precision import precision as precision
     from jdist.notebook.launch import notebook_launch as notebook_launch
     from jdist.replica import all_gather as all_gather
     from jdist.replica import all_reduce as all_reduce
@@ -67,6 +69,7 @@ _NAMES = {
     "PerReplica": "jdist.values",
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",
+    "WithLossScale": "jdist.loss_scale",
     "WithResiduals": "jdist.values",
     "ValueContext": "jdist.values",
     "aggregate": "jdist.aggregation",
@@ -92,6 +95,7 @@ _NAMES = {
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",
     "parameter_server": "jdist.strategies.parameter_server",
+    "precision": "jdist.mixed_precision",
     "predict": "jdist.loop.evaluate",
     "replica_axes": "jdist.replica",
     "replica_id": "jdist.replica",

@@ -22,6 +22,7 @@ from jax.extend.core import get_opaque_trace_state
 from jdist.errors import StrategyError
 
 if TYPE_CHECKING:
+    from jdist.mixed_precision import InUse
     from jdist.strategy import Strategy
 
 PyTree = Any
@@ -82,6 +83,7 @@ class ReplicaTrace:
         looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
         residuals: set where the strategy's all-reduce keeps something of each gradient.
+        precision: set where the step computes in 16 bits.
         level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
     """
 
@@ -93,6 +95,7 @@ class ReplicaTrace:
     looks_at_parts: bool = False
     hidden: list[str] = field(default_factory=list)
     residuals: Residuals | None = None
+    precision: InUse | None = None
     level: Any = field(default_factory=_trace_level)
 
     def at_step_level(self) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jdist import context
 from jdist.errors import StepError
+from jdist.mixed_precision import InUse
 from jdist.replica import (
     all_reduce,
     check_op,
@@ -82,7 +83,15 @@ def value_and_grad(
             )
         return result
 
-    local = jax.value_and_grad(checked, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        precision = precision_in_use()
+        if precision is None:
+            return checked(*args, **kwargs)
+        which = {i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
+        args = tuple(precision.cast(x) if i in which else x for i, x in enumerate(args))
+        return precision.result(checked(*args, **kwargs), has_aux)
+
+    local = jax.value_and_grad(lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)
@@ -122,8 +131,8 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     """Reduces one replica's loss and gradient over the replicas, or cuts the step here if it is being split.
 
     Args:
-        value: this replica's loss; scalar.
-        grads: this replica's gradient; leaves without one (`float0`, integer parameters) pass through.
+        value: this replica's loss; scalar, multiplied by the loss scale if there is one.
+        grads: this replica's gradient, the same; leaves without one (`float0`, integer parameters) pass through.
         op: "mean" or "sum".
 
     Returns:
@@ -133,6 +142,9 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
         refuse_in_global_view(
             'value_and_grad(op="sum")', "the loss of the whole batch has its whole gradient; leave `op` out"
         )
+    precision = precision_in_use()
+    if precision is not None:
+        value, grads = precision.unscaled((value, grads))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
@@ -188,6 +200,12 @@ def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[j
         grads = jax.tree.map(lambda leaf: leaf / num_replicas(), grads)
     note_reduced(trace, grads, op)
     return all_reduce(value, op), grads
+
+
+def precision_in_use() -> InUse | None:
+    """The precision of the step that is being traced."""
+    trace = context.current_trace()
+    return None if trace is None else trace.precision
 
 
 def _own_part(x: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from jdist.errors import StepError
 from jdist.strategy import Strategy
 from jdist.transforms.distribute import distribute as distribute_pure
 from jdist.transforms.step import DistributedStep
-from jdist.values import WithResiduals, without_residuals
+from jdist.values import own_state, with_own_state
 
 PyTree = Any
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
@@ -43,7 +43,23 @@ def value_and_grad(
     Returns:
         A function that returns `(value, grads)` or `((value, aux), grads)`.
     """
-    local = nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        precision = gradients.precision_in_use()
+        if precision is None:
+            return f(*args, **kwargs)
+        which = argnums if isinstance(argnums, Sequence) else (argnums,)
+        models = [args[i.argnum if isinstance(i, nnx.DiffState) else i] for i in which]
+        # Copies: the variables in `nnx.state` are the model's own.
+        wide = [jax.tree.map(lambda x: x, nnx.state(model, nnx.Param)) for model in models]
+        for model, params in zip(models, wide, strict=True):
+            nnx.update(model, precision.cast(params))
+        result = f(*args, **kwargs)
+        for model, params in zip(models, wide, strict=True):  # else nnx would take the cast for a change of the model
+            nnx.update(model, params)
+        return precision.result(result, has_aux)
+
+    local = nnx.value_and_grad(lowered, argnums=argnums, has_aux=has_aux)
 
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)
@@ -118,13 +134,12 @@ class NNXStep:
                 "return `nnx.state((model, optimizer))` as the new state, and use `jdist.distribute`."
             )
         self._distributed: DistributedStep = distributed
-        # nnx objects have no room for residuals, so the step holds them.
-        self._residuals: dict[str, Any] | None = {} if strategy.keeps_residuals else None
+        self._around: Any = None  # nnx objects have no room for residuals and loss scale, so the step holds them
 
     @property
     def last_state(self) -> PyTree:
         """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
-        state = without_residuals(self._distributed.last_state)
+        state = own_state(self._distributed.last_state)
         return None if state is None else nnx.merge_state(*state)
 
     def wait(self) -> None:
@@ -138,8 +153,7 @@ class NNXStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static, state, rest, objects = _split(args)
-        if self._residuals is not None:
-            state = WithResiduals(state, self._residuals)
+        state = with_own_state(self._around, state)
         try:
             state, *results = self._distributed(static, state, *rest, **kwargs)
         finally:
@@ -147,8 +161,7 @@ class NNXStep:
             newest = self._distributed.last_state
             if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
                 state = newest
-            if isinstance(state, WithResiduals):
-                self._residuals, state = state.residuals, state.state
+            self._around, state = with_own_state(state, None), own_state(state)
             nnx.update(objects, nnx.merge_state(*state))
         return results[0] if len(results) == 1 else tuple(results)
 

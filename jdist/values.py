@@ -118,9 +118,42 @@ class PerReplica:
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
 
 
+@dataclasses.dataclass(frozen=True)
+class AroundState:
+    """A step's state with something of the step's own beside it.
+
+    Attributes and items of `state` can be read as if they were its own.
+
+    Attributes:
+        state: the state as the step returned it.
+    """
+
+    state: PyTree
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while an object is being made
+            raise AttributeError(name)
+        return getattr(self.state, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.state[key]
+
+
+def own_state(state: PyTree) -> PyTree:
+    """The user's own state, without what steps keep beside it."""
+    return own_state(state.state) if isinstance(state, AroundState) else state
+
+
+def with_own_state(around: PyTree, state: PyTree) -> PyTree:
+    """A user's own state with what steps keep beside another."""
+    if not isinstance(around, AroundState):
+        return state
+    return dataclasses.replace(around, state=with_own_state(around.state, state))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WithResiduals:
+class WithResiduals(AroundState):
     """A step's state, and what its all-reduce still owes: what a compressed gradient left out is sent with the next one.
 
     A step under a strategy that compresses gradients returns its state so; the step itself sees only `state`. Pass it on
@@ -134,14 +167,6 @@ class WithResiduals:
 
     state: PyTree
     residuals: PyTree
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("state", "residuals") or name.startswith("__"):  # asked for while an object is being made
-            raise AttributeError(name)
-        return getattr(self.state, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.state[key]
 
 
 def without_residuals(state: PyTree) -> PyTree:

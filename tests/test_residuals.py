@@ -335,5 +335,5 @@ def test_a_step_over_nnx_objects_holds_them_itself():
 
     losses = [float(step(model, optimizer, BATCH)) for _ in range(40)]
     assert losses[-1] < 0.1 * losses[0]
-    assert np.abs(np.asarray(step._residuals["step"][0])).max() > 0
+    assert np.abs(np.asarray(step._around.residuals["step"][0])).max() > 0
     assert isinstance(step.last_state, nnx.State)

@@ -100,6 +100,9 @@ class TrainSection(Section):
     non_finite: Literal["raise", "skip", "apply"] = Field(
         default="raise", description="What a NaN or infinite update does: stop, be left out, be applied."
     )
+    precision: Literal["bf16", "fp16"] | None = Field(
+        default=None, description="Compute in 16 bits, parameters in float32; null for float32 throughout."
+    )
     check_replicas: Count | None = Field(
         default=1000, description="Compare the replicas' states every so many steps; null for never."
     )

@@ -211,7 +211,7 @@ def run(
             return stop.exit_code
         if cluster.is_chief:
             say(plot_curves(metrics_file.rows, folder.curves, title=config.name))
-        if train.non_finite == "skip" and (skipped := train_step.num_skipped):
+        if skipped := train_step.num_skipped:
             say(f"{skipped:,} of {step - first:,} steps were left out, as a gradient was NaN or infinite")
         if step < total:
             say(f"stopped at step {step:,} of {total:,} and saved; go on with: {command}")

@@ -20,6 +20,7 @@ from jdist.ps.messages import Commit, Done, Parameters, Pull, Push, Refused, Sta
 from jdist.ps.shards import Together
 from jdist.ps.transport.seam import Header
 from jdist.ps.wire import aligned
+from jdist.ps.worker_scale import WorkerScale
 
 ONE_VERSION_S = 60.0
 
@@ -90,6 +91,7 @@ class Installed:
     def __init__(self, function: Function, run: Callable[[Sequence[Any]], list[jax.Array]], shards: Shards):
         self.function, self.shards, self._run = function, shards.clients, run
         self._all = shards
+        self._scale: WorkerScale | None = None
         self._history: tuple[int, int] | None = None  # of what was pulled
         self._versions: list[int | None] = [None] * len(function.shards)
         self._inputs = [aligned(s.size_bytes).view(s.numpy).reshape(s.shape) for s in specs(function.inputs)]
@@ -129,7 +131,8 @@ class Installed:
             results = self._called(arguments)
             n, m = function.num_pushed, function.num_scalars
             pushed, scalars, outputs = results[:n], results[n : n + m], results[n + m + 1 :]
-            finite = function.non_finite == "apply" or bool(results[n + m])
+            # In synchronous mode it is the mean that counts, which the coordinator looks at.
+            finite = function.stages_only or function.non_finite == "apply" or bool(results[n + m])
             if not finite and function.non_finite == "raise":
                 return Computed([], is_finite=False)
             result = b"".join(x.tobytes() for x in outputs)
@@ -140,7 +143,20 @@ class Installed:
         raise AssertionError  # the loop has no end
 
     def _called(self, arguments: Sequence[Any]) -> list[np.ndarray]:
-        return [np.asarray(x) for x in self._run([*self._inputs, *arguments])]
+        def run() -> list[np.ndarray]:
+            return [np.asarray(x) for x in self._run([*self._inputs, *arguments])]
+
+        function = self.function
+        if function.loss_scale is None:
+            return run()
+        place, growth_interval = function.loss_scale
+        arguments = list(arguments)
+        self._scale = self._scale or WorkerScale(float(arguments[place]), growth_interval)
+        while True:
+            arguments[place] = np.float32(self._scale.scale)
+            results = run()
+            if self._scale.takes(is_finite=bool(results[function.num_pushed + function.num_scalars])):
+                return results
 
     def _pushed(
         self, who: Sender, said: Header, pushed: list[Any], scalars: list[Any], home: int, result: bytes

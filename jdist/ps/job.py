@@ -62,6 +62,8 @@ class Function:
         num_scalars: how many scalars.
         shards: where they go.
         non_finite: what happens to gradients that are not finite, as in `jdist.distribute`.
+        loss_scale: which of its arguments is the loss scale, in whose place the worker puts its own once it has one, and the
+            scale's growth interval; None: it scales no loss.
     """
 
     inputs: tuple[Described, ...] = ()
@@ -76,6 +78,7 @@ class Function:
     num_scalars: int = 0
     shards: tuple[ShardOfFunction, ...] = ()
     non_finite: NonFinite = "raise"
+    loss_scale: tuple[int, int] | None = None
 
 
 FUNCTION: dict[str, type] = {kind.__name__: kind for kind in (Function, ShardOfFunction, Place)}

@@ -170,7 +170,7 @@ class PsJob:
         assert self._layout is not None  # the state has been placed
         layout, is_sync = self._layout, traced.sync is not None
         function = function_of(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
-        function = dataclasses.replace(function, batch=traced.batch)
+        function = dataclasses.replace(function, batch=traced.batch, loss_scale=traced.loss_scale)
         combine = None if traced.sync is None else traced.sync.combine
         program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
         return function, program, combine

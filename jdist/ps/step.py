@@ -31,6 +31,7 @@ from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.trees import check_arrays, check_batch, check_not_traced
+from jdist.values import own_state
 
 PyTree = Any
 
@@ -88,6 +89,8 @@ class PsStep(Distributed):
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_not_traced((state, batches, others))
         batches, others = without_keys((batches, others))
+        if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
+            others = (*others, self.options.loss_scaling.begin().scale)
         state, k = self.adopt(state), self.options.steps_per_call
         each = [batches] if k == 1 else [jax.tree.map(lambda x, i=i: _step_of(x, i), batches) for i in range(k)]
         given = [Given.of(one, others) for one in each]
@@ -110,7 +113,7 @@ class PsStep(Distributed):
             return state
         if self._adopted is None or self._adopted[0] is not state:
             check_arrays(state, "the state")
-            self._adopted = state, RemoteState(self._job, jax.device_get(state))
+            self._adopted = state, RemoteState(self._job, jax.device_get(own_state(state)))
         return self._adopted[1]
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
@@ -150,9 +153,12 @@ class PsStep(Distributed):
             told = results.Traced()
             on_worker = self._job.on_worker
             spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, Watched(), self.__name__)
+            scaling = self.options.loss_scaling
             self._check_rows(batches, 1)
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
-            if self._job.options.is_sync and parts.update.reads:
+            updates = bool(parts.update.reads)
+            loss_scale = (len(arguments) - 1, scaling.growth_interval) if scaling is not None and updates else None
+            if self._job.options.is_sync and updates:
                 if given.reads is not None:
                     raise StepError(
                         "in synchronous mode the batch of an update is cut up among the workers, so it cannot be one that a "
@@ -162,14 +168,16 @@ class PsStep(Distributed):
                 rows = len(jax.tree.leaves(batches))
                 parts = take_apart(spec, state.shapes, batches, others, closures=n)
                 sync = SyncParts(parts, n, treedef, arguments, rows)
-                made = Traced(parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync)
+                made = Traced(
+                    parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync, loss_scale=loss_scale
+                )
             else:
                 worker = functools.partial(_worker, parts, treedef)
                 arguments = with_shardings(on_worker.mesh, arguments, len(jax.tree.leaves(batches)))
                 inputs = [parts.update.shapes[i] for i in parts.read]
                 returned = jax.eval_shape(worker, [*inputs, *arguments])
                 outputs = returned[len(returned) - parts.outputs_treedef.num_leaves :]
-                made = Traced(parts, worker, arguments, outputs, spec.policy, batch=given.place)
+                made = Traced(parts, worker, arguments, outputs, spec.policy, batch=given.place, loss_scale=loss_scale)
             self._traced[key] = made, told
         return self._traced[key]
 

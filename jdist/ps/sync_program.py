@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jdist import dataflow
 from jdist.errors import BoundaryError
+from jdist.gradients import all_finite
 from jdist.ps.program import StepParts
 from jdist.transforms.results import LOCAL, METRIC, ROWS
 
@@ -75,7 +76,10 @@ class SyncParts:
         return [[*(x[i :: self._n] for x in rows), *others, np.int32(i), *counts] for i in range(self._n)]
 
     def worker(self, values: list[Any]) -> list[Any]:
-        """What a worker computes: of inputs and a closure's arguments the pushed arrays, True, and what it reports."""
+        """What a worker computes: of inputs and a closure's arguments the pushed arrays, a flag, and what it reports.
+
+        The flag says whether the gradients are finite, where a worker needs to know it for its loss scale; else True.
+        """
         n = len(self.parts.read)
         spec = self.parts.spec
         whole, rows = PartitionSpec(), PartitionSpec(spec.strategy.axes)
@@ -113,7 +117,9 @@ class SyncParts:
         pushed = [*leaves[self._num_rows :], *cuts, *self._found.carrying.pushed(old, carried)]
         early = self._joined([outputs for _, outputs in found], inside=True)
         reported = [*early, *(pushed[j] for j in self.parts.update.read_by_scalars)]
-        return [*(pushed[i] for i in self.parts.pushed), jnp.bool_(True), *map(jnp.asarray, reported)]
+        scales = self.parts.spec.options.loss_scaling is not None  # then the worker looks for an overflow of its own
+        finite = jnp.stack([all_finite(jnp.asarray(x)) for x in cuts]).all() if scales else jnp.bool_(True)
+        return [*(pushed[i] for i in self.parts.pushed), finite, *map(jnp.asarray, reported)]
 
     def _count_function(self, arguments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         """From a call's arguments the counts of all closures together, of which no server knows."""

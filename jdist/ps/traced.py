@@ -23,6 +23,7 @@ class Traced:
         non_finite: what happens to gradients that are not finite.
         sync: how the closures of a call become one update, in synchronous mode.
         batch: which of the arguments the worker reads itself: the first one, and how many.
+        loss_scale: see `job.Function`.
     """
 
     parts: StepParts
@@ -32,6 +33,7 @@ class Traced:
     non_finite: NonFinite
     sync: SyncParts | None = None
     batch: tuple[int, int] | None = None
+    loss_scale: tuple[int, int] | None = None
 
     @property
     def sent(self) -> list[Any]:

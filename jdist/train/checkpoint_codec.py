@@ -12,18 +12,22 @@ import numpy as np
 
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.global_arrays import is_key, put
+from jdist.loss_scale import WithLossScale
 from jdist.train.checkpoint_disk import Damaged
 from jdist.train.checkpoint_pieces import Held
 from jdist.transforms.spread import Spread, is_spread, restored, spread_like
 from jdist.values import WithResiduals
 
 PyTree = Any
-_RESIDUALS = "residuals of "
+_RESIDUALS, _LOSS_SCALE = "residuals of ", "loss scale"
 SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths; those of a state with residuals by the paths that they have without."""
+    """The leaves of a tree by their paths; a user's own state by the paths that it has without what steps keep beside it."""
+    if isinstance(tree, WithLossScale):
+        scale = {f"{_LOSS_SCALE}{path}": leaf for path, leaf in flatten(tree.loss_scale).items()}
+        return {**flatten(tree.state), **scale}
     if isinstance(tree, WithResiduals):
         owed = {f"{_RESIDUALS}{path}": leaf for path, leaf in flatten(tree.residuals).items()}
         return {**flatten(tree.state), **owed}
@@ -135,14 +139,14 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one.
 
     Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
-    another all-reduce or on another number of devices.
+    another all-reduce or on another number of devices. So does a loss scale that was not saved, of a run in another precision.
     """
     places = {leaf["path"]: i for i, leaf in enumerate(saved)}
     names = {leaf["path"] for leaf in wanted}
-    anew = {x["path"] for x in wanted if _is_residual(x["path"]) and x["shape"] != _saved_shape(saved, places, x)}
+    anew = {x["path"] for x in wanted if _may_begin_anew(x["path"]) and x["shape"] != _saved_shape(saved, places, x)}
     required = [leaf for leaf in wanted if leaf["path"] not in anew]
     problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in required if leaf["path"] not in places]
-    unasked = [name for name in places if name not in names and not _is_residual(name)]
+    unasked = [name for name in places if name not in names and not _may_begin_anew(name)]
     problems += [f"leaf {name}: in the checkpoint, not in `like`" for name in unasked]
     for leaf in required:
         there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
@@ -158,8 +162,8 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     return [None if leaf["path"] in anew else places[leaf["path"]] for leaf in wanted]
 
 
-def _is_residual(path: str) -> bool:
-    return path.startswith(_RESIDUALS)
+def _may_begin_anew(path: str) -> bool:
+    return path.startswith((_RESIDUALS, _LOSS_SCALE))
 
 
 def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict[str, Any]) -> list[int] | None:

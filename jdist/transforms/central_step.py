@@ -119,7 +119,7 @@ class _CentralStep:
             return new, late[:num_outputs], Flags(flags.names, finite, hidden=False)
 
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
-            return guarded(run, token, state, rest, self.spec.policy, self.spec.watched)
+            return guarded(run, token, state, rest, self.spec.policy, self.spec.watched, (), self.spec.loss_scaling)
 
         cuts, carried = jax.eval_shape(gradients, state, batches, others)
         arguments = token, state, others, cuts, carried

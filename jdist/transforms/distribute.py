@@ -47,6 +47,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         check_replicas: compare the replicas after the first step and every so many steps; 0: never.
         non_finite: what a NaN or infinite gradient does: "raise" (the state stays as it was before that step), "skip"
             the step, or "apply" it.
+        precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits, parameters in
+            float32.
 
     Returns:
         A `DistributedStep`; called like the step, with whole, global batches.

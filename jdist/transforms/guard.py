@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jdist import dataflow
 from jdist.context import ReplicaTrace
+from jdist.loss_scale import SMALLEST, LossScale, LossScaling, loss_scale_of, with_loss_scale
 from jdist.transforms.options import NonFinite
 
 PyTree = Any
@@ -88,6 +89,7 @@ def guarded(
     policy: NonFinite,
     watched: Watched,
     axes: tuple[str, ...] = (),
+    loss_scaling: LossScaling | None = None,
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Runs a step and keeps the old state where a gradient is not finite.
 
@@ -106,6 +108,8 @@ def guarded(
         policy: "raise", "skip" or "apply".
         watched: takes in the names that the token's codes stand for.
         axes: the mesh axes that replicas are spread over, where they are bound.
+        loss_scaling: how the loss scale in the state moves. A smaller one may mend what is not finite, so only at the
+            smallest does "raise" take notice; the step is left out all the same.
 
     Returns:
         The new token, the state to go on with, and the outputs.
@@ -133,12 +137,12 @@ def guarded(
     places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
     if not names or dataflow.effects_of(closed):  # in parts, prints and the like would come in another order
         places = {}
-    keep = jnp.bool_(True)
+    keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
     for number, stage in enumerate(dataflow.stages(closed, places)):
         known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
         if number == 0 and names:
             finite = [dataflow.value_of(v, known) for v in flag_vars]
-            token, keep = decide(token, finite, watched.add(names), policy)
+            token, keep, loss_scale = _decide(token, finite, watched.add(names), policy, loss_scale, loss_scaling)
         for v in stage.writes:
             if v in places:
                 known[v] = jnp.where(keep, known[v], old[places[v]])
@@ -147,7 +151,29 @@ def guarded(
         if names and v is not invars[i] and (dataflow.is_literal(v) or v not in places):
             values[i] = jnp.where(keep, values[i], old[i])
     new, outputs, _ = jax.tree.unflatten(jax.tree.structure(shapes), values)
+    if loss_scaling is not None and loss_scale is not None:
+        new = with_loss_scale(new, loss_scale)
     return token if names else step_done(token), new, outputs
+
+
+def _decide(
+    token: jax.Array,
+    finite: list[jax.Array],
+    base: int,
+    policy: NonFinite,
+    now: LossScale | None,
+    loss_scaling: LossScaling | None,
+) -> tuple[jax.Array, jax.Array, LossScale | None]:
+    """As `decide`, with the loss scale before the step; the third result is the one after it."""
+    if loss_scaling is None or now is None:
+        return *decide(token, finite, base, policy), now
+    fits = jnp.stack(finite).all()
+    if policy == "raise":
+        finite = [flag | (now.scale > SMALLEST) for flag in finite]
+    token, goes_on = decide(token, finite, base, policy)
+    moves = goes_on if policy == "raise" else True  # once an error waits for the host, nothing changes
+    after = jax.tree.map(lambda new, old: jnp.where(moves, new, old), loss_scaling.after(now, fits), now)
+    return token, goes_on & fits, after
 
 
 def _flags_of_state(old: PyTree, new: PyTree, flags: Flags, axes: tuple[str, ...]) -> Flags:

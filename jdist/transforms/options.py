@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jdist.errors import StepError
+from jdist.loss_scale import LossScaling
+from jdist.mixed_precision import Precision
 from jdist.near import did_you_mean
 
 ArgRole = Literal["state", "batch", "replicated", "static"]
@@ -36,6 +38,7 @@ class StepOptions:
     max_in_flight: int = 8
     check_replicas: int = 1000
     non_finite: NonFinite = "raise"
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         _check_roles("args", self.args, get_args(ArgRole))
@@ -61,10 +64,25 @@ class StepOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+        if self.precision is not None and not isinstance(self.precision, Precision):
+            raise StepError(
+                f"`precision` is {self.precision!r}; it must be a value that `jdist.precision` makes: "
+                '`precision=jdist.precision("bf16")`.'
+            )
+        if self.loss_scaling is not None and self.non_finite == "apply":
+            raise StepError(
+                '`non_finite="apply"` cannot go with `jdist.precision("fp16")`, whose loss scale backs off when a gradient is '
+                'not finite. Choose "raise" or "skip": both leave an overflow out.'
+            )
         if self.steps_per_call > 1 and not {"state", "batch"} <= set(self.args):
             raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on, and a "batch" each.')
         if self.steps_per_call > 1 and self.returns is not None and "examples" in self.returns:
             raise StepError('`returns` with "examples" needs `steps_per_call=1`: rows come back batch by batch.')
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss is scaled, if it is."""
+        return None if self.precision is None else self.precision.loss_scaling
 
     @property
     def may_update_state(self) -> bool:

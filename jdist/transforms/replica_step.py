@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 
 from jdist import replica
 from jdist.context import ReplicaTrace, current_trace, tracing
+from jdist.data.leaves import MASK
+from jdist.loss_scale import LossScaling, loss_scale_of
+from jdist.mixed_precision import InUse
 from jdist.strategy import Strategy
 from jdist.transforms.accumulate import Pure, accumulated
 from jdist.transforms.calls import Call, Step
@@ -18,8 +22,9 @@ from jdist.transforms.guard import Flags, Watched, guarded
 from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
-from jdist.transforms.results import METRIC, Traced, average, kinds_of, sort_results
+from jdist.transforms.results import METRIC, Traced, average, in_float32, kinds_of, sort_results
 from jdist.transforms.trees import check_same_state
+from jdist.values import own_state, with_own_state
 
 PyTree = Any
 ReplicaFunction = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
@@ -57,13 +62,33 @@ class ProgramSpec:
         """What a non-finite gradient does; of a step that updates nothing, nothing."""
         return self.options.non_finite if self.options.may_update_state else "apply"
 
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss scale in the state moves; None: it has none, or stays."""
+        return self.options.loss_scaling if self.options.may_update_state else None
+
     def apply(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
-        called = self.call.apply(self.step, state, batches, others)
-        new_state, outputs = sort_results(called, state, self.options, self.traced)
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        return new_state, outputs, Flags.of(trace)
+        own, precision, in_use = own_state(state), self.options.precision, None
+        if precision is not None:
+            precision.check_names((own, batches))
+            batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
+            in_use = InUse(precision, self._loss_scale(state, others))
+        with tracing(dataclasses.replace(trace, precision=in_use)):
+            called = self.call.apply(self.step, own, batches, others)
+            new_state, outputs = sort_results(called, own, self.options, self.traced)
+        if precision is not None:
+            outputs = in_float32(precision, outputs, trace)
+        return with_own_state(state, new_state), outputs, Flags.of(trace)
+
+    def _loss_scale(self, state: PyTree, others: PyTree) -> Any:
+        """What losses are multiplied by, if by anything; it is in the state, or where a parameter server's worker puts it."""
+        if self.options.loss_scaling is None:
+            return None
+        loss_scale = loss_scale_of(state)
+        return others[2] if loss_scale is None else loss_scale.scale
 
     def splittable(self, seen: list[Flags]) -> Pure:
         """The step as `accumulate.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
@@ -123,7 +148,7 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
         return check_same_state(state, new_state), outputs, flags
 
     def once(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        return guarded(checked, token, state, (batches, others), spec.policy, spec.watched, bound)
+        return guarded(checked, token, state, (batches, others), spec.policy, spec.watched, bound, spec.loss_scaling)
 
     def many(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         def body(carry: Any, batches: PyTree) -> Any:

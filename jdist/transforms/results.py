@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist import replica
-from jdist.context import current_trace
+from jdist.context import ReplicaTrace, current_trace
 from jdist.errors import GlobalViewError, StepError
 from jdist.global_arrays import is_key
+from jdist.mixed_precision import Precision
 from jdist.reducible import floating
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, check_same_state, kind_of
@@ -167,6 +168,18 @@ def _warn_of_rows(metrics: PyTree, rows: int | None, reduced: Container[int]) ->
             'thing, `jdist.all_reduce(x, "mean")` says so.',
             stacklevel=2,
         )
+
+
+def in_float32(precision: Precision, outputs: PyTree, trace: ReplicaTrace) -> PyTree:
+    """The results as float32 where they are of the compute dtype; what the step reduced itself counts as reduced still."""
+
+    def cast(leaf: Any) -> Any:
+        wide = precision.cast_to_output(leaf)
+        if wide is not leaf and id(leaf) in trace.reduced_by:
+            replica.note_reduced(trace, wide, trace.reduced_by[id(leaf)])
+        return wide
+
+    return jax.tree.map(cast, outputs)
 
 
 def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:

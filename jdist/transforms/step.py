@@ -20,6 +20,7 @@ from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import put, take_rows, to_host
+from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
 from jdist.transforms.distributed import Distributed
@@ -113,7 +114,14 @@ class DistributedStep(Distributed):
 
     @property
     def num_skipped(self) -> int:
-        """How many steps `non_finite="skip"` has left out so far; waits for the steps in flight."""
+        """How many steps have been left out so far; waits for the steps in flight.
+
+        Those are the ones that `non_finite="skip"` leaves out; with `jdist.precision("fp16")` every overflow, as counted in
+        the state, checkpoints included.
+        """
+        if self.options.loss_scaling is not None:
+            loss_scale = loss_scale_of(self.last_state)
+            return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
         return int(to_host(self._token)[0]) if self.options.non_finite == "skip" else 0
 
     def wait(self) -> None:
@@ -136,6 +144,7 @@ class DistributedStep(Distributed):
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
+        state = self._with_loss_scale(state)
         try:
             program, _ = self._program(call)
             whole = self._whole
@@ -151,9 +160,9 @@ class DistributedStep(Distributed):
             raise
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it: in its place and, where gradients are compressed, with residuals.
+        """The state as a call takes and returns it: in its place, with a loss scale or residuals where a step keeps them.
 
-        To restore a checkpoint into, which holds the residuals too.
+        To restore a checkpoint into, which holds these too.
 
         Args:
             *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
@@ -163,8 +172,15 @@ class DistributedStep(Distributed):
             The state; nothing of the step is run.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        state = self._backend.adopt_state(self.strategy, state)
+        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
+
+    def _with_loss_scale(self, state: PyTree) -> PyTree:
+        """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
+        scaling = self.options.loss_scaling
+        if scaling is None or loss_scale_of(state) is not None:
+            return state
+        return with_loss_scale(state, scaling.begin())
 
     def _with_residuals(
         self, call: Call, state: PyTree, batches: PyTree, others: PyTree, make: Callable[[Any], Any] | None = None
@@ -220,7 +236,7 @@ class DistributedStep(Distributed):
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
-                state = self._backend.adopt_state(self.strategy, state)
+                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
                 DistributedStep._adopted += 1
             elif self._adopted_before != DistributedStep._adopted:
                 check_no_deleted(state)

@@ -19,7 +19,7 @@ from flax import nnx
 
 import jdist
 from jdist.remote import RemoteTree, shapes_of
-from jdist.values import without_residuals
+from jdist.values import own_state
 
 ROWS, GLOBAL_BATCH, EPOCHS, CLASSES = 60, 16, 5, 3
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
@@ -66,7 +66,7 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
             state, metrics = train_step(state, batch)
         compiled += counted.count if i else 0
         losses.append(np.ravel(metrics["loss"]))
-    kept = shardings(without_residuals(state)) == laid_out
+    kept = shardings(own_state(state)) == laid_out
     assert jax.tree.structure(shapes_of(state)) == jax.tree.structure(shapes_of(train_step.last_state))
     fetched = strategy.fetch(state)
     params = (

@@ -19,10 +19,10 @@ folder, cases = Path(sys.argv[1]), [tuple(case.split("-")) for case in sys.argv[
 strategies = {name: make() for name, make in MULTI_WORKER.items()}  # before anything uses JAX's devices
 
 from families import FAMILIES  # noqa: E402 # its models touch devices
-from matrix import OPTIMIZERS, OPTIONS  # noqa: E402
+from matrix import OPTIMIZERS, OPTIONS, PRECISIONS  # noqa: E402
 
 for strategy, family, option, optimizer in cases:
-    run = FAMILIES[family](strategies[strategy], OPTIMIZERS[optimizer](), **OPTIONS[option])
+    run = FAMILIES[family](strategies[strategy], OPTIMIZERS[optimizer](), **{**OPTIONS, **PRECISIONS}[option])
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(run.params)]
     facts = np.array([run.compilations_after_first_call, run.shardings_kept])
     name = f"{strategy}-{family}-{option}-{optimizer}.{jax.process_index()}.npz"

@@ -6,6 +6,7 @@ import functools
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,10 @@ from matrix import (
     COMPRESSED,
     OPTIMIZERS,
     OPTIONS,
+    PRECISION_CASES,
+    PRECISIONS,
     STRATEGIES,
+    TOLERANCES_IN_16_BITS,
     all_cases,
     close_servers,
     is_light,
@@ -31,6 +35,7 @@ from matrix import (
 )
 
 ALL = all_cases(STRATEGIES, FAMILIES)
+IN_16_BITS = all_cases(STRATEGIES, FAMILIES, PRECISIONS)
 CHOSEN = set(pairwise([case for case in ALL if is_light(case)]))
 
 
@@ -45,8 +50,8 @@ def servers_end():
 
 
 @functools.cache
-def one_device(family: str, optimizer: str, accumulate: int) -> Run:
-    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate)
+def one_device(family: str, optimizer: str, accumulate: int, precision: Any = None) -> Run:
+    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,29 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
     # Adam divides by the size of the gradient, so rounding in a parameter without gradient (a bias before a
     # normalisation) grows without bound; the losses do not depend on such parameters.
     losses, params = COMPRESSED.get(strategy, (2e-5 if optimizer == "sgd" else 2e-4, 1e-5))
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
+    if optimizer == "sgd":
+        for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=params)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "family", "option", "optimizer"),
+    [
+        pytest.param(*case, marks=() if case in PRECISION_CASES else pytest.mark.full, id="-".join(case))
+        for case in IN_16_BITS
+    ],
+)
+def test_equals_one_device_in_16_bits(strategy: str, family: str, option: str, optimizer: str):
+    options = PRECISIONS[option]
+    run = FAMILIES[family](STRATEGIES[strategy](), OPTIMIZERS[optimizer](), **options)
+    expected = one_device(family, optimizer, options.get("accumulate", 1), options["precision"])
+
+    assert len(run.losses) == STEPS
+    assert run.compilations_after_first_call == 0
+    assert run.shardings_kept
+    assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {np.dtype("float32")}
+    losses, params = TOLERANCES_IN_16_BITS[options["precision"].name]
     np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
     if optimizer == "sgd":
         for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ import jdist
 sys.path.insert(0, str(Path(__file__).parent))
 import metric_steps
 from families import FAMILIES, GLOBAL_BATCH, ROWS, STEPS, Run
-from matrix import MULTI_WORKER, OPTIMIZERS, OPTIONS, all_cases, pairwise
+from matrix import MULTI_WORKER, OPTIMIZERS, OPTIONS, PRECISIONS, TOLERANCES_IN_16_BITS, all_cases, pairwise
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
 
@@ -25,6 +26,8 @@ CHOSEN = sorted(pairwise(all_cases(MULTI_WORKER, FAMILIES)))
 # A sixth of them, shared out among the layouts: processes take long to start and to compile. `make conformance` runs all of
 # them in each; the whole matrix would take hours, and runs in one process.
 SHARED_OUT = {layout: CHOSEN[i :: 6 * len(LAYOUTS)] for i, layout in enumerate(LAYOUTS)}
+IN_16_BITS = [("shard_map", "plain_pytree", "fp16", "sgd"), ("jit", "transformer", "bf16", "sgd")]
+SHARED_OUT["2x4"].append(IN_16_BITS[0])
 
 
 @functools.cache
@@ -42,8 +45,8 @@ def trained(layout: str, cases: tuple[tuple[str, ...], ...], folder: Path) -> Pa
 
 
 @functools.cache
-def one_device(family: str, optimizer: str, accumulate: int) -> Run:
-    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate)
+def one_device(family: str, optimizer: str, accumulate: int, precision: Any = None) -> Run:
+    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +56,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def check(case: tuple[str, ...], folder: Path, processes: int) -> None:
     _, family, option, optimizer = case
-    accumulate = OPTIONS[option].get("accumulate", 1) if family == "cnn_synced_batchnorm" else 1
-    expected = one_device(family, optimizer, accumulate)
+    options = {**OPTIONS, **PRECISIONS}[option]
+    accumulate = options.get("accumulate", 1) if family == "cnn_synced_batchnorm" else 1
+    precision = options.get("precision")
+    expected = one_device(family, optimizer, accumulate, precision)
     # The fourth batch has 12 rows, of which each of four processes feeds three and fills them up to four: the microbatches of
     # that step hold other rows than those of one device, which a batch normalisation sees, as it knows no mask.
     same = FULL_BATCHES if processes == 4 and accumulate > 1 else STEPS
@@ -64,11 +69,13 @@ def check(case: tuple[str, ...], folder: Path, processes: int) -> None:
         assert (compilations, kept) == (0, 1)
         assert len(found["losses"]) == STEPS
         # The tolerances of test_conformance.py, for its reasons.
-        atol = 2e-5 if optimizer == "sgd" else 2e-4
-        np.testing.assert_allclose(found["losses"][:same], expected.losses[:same], rtol=0, atol=atol)
+        losses, params = (2e-5 if optimizer == "sgd" else 2e-4, 1e-5)
+        if precision is not None:
+            losses, params = TOLERANCES_IN_16_BITS[precision.name]
+        np.testing.assert_allclose(found["losses"][:same], expected.losses[:same], rtol=0, atol=losses)
         if optimizer == "sgd" and same == STEPS:
             for i, want in enumerate(jax.tree.leaves(expected.params)):
-                np.testing.assert_allclose(found[f"arr_{i}"], want, rtol=0, atol=1e-5)
+                np.testing.assert_allclose(found[f"arr_{i}"], want, rtol=0, atol=params)
 
 
 # One worker of the test run takes all cases of a layout, as one launch runs them; the first waits for that.
@@ -99,6 +106,7 @@ def test_metrics_are_those_of_scikit_learn(layout: str, strategy: str, folders: 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_pairs(layout: str, tmp_path: Path):
-    trained(layout, tuple(CHOSEN), tmp_path)
-    for case in CHOSEN:
+    cases = (*CHOSEN, *IN_16_BITS)
+    trained(layout, cases, tmp_path)
+    for case in cases:
         check(case, tmp_path, LAYOUTS[layout][0])

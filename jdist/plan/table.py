@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from jdist.experiment.progress import size
 from jdist.plan import roofline
 from jdist.plan.plan import Plan
 
@@ -170,16 +171,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def size(number: int) -> str:
-    """Bytes in the unit that suits them: `1.50 GiB`."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{number:,} B" if unit == "B" else f"{value:,.2f} {unit}"
 
 
 def duration(seconds: float) -> str:

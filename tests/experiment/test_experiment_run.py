@@ -16,7 +16,7 @@ from jdist.errors import StepError
 from jdist.experiment.evaluate import evaluate
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
-from jdist.experiment.run import newest
+from jdist.experiment.measured import newest
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
 

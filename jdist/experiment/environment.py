@@ -1,0 +1,102 @@
+"""What a run's bits depend on besides its config: versions, devices, flags, source and data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jdist
+from jdist.data.source import RandomAccessSource
+from jdist.experiment.prepare import Parts
+
+# Those that change what XLA computes; a replay sets them again.
+VARIABLES = (
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+    "JAX_ENABLE_X64",
+    "JAX_PLATFORMS",
+    "JAX_THREEFRY_PARTITIONABLE",
+    "LIBTPU_INIT_ARGS",
+    "NVIDIA_TF32_OVERRIDE",
+    "XLA_FLAGS",
+)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def environment(parts: Parts, make: str) -> dict[str, Any]:
+    """What the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
+
+    Args:
+        parts: what the run is made of.
+        make: `task.make` of its config.
+    """
+    devices = parts.strategy.devices or tuple(jax.devices())
+    kinds = sorted({f"{device.platform} {device.device_kind}" for device in devices})
+    cluster = parts.strategy.cluster
+    sources = {"training data": parts.train_data, "evaluation data": parts.task.eval_data(parts.eval_batch)}
+    return {
+        "python": platform.python_version(),
+        "jdist": jdist.__version__,
+        "jdist source": digest(Path(jdist.__file__).parent.rglob("*.py")),
+        **{package: _version(package) for package in _PACKAGES},
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "processor cores": os.cpu_count(),
+        "devices": f"{len(devices)} x {', '.join(kinds)}",
+        "processes": 1 if cluster is None else cluster.num_processes,
+        **variables(os.environ),
+        "task source": digest(task_sources(make)),
+        **{name: s.fingerprint if isinstance(s, RandomAccessSource) else "unknown" for name, s in sources.items()},
+    }
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of `VARIABLES` that are set; the flags among them sorted, as their order means nothing."""
+    return {name: " ".join(sorted(environ[name].split())) for name in VARIABLES if environ.get(name)}
+
+
+def task_sources(make: str) -> list[Path]:
+    """The files of a task that is not jdist's own: its module, and what else of its package has been loaded.
+
+    Args:
+        make: `task.make`, whose module was imported.
+    """
+    package = make.partition(":")[0].partition(".")[0]
+    if package == jdist.__name__:
+        return []
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == package]
+    files = {Path(module.__file__) for module in modules if module.__file__}
+    return sorted(path for path in files if path.suffix == ".py" and path.is_file())
+
+
+def digest(files: Iterable[Path]) -> str:
+    """A hash of some files' names and content, wherever they lie; "" of none."""
+    found = sorted(files)
+    whole = hashlib.sha256()
+    for path in found:
+        whole.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return whole.hexdigest()[:16] if found else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # put on the path without being installed
+        return "unknown"
+
+
+def _processor() -> str:
+    """The model of the processor: other ones may have other vector instructions, and so other roundings."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

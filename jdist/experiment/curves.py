@@ -3,15 +3,67 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jdist.experiment.record import write_atomically
 
 NOT_MEASURED = {"step", "examples", "time_s"}
-_EVAL = "eval/"
+EVAL = "eval/"
 _MOST_PANELS = 6
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of matplotlib with panels below each other that share their steps.
+
+    Attributes:
+        figure: the figure.
+        panels: its axes, from above.
+        shade: a colour for a number from 0 to 1.
+    """
+
+    figure: Any
+    panels: list[Any]
+    shade: Callable[[float], Any]
+
+
+def new_figure(num_panels: int) -> Figure | None:
+    """An empty figure; None if matplotlib is not installed."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as MatplotlibFigure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError:
+        return None
+    figure = MatplotlibFigure(figsize=(7, 3 * num_panels), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return Figure(figure, panels, colormaps["viridis"])
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG, replaced as a whole.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    picture = io.BytesIO()
+    figure.figure.savefig(picture, format="png")
+    write_atomically(path, picture.getvalue())
+
+
+def points_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
+    """Step and value of each row that has a finite value in a column."""
+    return [(row["step"], row[column]) for row in rows if row.get(column) is not None]
 
 
 def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> str:
@@ -28,37 +80,25 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ModuleNotFoundError:
-        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
-    measured = dict.fromkeys(name.removeprefix(_EVAL) for row in rows for name in row if name not in NOT_MEASURED)
+    measured = dict.fromkeys(name.removeprefix(EVAL) for row in rows for name in row if name not in NOT_MEASURED)
     names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
     if not names:
         return "no curves drawn, nothing was measured"
-    figure = Figure(figsize=(7, 3 * len(names)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, name in zip(panels, names, strict=True):
+    figure = new_figure(len(names))
+    if figure is None:
+        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
+    for panel, name in zip(figure.panels, names, strict=True):
         for label, column, style in (
             ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),
-            ("evaluation", _EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
+            ("evaluation", EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
         ):
-            points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
+            points = points_of(rows, column)
             if points:
                 dot = {"marker": "o", "markersize": 3} if len(points) == 1 else {}  # a line needs two points
                 panel.plot(*zip(*points, strict=True), label=label, **(style | dot))
         panel.set_ylabel(name)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
         if panel.lines:
             panel.legend(frameon=False)
-    panels[0].set_title(title)
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    write_atomically(path, picture.getvalue())
+    figure.panels[0].set_title(title)
+    save_figure(figure, path)
     return f"curves: {path}"

@@ -104,8 +104,8 @@ def _compiled(what: str, lowered: jax.stages.Lowered) -> str:
 
 def _numbers(tree: PyTree) -> str:
     leaves = [jax.eval_shape(jax.random.key_data, x) if is_key(x) else x for x in jax.tree.leaves(tree)]
-    count, size = sum(x.size for x in leaves), sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
-    return f"{count:,} numbers in {len(leaves)} arrays, {size(size)}"
+    size_bytes = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
+    return f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays, {size(size_bytes)}"
 
 
 def _batch(tree: PyTree) -> str:

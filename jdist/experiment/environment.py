@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import jax
 import jdist
 from jdist.data.source import RandomAccessSource
 from jdist.experiment.prepare import Parts
+from jdist.experiment.sources import digest, task_sources
 
 # Those that change what XLA computes; a replay sets them again.
 VARIABLES = (
@@ -61,29 +60,6 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Those of `VARIABLES` that are set; the flags among them sorted, as their order means nothing."""
     return {name: " ".join(sorted(environ[name].split())) for name in VARIABLES if environ.get(name)}
-
-
-def task_sources(make: str) -> list[Path]:
-    """The files of a task that is not jdist's own: its module, and what else of its package has been loaded.
-
-    Args:
-        make: `task.make`, whose module was imported.
-    """
-    package = make.partition(":")[0].partition(".")[0]
-    if package == jdist.__name__:
-        return []
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == package]
-    files = {Path(module.__file__) for module in modules if module.__file__}
-    return sorted(path for path in files if path.suffix == ".py" and path.is_file())
-
-
-def digest(files: Iterable[Path]) -> str:
-    """A hash of some files' names and content, wherever they lie; "" of none."""
-    found = sorted(files)
-    whole = hashlib.sha256()
-    for path in found:
-        whole.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return whole.hexdigest()[:16] if found else ""
 
 
 def _version(package: str) -> str:

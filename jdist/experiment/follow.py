@@ -19,10 +19,10 @@ from jdist.experiment.prepare import prepare
 from jdist.experiment.progress import figures
 from jdist.experiment.record import RunFolder
 from jdist.experiment.step import state_maker
+from jdist.run_lock import is_held
 from jdist.strategies.by_name import make_strategy
 from jdist.strategy import Strategy
 from jdist.train.evaluator import new_checkpoints
-from jdist.train.run_lock import is_held
 
 _TIMEOUT_S = 300.0  # as long as processes may take to come together
 _POLL_S = 1.0

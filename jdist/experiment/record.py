@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jdist.errors import ConfigError
-from jdist.train.run_lock import hold
+from jdist.run_lock import hold
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ runs/NAME/result.json        at the end: the sha256 of each leaf of the state
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from jdist.errors import ConfigError
-from jdist.experiment.environment import task_sources
 from jdist.experiment.load import dotted, leaves
 from jdist.experiment.record import RunFolder, write_atomically, writing
-from jdist.train import checkpoint_codec as codec
+from jdist.experiment.sources import task_sources
 
-PyTree = Any
 T = TypeVar("T")
 
 
@@ -94,18 +89,16 @@ def read_starts(folder: RunFolder) -> list[Start]:
     return [] if found is None else _of(folder.environment, lambda: [Start(**start) for start in found["starts"]])
 
 
-def write_result(folder: RunFolder, step: int, state: PyTree) -> None:
+def write_result(folder: RunFolder, result: Result) -> None:
     """Write down what a run came to.
 
     Args:
         folder: the run folder.
-        step: the last step.
-        state: the state whole, on the host.
+        result: the end of the run.
 
     Raises:
         ConfigError: the file system refuses.
     """
-    result = Result(step=step, state=checksums(state))
     write_atomically(folder.result, json.dumps(asdict(result), indent=1) + "\n")
 
 
@@ -117,25 +110,6 @@ def read_result(folder: RunFolder) -> Result | None:
     """
     found = _read(folder.result)
     return None if found is None else _of(folder.result, lambda: Result(**found))
-
-
-def checksums(state: PyTree) -> dict[str, str]:
-    """The sha256 of each leaf's dtype, shape and bytes, by its path.
-
-    Args:
-        state: a tree of arrays, PRNG keys and numbers on the host.
-
-    Example:
-        >>> list(checksums({"w": np.zeros(3)}))
-        ["['w']"]
-    """
-    sums = {}
-    for path, leaf in codec.flatten(state).items():
-        array = np.ascontiguousarray(codec.without_keys(leaf))
-        digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
-        sums[path] = digest.hexdigest()
-    return sums
 
 
 def _read(path: Path) -> Any:

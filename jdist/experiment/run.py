@@ -17,6 +17,7 @@ from jdist.cluster.stop import preemption
 from jdist.cluster.together import together
 from jdist.data.source import write_state
 from jdist.errors import NonFiniteError
+from jdist.experiment.checksums import checksums
 from jdist.experiment.config import Config
 from jdist.experiment.curves import plot_curves
 from jdist.experiment.describe import describe
@@ -29,7 +30,7 @@ from jdist.experiment.metrics_file import MetricsFile, Row
 from jdist.experiment.prepare import prepare
 from jdist.experiment.progress import Meter, figures, open_report
 from jdist.experiment.record import RunFolder, open_folder, set_aside, write_atomically
-from jdist.experiment.repeatable import Start, differences_from, write_result, write_start
+from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
 from jdist.experiment.resume import check_same_run, position_of
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
@@ -210,7 +211,7 @@ def run(
         with cluster.blocked():
             whole = strategy.fetch(state)
         if cluster.is_chief:
-            write_result(folder, step, whole)
+            write_result(folder, Result(step=step, state=checksums(whole)))
         say(f"finished: {total:,} steps, {parts.examples(total, train.global_batch):,} examples, {path}")
         say(results(metrics_file.rows, task.baselines() if task.baselines else {}))
         return 0

@@ -24,7 +24,7 @@ def test_the_help_lists_every_command_in_one_line(capsys):
 
 def test_the_help_of_run_shows_how_it_is_used(capsys):
     text = " ".join(help_text(capsys, "run").split())
-    assert "usage: jdist run [-h] CONFIG [KEY=VALUE ...] [--fresh]" in text
+    assert "usage: jdist run [-h] CONFIG [KEY=VALUE ...] [--dry-run] [--replay] [--fresh]" in text
     assert "jdist run configs/digits.yaml train.steps=500 strategy.name=one_device" in text
     for word in ("metrics.jsonl", "Ctrl-C", "130", "143", "JDIST_TRACEBACK"):
         assert word in text

@@ -93,7 +93,10 @@ def test_the_chief_alone_reports_and_writes(whole):
         "checkpoints",
         "config.yaml",
         "curves.png",
+        "environment.json",
         "metrics.jsonl",
+        "result.json",
+        "source",
     ]
     assert [row["step"] for row in rows_of(folder)] == list(range(10, 121, 10))
     assert any("pieces" in leaf for leaf in last_save(folder)["leaves"])  # what compression left out, by process

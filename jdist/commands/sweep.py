@@ -21,11 +21,11 @@ def sweep(
     mode: Annotated[str | None, tyro.conf.arg(metavar="max|min", help_behavior_hint="")] = None,
     fresh: Flag = False,
 ) -> int:
-    """Run a config with each combination of some values, one after the other.
+    """Run a config with each combination of values.
 
-    Each run is a process and a folder of its own, runs/SWEEP/RUN, with its output in runs/SWEEP/RUN.log; one that fails
-    does not end the others. In the end there is one table, sorted by a metric of the last evaluation (table.txt,
-    table.csv, table.json), and one picture with the curves of all (curves.png), in runs/SWEEP.
+    One after the other: each run is a process and a folder of its own, runs/SWEEP/RUN, with its output in
+    runs/SWEEP/RUN.log; one that fails does not end the others. In the end there is one table, sorted by a metric of the
+    last evaluation (table.txt, table.csv, table.json), and one picture with the curves of all (curves.png), in runs/SWEEP.
 
     For example:
       jdist sweep configs/digits.yaml --grid train.optimizer.learning_rate=1e-3,3e-3,1e-2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,10 @@ import jax
 
 import jdist
 from jdist.data.source import RandomAccessSource
+from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
 from jdist.experiment.sources import digest, task_sources
 
-# Those that change what XLA computes; a replay sets them again.
-VARIABLES = (
-    "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_DEFAULT_PRNG_IMPL",
-    "JAX_ENABLE_X64",
-    "JAX_PLATFORMS",
-    "JAX_THREEFRY_PARTITIONABLE",
-    "LIBTPU_INIT_ARGS",
-    "NVIDIA_TF32_OVERRIDE",
-    "XLA_FLAGS",
-)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -55,11 +44,6 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
         "task source": digest(task_sources(make)),
         **{name: s.fingerprint if isinstance(s, RandomAccessSource) else "unknown" for name, s in sources.items()},
     }
-
-
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of `VARIABLES` that are set; the flags among them sorted, as their order means nothing."""
-    return {name: " ".join(sorted(environ[name].split())) for name in VARIABLES if environ.get(name)}
 
 
 def _version(package: str) -> str:

@@ -140,15 +140,13 @@ def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
         `the environment is that of the run`, or what differs, a line each, for each start.
     """
     lines = []
+    again = {dotted(key): value for key, value in leaves(starts[-1].config)}
     for start in starts:
         where = f" from step {start.step:,}" if len(starts) > 1 else ""
-        then, now_ = dict(leaves(start.config)), dict(leaves(starts[-1].config))
-        changed = [f"{dotted(k)}: {then.get(k)} there{where}, {now_.get(k)} here" for k in {**then, **now_}
-                   if then.get(k) != now_.get(k)]  # fmt: skip
-        there = start.environment
-        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-        lines += changed
-        lines += [f"{n}: {there.get(n, 'not set')} there{where}, {here.get(n, 'not set')} here" for n in names]
+        config = {dotted(key): value for key, value in leaves(start.config)}
+        for there, now in ((config, again), (start.environment, here)):
+            different = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+            lines += [f"  {n}: {there.get(n, 'not set')} there{where}, {now.get(n, 'not set')} here" for n in different]
     if not lines:
         return "the environment is that of the run"
-    return "\n".join(["not as it was in the run, so it may come to other bits:", *(f"  {line}" for line in lines)])
+    return "\n".join(["not as it was in the run, so it may come to other bits:", *lines])

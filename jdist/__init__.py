@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jdist import callbacks as callbacks
     from jdist import cluster as cluster
     from jdist import data as data
     from jdist import errors as errors
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from jdist.data.input_options import InputOptions as InputOptions
     from jdist.gradients import grad as grad
     from jdist.gradients import value_and_grad as value_and_grad
+    from jdist.loop.evaluate import evaluate as evaluate
+    from jdist.loop.evaluate import predict as predict
+    from jdist.loop.fit import fit as fit
     from jdist.losses import compute_average_loss as compute_average_loss
     from jdist.losses import scale_regularization_loss as scale_regularization_loss
     from jdist.replica import all_gather as all_gather
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from jdist.replica import replica_axes as replica_axes
     from jdist.replica import replica_id as replica_id
     from jdist.replica import replica_rng as replica_rng
+    from jdist.report.history import History as History
     from jdist.state import TrainState as TrainState
     from jdist.state import optimizer as optimizer
     from jdist.strategies.by_name import make_strategy as make_strategy
@@ -50,9 +55,10 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("cluster", "data", "errors", "metrics", "nnx", "ps", "reduction")
+_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "ps", "reduction")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
+    "History": "jdist.report.history",
     "InputContext": "jdist.data.input_context",
     "InputOptions": "jdist.data.input_options",
     "PerReplica": "jdist.values",
@@ -67,7 +73,9 @@ _NAMES = {
     "central_storage": "jdist.strategies.central_storage",
     "default": "jdist.strategies.default",
     "distribute": "jdist.transforms.distribute",
+    "evaluate": "jdist.loop.evaluate",
     "first_replica_only": "jdist.aggregation",
+    "fit": "jdist.loop.fit",
     "get_strategy": "jdist.strategies.default",
     "grad": "jdist.gradients",
     "has_strategy": "jdist.context",
@@ -80,6 +88,7 @@ _NAMES = {
     "one_device": "jdist.strategies.one_device",
     "optimizer": "jdist.state",
     "parameter_server": "jdist.strategies.parameter_server",
+    "predict": "jdist.loop.evaluate",
     "replica_axes": "jdist.replica",
     "replica_id": "jdist.replica",
     "replica_rng": "jdist.replica",

@@ -9,6 +9,7 @@ import jdist
 
 NAMES = [
     "CommunicationOptions",
+    "History",
     "InputContext",
     "InputOptions",
     "PerReplica",
@@ -19,6 +20,7 @@ NAMES = [
     "aggregate",
     "all_gather",
     "all_reduce",
+    "callbacks",
     "central_storage",
     "cluster",
     "compute_average_loss",
@@ -26,7 +28,9 @@ NAMES = [
     "default",
     "distribute",
     "errors",
+    "evaluate",
     "first_replica_only",
+    "fit",
     "get_strategy",
     "grad",
     "has_strategy",
@@ -41,6 +45,7 @@ NAMES = [
     "one_device",
     "optimizer",
     "parameter_server",
+    "predict",
     "ps",
     "reduction",
     "replica_axes",

@@ -18,13 +18,13 @@ from jdist.experiment.describe import describe
 from jdist.experiment.load import Document
 from jdist.experiment.measured import check_best
 from jdist.experiment.prepare import prepare
-from jdist.experiment.progress import size
 from jdist.experiment.record import RunFolder
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.shapes import batch_shapes, shapes_of_run
 from jdist.experiment.step import make_eval_step, make_train_step
 from jdist.experiment.summary import arithmetic
 from jdist.global_arrays import is_key
+from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
 from jdist.strategy import Strategy
 

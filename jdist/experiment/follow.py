@@ -12,13 +12,13 @@ from rich.console import Console
 import jdist
 from jdist.cluster.stop import preemption
 from jdist.experiment.config import Config
-from jdist.experiment.evaluate import evaluate
 from jdist.experiment.load import Document
-from jdist.experiment.metrics_file import MetricsFile, read_rows
 from jdist.experiment.prepare import prepare
-from jdist.experiment.progress import figures
 from jdist.experiment.record import RunFolder
 from jdist.experiment.step import state_maker
+from jdist.loop.measure import measure
+from jdist.report.metrics_file import MetricsFile, read_rows
+from jdist.report.progress import figures
 from jdist.run_lock import is_held
 from jdist.strategies.by_name import make_strategy
 from jdist.strategy import Strategy
@@ -65,7 +65,7 @@ def follow(config: Config, document: Document, *, console: Console | None = None
             poll_s=_POLL_S,
             known=[row["step"] for row in read_rows(folder.evaluations)],
         ):
-            measured = evaluate(eval_step, restored.state, eval_set)
+            measured = measure(eval_step, restored.state, eval_set)
             if file is None:  # not before there is a checkpoint: the folder is the job's to make
                 file = MetricsFile.open(folder.evaluations, step=sys.maxsize)
                 stack.callback(file.close)

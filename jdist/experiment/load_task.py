@@ -13,8 +13,8 @@ from jdist.experiment.names import nearest
 from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
 from jdist.experiment.validate import Problem, show
+from jdist.loop.task import Task
 from jdist.tasks.options import OptionError
-from jdist.tasks.task import Task
 
 _MAKE: Key = ("task", "make")
 _OPTIONS: Key = ("task", "options")

@@ -10,10 +10,10 @@ import numpy as np
 
 from jdist.errors import StepError
 from jdist.experiment.config import Config
-from jdist.experiment.evaluate import loss_first
 from jdist.experiment.load import Document
 from jdist.experiment.names import nearest
 from jdist.experiment.validate import Problem, refusal, show
+from jdist.loop.tally import loss_first
 
 
 def newest(metrics: Any, *, steps_per_call: int) -> dict[str, float]:

@@ -20,9 +20,9 @@ from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
 from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
+from jdist.loop.task import Task
 from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.strategy import Strategy
-from jdist.tasks.task import Task
 
 # Stands for the length of a run that is not known yet: long enough for every schedule.
 _LONG = 10**9

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from jdist.errors import ConfigError
+from jdist.report.files import writing
 from jdist.run_lock import hold
 
 
@@ -137,40 +137,3 @@ def set_aside(path: Path) -> Path | None:
     with open_folder(path), writing(path):  # held, so that no other process is writing there
         path.rename(aside)
     return aside
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system into a `ConfigError` that names the path."""
-    try:
-        yield
-    except OSError as exc:
-        where = exc.filename or path
-        raise ConfigError(
-            f"{where}: cannot be written: {exc.strerror or exc}. What was saved before is untouched; "
-            "free or mend the disk, or choose another place with log.folder=FOLDER, and run the same command "
-            "again."
-        ) from exc
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file as a whole: whenever this process is killed, the old file is there or the new one.
-
-    Args:
-        path: the file.
-        content: its new content; text is written as UTF-8.
-
-    Raises:
-        ConfigError: the file system refuses; the old file is untouched.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        try:
-            with partial.open("wb") as handle:
-                handle.write(content.encode() if isinstance(content, str) else content)
-                handle.flush()
-                os.fsync(handle.fileno())
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise

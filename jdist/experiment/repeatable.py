@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from jdist.errors import ConfigError
 from jdist.experiment.load import dotted, leaves
-from jdist.experiment.record import RunFolder, write_atomically, writing
+from jdist.experiment.record import RunFolder
 from jdist.experiment.sources import task_sources
+from jdist.report.files import write_atomically, writing
 
 T = TypeVar("T")
 

@@ -19,21 +19,22 @@ from jdist.data.source import write_state
 from jdist.errors import NonFiniteError
 from jdist.experiment.checksums import checksums
 from jdist.experiment.config import Config
-from jdist.experiment.curves import plot_curves
 from jdist.experiment.describe import describe
 from jdist.experiment.due import Due
 from jdist.experiment.environment import environment
-from jdist.experiment.evaluate import evaluate
 from jdist.experiment.load import Document
 from jdist.experiment.measured import check_best, newest
-from jdist.experiment.metrics_file import MetricsFile, Row
 from jdist.experiment.prepare import prepare
-from jdist.experiment.progress import Meter, figures, open_report
-from jdist.experiment.record import RunFolder, open_folder, set_aside, write_atomically
+from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
 from jdist.experiment.resume import check_same_run, position_of
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
+from jdist.loop.measure import measure
+from jdist.report.curves import plot_curves
+from jdist.report.files import write_atomically
+from jdist.report.metrics_file import MetricsFile, Row
+from jdist.report.progress import Meter, figures, open_report
 from jdist.train import Checkpointer, CheckpointWarning
 
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
@@ -175,7 +176,7 @@ def run(
                     report.train(step, row, meter.lap(step))
                 train_s = meter.train_s
                 with meter.stopped():
-                    measured = evaluate(eval_step, state, eval_set, cluster) if hold_out else {}
+                    measured = measure(eval_step, state, eval_set, cluster) if hold_out else {}
                     if hold_out:
                         report.note(f"step {step}/{total}  evaluation: {figures(measured)}")
                         row |= {f"eval/{name}": value for name, value in measured.items()}

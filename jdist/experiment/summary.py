@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
-from jdist.experiment.metrics_file import Row
 from jdist.experiment.prepare import Parts
-from jdist.experiment.progress import readable
+from jdist.report.metrics_file import Row
+from jdist.report.progress import readable
 
 
 def arithmetic(config: Config, parts: Parts) -> str:

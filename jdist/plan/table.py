@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from jdist.experiment.progress import size
 from jdist.plan import roofline
 from jdist.plan.plan import Plan
+from jdist.report.progress import size
 
 
 def show(plan: Plan) -> str:

@@ -26,6 +26,7 @@ from jdist.ps.traced import Traced
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.distributed import Distributed
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
@@ -63,7 +64,7 @@ class Given:
         return cls(shapes, treedef, sent, place, reads)
 
 
-class PsStep:
+class PsStep(Distributed):
     """A step under a parameter server; `jdist.distribute` makes it.
 
     Attributes:

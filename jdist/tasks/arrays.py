@@ -11,8 +11,8 @@ import optax
 from flax import linen as nn
 
 import jdist
+from jdist.loop.task import Task
 from jdist.tasks import options, table
-from jdist.tasks.task import Task
 
 
 def make(

@@ -17,8 +17,8 @@ from flax import linen as nn
 
 import jdist
 from jdist.errors import ConfigError
+from jdist.loop.task import Task
 from jdist.tasks import options
-from jdist.tasks.task import Task
 
 # The split never changes, so that accuracies of different runs, seeds and machines can be compared.
 SPLIT_SEED = 0

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from jdist.errors import ConfigError
+from jdist.loop.task import Task
 from jdist.tasks import idx, options
 from jdist.tasks.digits import ConvNet, image_task
-from jdist.tasks.task import Task
 
 
 def make(*, folder: str, width: int = 16, dropout: float = 0.3, shift: int = 2) -> Task:

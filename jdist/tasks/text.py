@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import jdist
+from jdist.loop.task import Task
 from jdist.tasks import byte_model, corpus, options
 from jdist.tasks.options import OptionError
-from jdist.tasks.task import Task
 from jdist.tasks.transformer import Transformer
 
 BEGIN = 256  # the token before the first byte; tokens 0 to 255 are the bytes

@@ -22,6 +22,7 @@ from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import put, take_rows, to_host
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.distributed import Distributed
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
@@ -66,7 +67,7 @@ REPLICATED = Backend(
 )
 
 
-class DistributedStep:
+class DistributedStep(Distributed):
     """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
 
     Attributes:

@@ -14,6 +14,8 @@ import pytest
 import jdist
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
+import loop_programs
 import metric_steps
 from families import FAMILIES, STEPS, Run
 from matrix import (
@@ -96,3 +98,39 @@ def test_metrics_are_those_of_scikit_learn(strategy: str, option: str):
         metric_steps.check(metric_steps.evaluated(made))
     else:
         metric_steps.check(metric_steps.trained(made, OPTIONS[option]))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=pytest.mark.full if s in ALGORITHMS and "server" not in s else ()) for s in STRATEGIES],
+)
+def test_fit_evaluate_and_predict_are_those_of_one_device(strategy: str):
+    """Of a data set whose last batch is short: training, the means of each epoch, an evaluation, and predictions."""
+
+    def run(made: jdist.Strategy) -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
+        state, history = jdist.fit(
+            loop_programs.train_step,
+            made.init(loop_programs.create_state),
+            loop_programs.DATA,
+            strategy=made,
+            epochs=2,
+            global_batch=16,
+            shuffle_seed=0,
+            eval_data=loop_programs.HELD_OUT,
+            eval_step=loop_programs.eval_step,
+            progress=False,
+            log_to=None,
+        )
+        data = {"strategy": made, "global_batch": 16}
+        rows = jdist.predict(loop_programs.predict_step, state, loop_programs.DATA, **data)
+        np.testing.assert_array_equal(rows["y"], loop_programs.DATA["y"])
+        evaluated = jdist.evaluate(loop_programs.eval_step, state, loop_programs.HELD_OUT, **data)["loss"]
+        assert evaluated == pytest.approx(history.evals[-1]["loss"], rel=1e-6)
+        means = [row["loss"] for row in history.epochs]
+        return means, [row["loss"] for row in history.evals], rows["predicted"], made.fetch(state).params["w"]
+
+    losses, params = COMPRESSED.get(strategy, (2e-5, 1e-5))
+    for got, want, atol in zip(
+        run(STRATEGIES[strategy]()), run(jdist.one_device()), (losses, losses, 10 * params, params), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.experiment.progress import size
+from jdist.report.progress import size
 
 
 def everything():

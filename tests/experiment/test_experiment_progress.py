@@ -11,7 +11,7 @@ from rich.console import Console
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 from jdist.experiment.platform import apply_platform, platform_environment
-from jdist.experiment.progress import Meter, Speed, duration, open_report
+from jdist.report.progress import Meter, Speed, duration, open_report
 
 
 class Clock:
@@ -26,11 +26,13 @@ def test_the_first_lap_is_forgotten_and_pauses_do_not_count():
     clock = Clock()
     meter = Meter(step=0, total=100, global_batch=8, clock=clock)
     clock.now += 50.0  # compilation
-    assert meter.lap(10) == Speed(examples_per_s=8 / 5, eta_s=450.0)
+    assert meter.lap(10) == Speed(examples_per_s=8 / 5, steps_per_s=1 / 5, eta_s=450.0)
     with meter.stopped():
         clock.now += 1000.0
     clock.now += 1.0
-    assert meter.lap(20) == Speed(examples_per_s=pytest.approx(80), eta_s=pytest.approx(8.0))
+    assert meter.lap(20) == Speed(
+        examples_per_s=pytest.approx(80), steps_per_s=pytest.approx(10), eta_s=pytest.approx(8.0)
+    )
     assert meter.train_s == pytest.approx(51.0)
 
 
@@ -59,9 +61,11 @@ def test_durations(seconds, text):
 def test_plain_lines_where_there_is_no_terminal():
     out = io.StringIO()
     with contextlib.closing(open_report(Console(file=out), step=0, total=600)) as report:
-        report.train(100, {"loss": 0.31239, "accuracy": 0.91}, Speed(examples_per_s=12345.4, eta_s=80))
+        report.train(
+            100, {"loss": 0.31239, "accuracy": 0.91}, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80)
+        )
         report.note("a note [not markup]")
-        report.train(110, {"loss": math.nan}, Speed(examples_per_s=math.nan, eta_s=math.nan))
+        report.train(110, {"loss": math.nan}, Speed(examples_per_s=math.nan, steps_per_s=math.nan, eta_s=math.nan))
     assert out.getvalue().splitlines() == [
         "step 100/600  loss 0.3124  accuracy 0.91  12,345 examples/s  ETA 0:01:20",
         "a note [not markup]",
@@ -74,7 +78,7 @@ def test_a_bar_on_a_terminal():
     console = Console(file=out, force_terminal=True, width=100)
     with contextlib.closing(open_report(console, step=100, total=600)) as report:
         report.note("a note [not markup]")
-        report.train(300, {"loss": 0.31239}, Speed(examples_per_s=12345.4, eta_s=80))
+        report.train(300, {"loss": 0.31239}, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80))
     shown = out.getvalue()
     assert "300/600" in shown
     assert "loss 0.3124" in shown

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.experiment.curves import plot_curves
-from jdist.experiment.metrics_file import MetricsFile, read_rows
-from jdist.experiment.record import open_folder, set_aside, write_atomically
+from jdist.experiment.record import open_folder, set_aside
+from jdist.report.curves import plot_curves
+from jdist.report.files import write_atomically
+from jdist.report.metrics_file import MetricsFile, read_rows
 
 
 def write_rows(path, *steps):

@@ -13,11 +13,11 @@ from toy_regression import CONFIG
 
 from jdist.cli import main
 from jdist.errors import StepError
-from jdist.experiment.evaluate import evaluate
 from jdist.experiment.load import load
 from jdist.experiment.measured import newest
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
+from jdist.loop.measure import measure
 from jdist.train import Checkpointer
 
 
@@ -95,7 +95,7 @@ def test_batches_weigh_as_many_rows_as_they_have(sizes):
     for size in sizes:
         x = np.array([next(rows) for _ in range(size)] + [99.0] * (5 - size))
         batches.append({"x": x, "mask": np.arange(5) < size})
-    means = evaluate(lambda state, b: {"a": b["x"][b["mask"]].mean(), "loss": np.float32(1)}, None, batches)
+    means = measure(lambda state, b: {"a": b["x"][b["mask"]].mean(), "loss": np.float32(1)}, None, batches)
     assert list(means.items()) == [("loss", 1.0), ("a", pytest.approx(2.0))]
 
 

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jdist.experiment.progress import figures, readable
 from jdist.experiment.summary import arithmetic, results
+from jdist.report.progress import figures, readable
 
 
 def lengths(*, steps, rows):

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.experiment.evaluate import evaluate
+from jdist.loop.measure import measure
 from jdist.tasks import digits
 
 STEPS, SEEDS = 300, (0, 1, 2)
@@ -27,7 +27,7 @@ def accuracy(all_reduce, seed: int) -> float:
     for _, batch in zip(range(STEPS), strategy.distribute_dataset(source), strict=False):
         state, _ = train_step(state, batch)
     assert int(state.step) == STEPS
-    return evaluate(eval_step, state, strategy.distribute_dataset(task.eval_data(360)))["accuracy"]
+    return measure(eval_step, state, strategy.distribute_dataset(task.eval_data(360)))["accuracy"]
 
 
 @pytest.mark.soak

@@ -19,10 +19,12 @@ class Speed:
 
     Attributes:
         examples_per_s: rows trained on in a second, since the last report; NaN if it is not known.
+        steps_per_s: steps in a second; NaN if it is not known.
         eta_s: seconds that the remaining steps will take, evaluations and saves left out; NaN if not known.
     """
 
     examples_per_s: float
+    steps_per_s: float
     eta_s: float
 
 
@@ -31,8 +33,8 @@ class Meter:
 
     Args:
         step: steps done before.
-        total: steps of the whole run.
-        global_batch: rows of a step.
+        total: steps of the whole run; None: not known.
+        global_batch: rows of a step; None: not known.
         earlier_s: seconds that earlier processes of the run trained.
         clock: seconds, rising.
     """
@@ -41,8 +43,8 @@ class Meter:
         self,
         *,
         step: int,
-        total: int,
-        global_batch: int,
+        total: int | None,
+        global_batch: int | None = None,
         earlier_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,14 +66,15 @@ class Meter:
         """
         now = self.train_s
         if step == self._step:
-            return Speed(examples_per_s=math.nan, eta_s=math.nan)
+            return Speed(examples_per_s=math.nan, steps_per_s=math.nan, eta_s=math.nan)
         step_s = (now - self._lap_s) / (step - self._step)
         self._step, self._lap_s = step, now
         # The first lap holds the compilation: it does not count as soon as there is another.
         self._step_s = [*self._step_s[-4:], step_s] if len(self._step_s) != 1 else [step_s, step_s]
-        eta_s = (self._total - step) * sum(self._step_s) / len(self._step_s)
-        rate = self._global_batch / step_s if step_s > 0 else math.nan
-        return Speed(examples_per_s=rate, eta_s=eta_s)
+        left = math.nan if self._total is None else self._total - step
+        rate = 1 / step_s if step_s > 0 else math.nan
+        rows = math.nan if self._global_batch is None else self._global_batch
+        return Speed(examples_per_s=rows * rate, steps_per_s=rate, eta_s=left * sum(self._step_s) / len(self._step_s))
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -99,7 +102,7 @@ class Reporter(Protocol):
 class Lines:
     """A plain line for each report."""
 
-    def __init__(self, total: int, file: IO[str]) -> None:
+    def __init__(self, total: int | None, file: IO[str]) -> None:
         self._total, self._file = total, file
 
     def note(self, text: str) -> None:
@@ -111,14 +114,14 @@ class Lines:
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Print one line."""
-        done = f"step {step:>{len(str(self._total))}}/{self._total}"
+        done = f"step {step}" if self._total is None else f"step {step:>{len(str(self._total))}}/{self._total}"
         self.note("  ".join([done, *_parts(metrics, speed)]))
 
 
 class Bar:
     """A bar that fills, with the newest figures beside it; notes scroll past above it."""
 
-    def __init__(self, progress: Progress, *, step: int, total: int) -> None:
+    def __init__(self, progress: Progress, *, step: int, total: int | None) -> None:
         self._progress = progress
         self._bar = progress.add_task("train", total=total, completed=step, figures="compiling the first step")
 
@@ -135,13 +138,13 @@ class Bar:
         self._progress.stop()
 
 
-def open_report(console: Console, *, step: int, total: int) -> Reporter:
+def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
     """The way to report that suits where the output goes; to be closed.
 
     Args:
         console: where to write; a bar is drawn if it is a terminal.
         step: steps done already.
-        total: steps of the whole run.
+        total: steps of the whole run; None: not known.
     """
     if not console.is_terminal:
         return Lines(total, console.file)
@@ -188,4 +191,6 @@ def _parts(metrics: Mapping[str, float], speed: Speed) -> Iterator[str]:
     yield figures(metrics)
     if math.isfinite(speed.examples_per_s):
         yield f"{speed.examples_per_s:,.0f} examples/s"
+    elif math.isfinite(speed.steps_per_s):
+        yield f"{speed.steps_per_s:,.3g} steps/s"
     yield f"ETA {duration(speed.eta_s)}"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jdist.experiment.record import write_atomically
+from jdist.report.files import write_atomically
 
-NOT_MEASURED = {"step", "examples", "time_s"}
-EVAL = "eval/"
+NOT_MEASURED = {"step", "epoch", "examples", "time_s"}
+EVAL, EPOCH = "eval/", "epoch/"
 _MOST_PANELS = 6
 
 
@@ -50,15 +50,11 @@ def new_figure(num_panels: int) -> Figure | None:
     return Figure(figure, panels, colormaps["viridis"])
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG, replaced as a whole.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+def png(figure: Figure) -> bytes:
+    """A figure as a picture."""
     picture = io.BytesIO()
     figure.figure.savefig(picture, format="png")
-    write_atomically(path, picture.getvalue())
+    return picture.getvalue()
 
 
 def points_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
@@ -70,7 +66,7 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     """Draw the curves of a run.
 
     Args:
-        rows: the rows of `metrics.jsonl`; names of evaluation metrics begin with "eval/".
+        rows: the rows of `metrics.jsonl`; names of evaluation metrics begin with "eval/", of means over epochs "epoch/".
         path: the PNG to write, replaced as a whole.
         title: heading of the figure.
 
@@ -80,7 +76,26 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     Raises:
         ConfigError: the file cannot be written.
     """
-    measured = dict.fromkeys(name.removeprefix(EVAL) for row in rows for name in row if name not in NOT_MEASURED)
+    picture = as_png(rows, title=title)
+    if isinstance(picture, str):
+        return picture
+    write_atomically(path, picture)
+    return f"curves: {path}"
+
+
+def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
+    """The curves as a picture, or why there is none.
+
+    Args:
+        rows: as for `plot_curves`.
+        title: heading.
+    """
+    measured = dict.fromkeys(
+        name.removeprefix(EVAL).removeprefix(EPOCH)
+        for row in rows
+        for name, value in row.items()
+        if name not in NOT_MEASURED and (value is None or isinstance(value, int | float))
+    )
     names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
     if not names:
         return "no curves drawn, nothing was measured"
@@ -90,6 +105,7 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
     for panel, name in zip(figure.panels, names, strict=True):
         for label, column, style in (
             ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),
+            ("training, mean of an epoch", EPOCH + name, {"color": "C0", "marker": "o", "markersize": 3.5}),
             ("evaluation", EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
         ):
             points = points_of(rows, column)
@@ -100,5 +116,4 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) ->
         if panel.lines:
             panel.legend(frameon=False)
     figure.panels[0].set_title(title)
-    save_figure(figure, path)
-    return f"curves: {path}"
+    return png(figure)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jdist.errors import ConfigError
-from jdist.experiment.record import write_atomically, writing
+from jdist.report.files import write_atomically, writing
 
 Row = dict[str, Any]
 

@@ -1,0 +1,17 @@
+"""What goes along with training: checkpoints, early stopping, logs. Each is a value, `Callback`, of plain functions."""
+
+from jdist.callbacks.callback import Callback as Callback
+from jdist.callbacks.callback import Moment as Moment
+from jdist.callbacks.callback import Resume as Resume
+from jdist.callbacks.callback import Stop as Stop
+from jdist.callbacks.checkpoint import checkpoint as checkpoint
+from jdist.callbacks.csv import csv as csv
+from jdist.callbacks.early_stopping import early_stopping as early_stopping
+from jdist.callbacks.ema import ema as ema
+from jdist.callbacks.jsonl import jsonl as jsonl
+from jdist.callbacks.learning_rate import learning_rate_log as learning_rate_log
+from jdist.callbacks.nan_guard import nan_guard as nan_guard
+from jdist.callbacks.profiler import profiler as profiler
+from jdist.callbacks.progress import progress as progress
+from jdist.callbacks.tensorboard import tensorboard as tensorboard
+from jdist.callbacks.wandb import wandb as wandb

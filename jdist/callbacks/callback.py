@@ -1,0 +1,149 @@
+"""What a callback is, what it is told, and what it may answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from jdist.report.history import History
+
+if TYPE_CHECKING:
+    from jdist.strategy import Strategy
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Answered by a callback: training ends after this step, in good order.
+
+    Attributes:
+        reason: why, for `history.stopped`.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Answered by `on_start`: training goes on from here.
+
+    Attributes:
+        state: the state to go on with.
+        step: how many steps it has behind it.
+        data: the position in the data, as `moment.data()` gave it; None: not known.
+        notes: as `moment.notes()` gave them.
+    """
+
+    state: PyTree
+    step: int
+    data: dict[str, Any] | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False)
+class Moment:
+    """A moment of a training run, as callbacks are told of it.
+
+    Attributes:
+        event: which of a callback's functions is called.
+        step: optimiser updates done.
+        steps_in_call: how many of them the newest call of the step has made; 0 before the first.
+        total_steps: how many there will be; None: not known.
+        epoch: epochs that have ended.
+        state: the newest state, laid out by the strategy; the next step consumes it, so a callback that keeps it copies it.
+        strategy: the one that trains.
+        history: what was measured so far, this moment's row included.
+        row: what is logged at this moment, for `on_row`; None where nothing is.
+        reason: at "end": why it ended before its time; None if it did not.
+        data: gives the position in the data, to save; None of data that cannot go on where it was.
+        kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
+        measure: gives `metrics`.
+    """
+
+    event: Literal["start", "step", "eval", "epoch", "row", "end"]
+    step: int
+    steps_in_call: int
+    total_steps: int | None
+    epoch: int
+    state: PyTree
+    strategy: Strategy
+    history: History
+    row: dict[str, Any] | None
+    reason: str | None
+    data: Callable[[], dict[str, Any] | None]
+    kept: Mapping[str, Keeps]
+    measure: Callable[[], dict[str, Any]]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """By name: at "step" those of the newest step, which is waited for; at "eval" and "epoch" those of all rows."""
+        return self.measure()
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes: true of one process of a job. Callbacks are called on all."""
+        return self.strategy.cluster is None or self.strategy.cluster.is_chief
+
+    def log(self, **values: float) -> None:
+        """Adds to the row of this moment, if it has one."""
+        if self.row is not None:
+            self.row.update(values)
+
+    def notes(self) -> dict[str, Any]:
+        """What to save beside state and position so that the run can go on: plain JSON values."""
+        rows = [row for row in self.history.rows if any("/" in name for name in row)]
+        return {"epoch": self.epoch, "rows": rows}
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What a callback keeps that is to be saved with the state.
+
+    Attributes:
+        get: gives it, a tree of arrays.
+        put: takes it back in.
+    """
+
+    get: Callable[[], PyTree]
+    put: Callable[[PyTree], None]
+
+
+On = Callable[[Moment], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callback:
+    """Functions that `jdist.fit` calls, each with a `Moment`; those left out are not called.
+
+    After each call of the step come, where they are due, in this order: `on_eval`, `on_epoch`, `on_step`, `on_row`; of each
+    those of all callbacks, in their order. Any may answer `Stop("why")`.
+
+    Attributes:
+        on_start: before the first step; may answer a `Resume`.
+        on_step: after each call of the step. Reading `moment.metrics` there waits for the step, each time.
+        on_eval: after each evaluation.
+        on_epoch: after each epoch.
+        on_row: with each row that is logged, complete.
+        on_end: at the end, also after an interrupt or a `Stop`.
+        close: at the very end, also after an error; without arguments.
+        keeps: what is saved with the state, under `name`.
+        name: names `keeps`; each only once in a run.
+
+    Example:
+        >>> import jdist
+        >>> def tell(moment):
+        ...     print(f"epoch {moment.epoch}: {moment.metrics['loss']:.2f}")
+        >>> callback = jdist.callbacks.Callback(on_epoch=tell)
+    """
+
+    on_start: On | None = None
+    on_step: On | None = None
+    on_eval: On | None = None
+    on_epoch: On | None = None
+    on_row: On | None = None
+    on_end: On | None = None
+    close: Callable[[], None] | None = None
+    keeps: Keeps | None = None
+    name: str = "callback"

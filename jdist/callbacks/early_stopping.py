@@ -1,0 +1,58 @@
+"""Ending a run that gets no better."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jdist.callbacks.callback import Callback, Moment, Stop
+from jdist.callbacks.watched import value_of
+from jdist.errors import StepError
+
+
+def early_stopping(
+    metric: str = "eval/loss", *, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+) -> Callback:
+    """Stops training when a metric has not improved for a while.
+
+    It is a function of the history alone, so a run that was resumed stops where it would have stopped.
+
+    Args:
+        metric: "eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.
+        patience: how many of these may pass without improvement before the run ends.
+        min_delta: what is less than that is no improvement; in the metric's unit.
+        mode: whether less ("min") or more ("max") is better. NaN is never better.
+
+    Returns:
+        The callback.
+
+    Raises:
+        StepError: an argument is not allowed; while training: the metric was not measured.
+
+    Example:
+        >>> import jdist
+        >>> callbacks = [jdist.callbacks.early_stopping("eval/accuracy", mode="max", patience=5)]
+
+    Source: `tf.keras.callbacks.EarlyStopping`
+    """
+    if mode not in ("min", "max"):
+        raise StepError(f"early_stopping: `mode` is {mode!r}; it must be 'min' or 'max'.")
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise StepError(f"early_stopping: `patience` is {patience!r}; it must be a whole number, 1 or more.")
+    if not metric.startswith(("eval/", "epoch/")):
+        raise StepError(
+            f"early_stopping: `metric` is {metric!r}; it must begin with 'eval/' or 'epoch/', such as 'eval/loss'."
+        )
+    sign = 1.0 if mode == "min" else -1.0
+
+    def look(moment: Moment) -> Stop | None:
+        value_of("early_stopping", metric, moment)
+        best, waited = float("inf"), 0
+        _, values = moment.history[metric]
+        for value in sign * values:
+            is_better = value < best - min_delta
+            best, waited = (value, 0) if is_better else (best, waited + 1)
+        if waited < patience:
+            return None
+        return Stop(f"{metric} has not improved on {sign * best:.6g} for {waited} {metric.partition('/')[0]}s")
+
+    return Callback(on_eval=look) if metric.startswith("eval/") else Callback(on_epoch=look)

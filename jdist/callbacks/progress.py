@@ -1,0 +1,59 @@
+"""What a person sees while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from jdist.callbacks.callback import Callback, Moment
+from jdist.report.progress import Meter, Reporter, figures, open_report
+
+
+def progress(console: Console | None = None) -> Callback:
+    """A bar with the newest figures on a terminal, plain lines anywhere else; of several processes the chief's.
+
+    Args:
+        console: where to; standard output if None.
+
+    Returns:
+        The callback.
+    """
+    reports: list[tuple[Reporter, Meter]] = []
+
+    def on_start(moment: Moment) -> None:
+        if moment.is_chief:
+            report = open_report(console or Console(soft_wrap=True), step=moment.step, total=moment.total_steps)
+            reports.append((report, Meter(step=moment.step, total=moment.total_steps)))
+            if moment.step:
+                report.note(f"going on from step {moment.step:,}")
+
+    def on_row(moment: Moment) -> None:
+        if not reports or moment.row is None:
+            return
+        report, meter = reports[0]
+        own = {name: value for name, value in moment.row.items() if isinstance(value, int | float)}
+        newest = {name: value for name, value in own.items() if name not in _NOT_SHOWN and "/" not in name}
+        if newest:
+            report.train(moment.step, newest, meter.lap(moment.step))
+        for prefix, said in (("epoch/", f"epoch {moment.epoch}"), ("eval/", "evaluation")):
+            values = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+            if values:
+                report.note(f"step {_of(moment)}  {said}: {figures(values)}")
+
+    def on_end(moment: Moment) -> None:
+        if reports and moment.reason is not None:
+            reports[0][0].note(f"stopped at step {_of(moment)}: {moment.reason}")
+
+    def close() -> None:
+        while reports:
+            reports.pop()[0].close()
+
+    return Callback(on_start=on_start, on_row=on_row, on_end=on_end, close=close)
+
+
+_NOT_SHOWN: Any = ("step", "epoch", "time_s")
+
+
+def _of(moment: Moment) -> str:
+    return f"{moment.step}" if moment.total_steps is None else f"{moment.step}/{moment.total_steps}"

@@ -1,0 +1,154 @@
+"""What a user gives as data, as batches that are laid out for a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jdist.data import from_arrays
+from jdist.data.arrays import ArraySource
+from jdist.data.dataset import DistributedDataset
+from jdist.errors import DatasetError
+from jdist.strategy import Strategy
+
+PyTree = Any
+
+
+class Batches(Protocol):
+    """What a loop needs of a dataset: of a `DistributedDataset`, or of one that a parameter server's workers read."""
+
+    element_spec: PyTree
+
+    def __iter__(self) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """Batches for the calls of a step, and where epochs begin among them.
+
+    Attributes:
+        batches: once through them is a *pass*.
+        steps_per_epoch: how many steps an epoch has, where a pass may be several; None: each pass is an epoch.
+        num_steps: how many steps all that was asked for has; None: not known before.
+    """
+
+    batches: Batches
+    steps_per_epoch: int | None
+    num_steps: int | None
+
+    def state(self) -> dict[str, Any] | None:
+        """The position in the pass, to save; None of data that cannot go on where it was."""
+        if not isinstance(self.batches, DistributedDataset):
+            return None
+        try:
+            return self.batches.state()
+        except DatasetError:  # a plain iterable: it says so where it is asked to go on
+            return None
+
+    def restore(self, state: Mapping[str, Any] | None) -> bool:
+        """Goes on where `state` says; returns whether it could."""
+        if state is None or not isinstance(self.batches, DistributedDataset):
+            return False
+        self.batches.restore(state)
+        return True
+
+
+def open_feed(
+    data: Any,
+    strategy: Strategy,
+    *,
+    epochs: int | None,
+    steps: int | None,
+    global_batch: int | None,
+    shuffle_seed: int | None,
+    steps_per_call: int = 1,
+) -> Feed:
+    """Lays data out for a strategy.
+
+    Args:
+        data: as `jdist.fit` takes it.
+        strategy: whose replicas get it.
+        epochs: how often to go through it.
+        steps: how many steps to make; at most one of both is given, none is one pass.
+        global_batch: rows of a step, of arrays.
+        shuffle_seed: seed of the order, of arrays.
+        steps_per_call: how many batches a call takes.
+
+    Raises:
+        DatasetError: `data` is nothing to train on, or an option does not go with it.
+    """
+    if is_arrays(data):
+        if global_batch is None:
+            raise DatasetError(
+                "`global_batch` is missing: of arrays say how many rows a step takes, over all replicas, for example "
+                "global_batch=128."
+            )
+        data = from_arrays(
+            data,
+            global_batch=global_batch,
+            shuffle_seed=shuffle_seed,
+            epochs=None if steps is not None else epochs or 1,
+        )
+    else:
+        for name, value in (("global_batch", global_batch), ("shuffle_seed", shuffle_seed)):
+            if value is not None:
+                raise DatasetError(
+                    f"`{name}` is {value}, but `data` is {_kind(data)}, which has batches of its own. Leave it out, or give "
+                    "arrays: a dict of numpy arrays of one length."
+                )
+        if isinstance(data, ArraySource):
+            data = _with_epochs(data, epochs, steps)
+    if isinstance(data, ArraySource):
+        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call)
+        return Feed(batches=batches, steps_per_epoch=data.steps_per_epoch, num_steps=data.num_steps)
+    if isinstance(data, DistributedDataset) or (strategy.coordinator is not None and _is_of_workers(data)):
+        batches: Any = data
+    elif callable(data):
+        function: Any = data
+        batches = strategy.distribute_datasets_from_function(function, steps_per_call=steps_per_call)
+    else:
+        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call)
+    one_pass = batches.num_steps if isinstance(batches, DistributedDataset) else None
+    return Feed(
+        batches=batches,
+        steps_per_epoch=None,
+        num_steps=None if one_pass is None or epochs is None else one_pass * epochs,
+    )
+
+
+def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> ArraySource:
+    """So that the order is drawn anew in each epoch, which a second pass over the source would not do."""
+    if epochs is not None and source.epochs not in (None, 1):
+        raise DatasetError(
+            f"`epochs` is {epochs}, and `data` has {source.epochs} epochs already. Say it once: leave out one of them."
+        )
+    if epochs is not None:
+        return dataclasses.replace(source, epochs=epochs)
+    if steps is not None and source.epochs == 1:
+        return dataclasses.replace(source, epochs=None)
+    return source
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether data is arrays of rows, not batches of them: a dict or tuple of arrays, or one array."""
+    if isinstance(data, Mapping | tuple):
+        leaves: Sequence[Any] = jax.tree.leaves(dict(data) if isinstance(data, Mapping) else data)
+        return bool(leaves) and all(isinstance(x, np.ndarray | jax.Array) for x in leaves)
+    return isinstance(data, np.ndarray | jax.Array)
+
+
+def _is_of_workers(data: Any) -> bool:
+    from jdist.ps.datasets import WorkerDataset  # brings gRPC
+
+    return isinstance(data, WorkerDataset)
+
+
+def _kind(data: Any) -> str:
+    if isinstance(data, DistributedDataset) or not isinstance(data, Iterable):
+        return f"a {type(data).__name__}"
+    return f"a {type(data).__name__} of batches"

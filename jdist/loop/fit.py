@@ -1,0 +1,224 @@
+"""Training from first step to last, with everything that usually goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdist.callbacks.callback import Callback, Moment
+from jdist.callbacks.jsonl import jsonl
+from jdist.callbacks.progress import progress as progress_bar
+from jdist.cluster.stop import preemption
+from jdist.data.dataset import DistributedDataset
+from jdist.errors import StepError
+from jdist.loop.feed import Feed, is_arrays, open_feed
+from jdist.loop.measure import measure
+from jdist.loop.run import Run
+from jdist.loop.steps import eval_step_of, strategy_of, train_step_of
+from jdist.loop.tally import Measured, Metrics
+from jdist.loop.task import Task
+from jdist.metrics import Metric
+from jdist.report.history import History
+from jdist.strategy import Strategy
+
+PyTree = Any
+
+
+def fit(
+    step: Any,
+    state: PyTree,
+    data: Any,
+    *,
+    strategy: Strategy | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    global_batch: int | None = None,
+    shuffle_seed: int | None = None,
+    steps_per_call: int | None = None,
+    eval_data: Any = None,
+    eval_step: Any = None,
+    eval_every: int | None = None,
+    eval_strategy: Strategy | None = None,
+    metrics: Mapping[str, Metric] | Metric | None = None,
+    callbacks: Sequence[Callback | Callable[[Moment], Any]] = (),
+    log_every: int = 20,
+    log_to: str | os.PathLike[str] | None = "runs/fit",
+    progress: bool = True,
+) -> tuple[PyTree, History]:
+    """Trains a state: the loop over a decorated step, with evaluation, metrics, logs and callbacks.
+
+    Args:
+        step: `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or that step distributed already,
+            which is how other options of `jdist.distribute` are given; or a `jdist.tasks.Task`.
+        state: laid out by the strategy (`strategy.init(...)`), or on the host. It is consumed, as by a call of the step.
+        data: what to train on: numpy arrays (a dict, a tuple or one array, [rows, ...]); a source of global batches
+            (`jdist.data.from_arrays`, `from_files`, any iterable of numpy trees); a function from a `jdist.InputContext` to
+            a source, as for `strategy.distribute_datasets_from_function`; or a dataset that was distributed already.
+        strategy: where the step runs; None: the step's own, else the current one.
+        epochs: how often to go through the data; or give `steps`. Neither: once.
+        steps: how many optimiser updates to make, in as many passes over the data as it takes.
+        global_batch: rows of a step over all replicas, if `data` is arrays; the last of an epoch may have fewer, which are
+            filled up and masked.
+        shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
+        steps_per_call: how many steps are compiled into one call; None: the step's own, else 1.
+        eval_data: what to evaluate on, as `data`; arrays in batches of `global_batch`.
+        eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
+        eval_every: how many steps lie between evaluations; None: an epoch. At the end always.
+        eval_strategy: where to evaluate, on the fetched state; None: where it trains.
+        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
+            `jdist.metrics.collect`, of which all that they return is the contribution.
+        callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
+        log_every: how many steps lie between logged rows.
+        log_to: the folder for a new file of rows, one JSON object a line; None for none.
+        progress: whether to draw a bar, or print lines where there is no terminal.
+
+    Returns:
+        The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt
+        (Ctrl-C, a notebook's stop button) ends training in good order after the running step, and what was reached is returned,
+        with `history.stopped`; a second one leaves at once.
+
+    Raises:
+        StepError: the step, its results or an option is not as said.
+        DatasetError: the data is nothing to train on, or ends before `steps`.
+        NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
+        SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
+
+    Example:
+        >>> import jdist, numpy as np
+        >>> def train_step(w, batch):
+        ...     loss, grad = jdist.value_and_grad(lambda w: jdist.mean((w * batch["x"] - 2.0) ** 2, batch["mask"]))(w)
+        ...     return w - 0.1 * grad, {"loss": loss}
+        >>> rows = {"x": np.ones(100, np.float32)}
+        >>> w, history = jdist.fit(train_step, 0.0, rows, epochs=2, global_batch=16, progress=False, log_to=None)
+        >>> [(epoch["step"], round(epoch["loss"], 3)) for epoch in history.epochs]
+        [(7, 1.719), (14, 0.076)]
+
+    Source: `tf.keras.Model.fit`
+    """
+    _check_counts(epochs=epochs, steps=steps, steps_per_call=steps_per_call, eval_every=eval_every, log_every=log_every)
+    strategy = strategy_of(step, strategy)
+    train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
+    per_call = train_step.options.steps_per_call
+    if steps is not None and steps % per_call:
+        raise StepError(f"`steps` is {steps}, which is no multiple of steps_per_call={per_call}. Choose one that is.")
+    feed = open_feed(
+        data,
+        strategy,
+        epochs=epochs,
+        steps=steps,
+        global_batch=global_batch,
+        shuffle_seed=shuffle_seed,
+        steps_per_call=per_call,
+    )
+    run = Run(
+        strategy=strategy,
+        train_step=train_step,
+        feed=feed,
+        metrics=metrics,
+        callbacks=(told := _callbacks(callbacks, log_to=log_to, progress=progress)),
+        total=steps if steps is not None else feed.num_steps,
+        log_every=log_every,
+        evaluate=_evaluation(step, eval_step, eval_data, strategy, eval_strategy, global_batch, metrics),
+        eval_every=eval_every,
+    )
+    with contextlib.ExitStack() as ends:
+        for callback in told:
+            if callback.close is not None:
+                ends.callback(callback.close)
+        if isinstance(feed.batches, DistributedDataset):
+            ends.callback(feed.batches.close)
+        cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
+        stop = ends.enter_context(preemption(cluster))
+        run.start(train_step.prepare(state, feed.batches.element_spec))
+        passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
+        try:
+            while run.reason is None and not stop.stops_after(run.step) and not _is_enough(run, feed, steps, passes):
+                for batch in feed.batches:
+                    run.call(batch)
+                    if run.step == steps or run.reason is not None or stop.stops_after(run.step):
+                        break
+                else:
+                    run.end_pass()
+            run.history.stopped = run.reason if stop.reason is None else f"by {stop.reason}"
+            run.end()
+        except Exception as exc:
+            exc.add_note(
+                f"jdist.fit was at step {run.step:,}. The newest state of a step that you distribute yourself, "
+                "`train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+            )
+            raise
+    if stop.reason not in (None, "SIGINT"):
+        raise SystemExit(stop.exit_code)
+    return run.state, run.history
+
+
+def _is_enough(run: Run, feed: Feed, steps: int | None, passes: int | None) -> bool:
+    """Whether no further pass over the data is wanted."""
+    if steps is not None and run.step >= steps:
+        return True
+    if feed.steps_per_epoch is not None:
+        return feed.num_steps is not None and run.step >= feed.num_steps
+    return passes is not None and run.epoch >= passes
+
+
+def _evaluation(
+    step: Any,
+    eval_step: Any,
+    data: Any,
+    strategy: Strategy,
+    elsewhere: Strategy | None,
+    global_batch: int | None,
+    metrics: Metrics,
+) -> Callable[[PyTree], Measured] | None:
+    """The function that evaluates a state; None without data for it."""
+    if data is None:
+        for name, value in (("eval_step", eval_step), ("eval_strategy", elsewhere)):
+            if value is not None:
+                raise StepError(f"`{name}` is given without `eval_data`. Give the data to evaluate on as well.")
+        return None
+    if eval_step is None and not isinstance(step, Task):
+        raise StepError(
+            "`eval_data` is given without `eval_step`, a function `(state, batch) -> metrics`. Give that as well."
+        )
+    place = strategy if elsewhere is None else elsewhere
+    own_step = eval_step_of(step if eval_step is None else eval_step, place, call="jdist.fit")
+    rows = global_batch if is_arrays(data) else None
+    feed = open_feed(data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None)
+
+    def evaluate(state: PyTree) -> Measured:
+        own = state if place is strategy else strategy.fetch(state)
+        return measure(own_step, own, feed.batches, place.cluster, metrics)
+
+    return evaluate
+
+
+def _callbacks(
+    given: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
+) -> list[Callback]:
+    """Those given, then those that report."""
+    if isinstance(given, Callback) or callable(given):
+        raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
+    made = []
+    for each in given:
+        if not isinstance(each, Callback) and not callable(each):
+            raise StepError(
+                f"`callbacks` has {each!r:.80}, which is no callback: give what a function of `jdist.callbacks` returns, or a "
+                "function of a moment."
+            )
+        made.append(each if isinstance(each, Callback) else Callback(on_step=each))
+    if log_to is not None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        made.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
+    return [*made, progress_bar()] if progress else made
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise StepError(f"`{name}` is {value!r}; it must be a whole number, 1 or more.")
+    if counts["epochs"] is not None and counts["steps"] is not None:
+        raise StepError(f"`epochs` is {counts['epochs']} and `steps` is {counts['steps']}; give one of them.")

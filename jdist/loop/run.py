@@ -1,0 +1,195 @@
+"""A training run under way: where it is, what it has measured, and what it tells its callbacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Stop
+from jdist.errors import StepError
+from jdist.loop.feed import Feed
+from jdist.loop.tally import Measured, Metrics, Tally
+from jdist.report.history import History
+from jdist.strategy import Strategy
+from jdist.transforms.distributed import Distributed
+
+PyTree = Any
+Event = Literal["start", "step", "eval", "epoch", "row", "end"]
+
+
+class Run:
+    """A run of `jdist.fit`.
+
+    Args:
+        strategy: where it trains.
+        train_step: makes the steps.
+        feed: gives the batches.
+        metrics: which of the step's results are contributions of metrics, as for `Tally`.
+        callbacks: whom to tell.
+        total: how many steps there will be; None: not known.
+        log_every: how many steps lie between logged rows.
+        evaluate: `(state) -> what was measured`; None: there is nothing to evaluate on.
+        eval_every: how many steps lie between evaluations; None: an epoch.
+
+    Attributes:
+        state: the newest state.
+        step: steps done.
+        epoch: epochs ended.
+        history: what was measured.
+        reason: why a callback wants it to end; None if none does.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        train_step: Distributed,
+        feed: Feed,
+        metrics: Metrics,
+        callbacks: Sequence[Callback],
+        total: int | None,
+        log_every: int,
+        evaluate: Callable[[PyTree], Measured] | None,
+        eval_every: int | None,
+    ):
+        self._strategy, self._train_step, self._feed, self._total = strategy, train_step, feed, total
+        self._log_every, self._evaluate, self._eval_every = log_every, evaluate, eval_every
+        self._per_call = train_step.options.steps_per_call
+        self._tally = Tally(metrics, steps_per_call=self._per_call)
+        self._keeps = _by_name(callbacks)
+        events: tuple[Event, ...] = ("start", "step", "eval", "epoch", "row", "end")
+        self._told = {event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events}
+        # What is saved with the state has to be there before a checkpoint is read.
+        self._told["start"] = [
+            c.on_start for c in sorted(callbacks, key=lambda c: c.keeps is None) if c.on_start is not None
+        ]
+        self.state: PyTree = None
+        self.step = self.epoch = self._before = 0
+        self._evaluated: int | None = None
+        self.history = History()
+        self.reason: str | None = None
+        self._start_s = time.monotonic()
+
+    def start(self, state: PyTree) -> None:
+        """Begins with a state, or where a callback says that an earlier run left off."""
+        self.state = state
+        moment = self._moment("start", None)
+        for function in self._told["start"]:
+            answer = function(moment)
+            if isinstance(answer, Resume):
+                self.state, self.step, self._before = answer.state, answer.step, answer.step
+                self.epoch = int(answer.notes.get("epoch", 0))
+                self.history.rows[:] = answer.notes.get("rows", [])
+                self._feed.restore(answer.data)
+                moment.state, moment.step, moment.epoch = self.state, self.step, self.epoch
+            else:
+                self._heed(answer)
+        if self._strategy.cluster is not None:
+            self._strategy.cluster.at_step(self.step)
+
+    def call(self, batch: PyTree) -> None:
+        """Makes the step, or the steps, of one call, and whatever is due after it."""
+        count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
+        self.state, measured = self._train_step(self.state, batch)
+        self._before, self.step = self.step, self.step + count
+        per_epoch = self._feed.steps_per_epoch
+        if per_epoch is None:
+            self._tally.add(measured, batch, (self.epoch,) * count)
+            self._settle(())
+        else:
+            self._tally.add(measured, batch, [i // per_epoch for i in range(self._before, self.step)])
+            self._settle(range(self._before // per_epoch, self.step // per_epoch))
+
+    def end_pass(self) -> None:
+        """The data has come to its end; where each pass is an epoch, so has that."""
+        if self._feed.steps_per_epoch is None:
+            self._before = self.step  # no step is told of twice
+            self._settle((self.epoch,))
+
+    def end(self) -> None:
+        """Evaluates what is left to evaluate, and tells the callbacks that it is over."""
+        self._train_step.wait()
+        if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
+            self._before = self.step
+            self._tell_row(self._measured("eval", self._evaluate(self.state), None))
+        self._tell("end", None)
+
+    def _settle(self, ended: Sequence[int]) -> None:
+        """What is due after a call, or at the end of a pass."""
+        is_last = self.step == self._total and self.step > self._before
+        row = self._row(self._tally.newest()) if is_last or self._is_due(self._log_every) else None
+        if self._evaluate is not None and (bool(ended) if self._eval_every is None else self._is_due(self._eval_every)):
+            self._evaluated = self.step
+            row = self._measured("eval", self._evaluate(self.state), row)
+        for epoch in ended:
+            self.epoch = epoch + 1
+            row = self._measured("epoch", self._tally.take(epoch, self._strategy.cluster)[0], row)
+        if self.step > self._before:
+            self._tell("step", row)
+        self._tell_row(row)
+
+    def _is_due(self, every: int) -> bool:
+        return self.step // every > self._before // every
+
+    def _row(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        row = {"step": self.step, "epoch": self.epoch, "time_s": round(time.monotonic() - self._start_s, 3), **measured}
+        self.history.rows.append(row)
+        return row
+
+    def _measured(
+        self, event: Literal["eval", "epoch"], measured: Measured, row: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        row = self._row({}) if row is None else row
+        row["epoch"] = self.epoch
+        row.update({f"{event}/{name}": value for name, value in measured.items()})
+        self._tell(event, row, measured)
+        return row
+
+    def _tell_row(self, row: dict[str, Any] | None) -> None:
+        if row is not None:
+            self._tell("row", row)
+
+    def _tell(self, event: Event, row: dict[str, Any] | None, measured: Measured | None = None) -> None:
+        if self._told[event]:
+            moment = self._moment(event, row, measured)
+            for function in self._told[event]:
+                self._heed(function(moment))
+
+    def _heed(self, answer: Any) -> None:
+        if isinstance(answer, Stop):
+            self.reason = self.reason or answer.reason
+        elif answer is not None:
+            raise StepError(
+                f"a callback returned {answer!r:.80}; it returns nothing, or `jdist.callbacks.Stop(reason)` to end training."
+            )
+
+    def _moment(self, event: Event, row: dict[str, Any] | None, measured: Measured | None = None) -> Moment:
+        return Moment(
+            event=event,
+            step=self.step,
+            steps_in_call=self.step - self._before,
+            total_steps=self._total,
+            epoch=self.epoch,
+            state=self.state,
+            strategy=self._strategy,
+            history=self.history,
+            row=row,
+            reason=self.history.stopped,
+            data=self._feed.state,
+            kept=self._keeps,
+            measure=self._tally.newest if measured is None else lambda: measured,
+        )
+
+
+def _by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
+    found: dict[str, Keeps] = {}
+    for callback in callbacks:
+        if callback.keeps is not None:
+            if callback.name in found:
+                raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
+            found[callback.name] = callback.keeps
+    return found

@@ -1,0 +1,87 @@
+"""Steps as a loop takes them: plain functions, distributed ones, or those of a task."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jdist.errors import StepError, StrategyError
+from jdist.loop.task import Task
+from jdist.strategies.default import get_strategy
+from jdist.strategy import Strategy
+from jdist.transforms.distribute import distribute
+from jdist.transforms.distributed import Distributed
+
+
+def strategy_of(step: Any, strategy: Strategy | None) -> Strategy:
+    """The strategy to use: the one given, else the step's own, else the current one.
+
+    Raises:
+        StrategyError: the step was distributed under another one, or `strategy` is none.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
+    if not isinstance(step, Distributed):
+        return get_strategy() if strategy is None else strategy
+    if strategy is not None and strategy is not step.strategy:
+        raise StrategyError(
+            f"{step.__name__} is distributed under {step.strategy!r}, and `strategy` is {strategy!r}. Leave `strategy` out, "
+            "or give the plain function."
+        )
+    return step.strategy
+
+
+def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) -> Distributed:
+    """The distributed train step of what `jdist.fit` was given.
+
+    Raises:
+        StepError: it is no step, or was made with another `steps_per_call`.
+    """
+    if isinstance(step, Task):
+        step = step.train_step
+    if not isinstance(step, Distributed):
+        return distribute(_callable(step, "jdist.fit"), strategy, steps_per_call=steps_per_call or 1)
+    if steps_per_call not in (None, step.options.steps_per_call):
+        raise StepError(
+            f"`steps_per_call` is {steps_per_call}, but {step.__name__} was distributed with "
+            f"steps_per_call={step.options.steps_per_call}. Say it there, and leave it out here."
+        )
+    if step.options.args != ("state", "batch"):
+        raise StepError(
+            f"{step.__name__} has args={step.options.args!r}; `jdist.fit` calls a step with a state and a batch. Write a step "
+            "`(state, batch) -> (state, metrics)` that keeps what else it needs in its state, or closes over it."
+        )
+    return step
+
+
+@functools.lru_cache(maxsize=32)  # so that an evaluation in a loop is compiled once
+def distributed_once(step: Callable[..., Any], strategy: Strategy, returns: str) -> Distributed:
+    """A plain function of state and batch, distributed; the same one for the same function and strategy."""
+    return distribute(step, strategy, args=("state", "batch"), returns=(returns,))
+
+
+def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: str = "metrics") -> Distributed:
+    """The distributed step of what `jdist.evaluate` or `jdist.predict` was given.
+
+    Raises:
+        StepError: it is no step, or a distributed one that returns something else.
+    """
+    if isinstance(step, Task):
+        step = step.eval_step
+    if not isinstance(step, Distributed):
+        return distributed_once(_callable(step, call), strategy, returns)
+    if step.options.returns != (returns,):
+        raise StepError(
+            f"{step.__name__} was distributed with returns={step.options.returns!r}; {call} needs "
+            f'`jdist.distribute(step, strategy, returns=("{returns}",))`, or the plain function.'
+        )
+    return step
+
+
+def _callable(step: Any, call: str) -> Callable[..., Any]:
+    if not callable(step):
+        raise StepError(
+            f"{call} needs a step, it got {step!r:.80}: a function of a state and a batch, or a `jdist.tasks.Task`."
+        )
+    return step

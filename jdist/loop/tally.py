@@ -1,0 +1,173 @@
+"""What steps have measured, brought together: exact over batches of any size, replicas and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.cluster.runtime import Runtime
+from jdist.data.batching import Masked
+from jdist.data.leaves import MASK
+from jdist.errors import StepError
+from jdist.global_arrays import local_rows
+from jdist.metrics import Metric
+
+PyTree = Any
+Measured = dict[str, Any]
+Metrics = Mapping[str, Metric] | Metric | None
+_WHOLE = "metrics"  # the name of a metric that stands for all that a step returns
+_READ_AHEAD = 64  # calls whose results may wait to be read, so that no step waits for the host
+_EXCHANGE_S = 600.0
+
+
+class Tally:
+    """Adds up what the calls of a step return for metrics, by epoch.
+
+    A scalar is averaged, each step with the weight that its batch has: the sum of its mask, else its rows. What a
+    `jdist.metrics.Metric` has contributed is added up by that metric.
+
+    Args:
+        metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
+            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`.
+        steps_per_call: how many steps a call makes; above 1 results lead with that axis.
+    """
+
+    def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1):
+        self._is_whole = isinstance(metrics, Metric)
+        self._metrics = {_WHOLE: metrics} if isinstance(metrics, Metric) else dict(metrics or {})
+        self._steps_per_call = steps_per_call
+        self._waiting: list[tuple[Any, Any, Sequence[int]]] = []
+        self._newest: Any = None
+        self._epochs: dict[int, _Totals] = {}
+        self._checked = False
+
+    def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,)) -> None:
+        """Takes in what a call has returned; waits for it later.
+
+        Args:
+            measured: scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above 1.
+            batch: what the call was given.
+            epochs: the epoch that each of its steps belongs to.
+
+        Raises:
+            StepError: `measured` is no dict of scalars and contributions by name.
+        """
+        if self._is_whole:
+            measured = {_WHOLE: measured}
+        if not self._checked:
+            self._check(measured)
+        self._newest = measured
+        self._waiting.append((measured, _weights(batch), epochs))
+        if len(self._waiting) > 2 * _READ_AHEAD:
+            self._read(_READ_AHEAD)
+
+    def newest(self) -> Measured:
+        """What the last step has measured: plain numbers by name, the loss first. Waits for it."""
+        if self._newest is None:
+            return {}
+        values = jax.device_get(dict(self._newest))
+        if self._steps_per_call > 1:
+            values = jax.tree.map(lambda x: x[-1], values)
+        return _flat({name: self._result(name, value) for name, value in values.items()})
+
+    def take(self, epoch: int = 0, cluster: Runtime | None = None) -> tuple[Measured, float]:
+        """The results of an epoch, which is forgotten then, and the weight of all its steps.
+
+        Args:
+            epoch: as given to `add`.
+            cluster: the processes that share the rows of each batch; None: this one alone. All have to ask.
+
+        Returns:
+            Means and results by name, the loss first; empty if there was no step.
+        """
+        self._read(0)
+        totals = self._epochs.pop(epoch, None) or _Totals()
+        weight, sums = totals.weight, totals.sums
+        if cluster is not None and cluster.num_processes > 1:
+            # Each process knows the weights of its own rows; what was measured is the same on all.
+            said = cluster.exchange("a mean over all rows", [weight, sums], _EXCHANGE_S)
+            weight = sum(part for part, _ in said)
+            sums = {name: sum(part[name] for _, part in said) for name in sums}
+        found: Measured = {name: float(np.float64(total) / np.float64(weight)) for name, total in sums.items()}
+        found |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
+        return _flat(found), weight
+
+    def _check(self, measured: Any) -> None:
+        self._checked = True
+        if not isinstance(measured, Mapping):
+            raise StepError(
+                f"the step returned {type(measured).__name__} for metrics; return a dict of scalars by name, such as "
+                '`{"loss": loss}`.'
+            )
+        lead = 1 if self._steps_per_call > 1 else 0
+        for name, value in measured.items():
+            if name not in self._metrics and (isinstance(value, Mapping | list | tuple) or np.ndim(value) != lead):
+                shape = (
+                    type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
+                )
+                raise StepError(
+                    f"the step returned metric {name!r} of {shape}, not a scalar. If it is what a `jdist.metrics` metric "
+                    f"contributes, say which: `metrics={{{name!r}: metric}}`."
+                )
+
+    def _read(self, keep: int) -> None:
+        """Reads all that waits but the last `keep`."""
+        end = len(self._waiting) - keep
+        read, self._waiting = self._waiting[:end], self._waiting[end:]
+        for measured, weights, epochs in read:
+            values = jax.device_get(dict(measured))
+            each = weights() if self._steps_per_call > 1 else [weights().sum()]
+            for i, epoch in enumerate(epochs):
+                own = values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
+                self._epochs.setdefault(epoch, _Totals()).add(float(np.sum(each[i])), own, self._metrics)
+
+    def _result(self, name: str, value: Any) -> Any:
+        metric = self._metrics.get(name)
+        return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.sums: dict[str, float] = {}
+        self.contributed: dict[str, Any] = {}
+
+    def add(self, weight: float, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
+        self.weight += weight
+        for name, value in values.items():
+            if name in metrics:
+                metric = metrics[name]
+                self.contributed[name] = metric.add(self.contributed.get(name, metric.zero), value)
+            elif weight:  # of no rows a mean is NaN, and says nothing
+                self.sums[name] = self.sums.get(name, 0.0) + weight * float(value)
+            else:
+                self.sums.setdefault(name, 0.0)
+
+
+def _weights(batch: PyTree) -> Any:
+    """A function that gives the weights of a batch's rows; it holds no other array of the batch."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else batch.mask if isinstance(batch, Masked) else None
+    if mask is not None:
+        return lambda: np.asarray(local_rows(mask), np.float64)
+    leaf = jax.tree.leaves(batch)[0]
+    rows = leaf.shape[:1] if isinstance(leaf, np.ndarray | jax.Array) else 1  # a batch that a worker reads weighs 1
+    return lambda: np.ones(rows)
+
+
+def _flat(found: Measured) -> Measured:
+    """Results with those of a collection of metrics by their own names, the loss first."""
+    flat: Measured = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= {inner if name == _WHOLE else f"{name}/{inner}": each for inner, each in value.items()}
+        else:
+            flat[name] = value
+    return loss_first(flat)
+
+
+def loss_first(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics in the order to show them in: JAX hands dicts back sorted by name."""
+    return dict(sorted(measured.items(), key=lambda item: item[0] != "loss"))

@@ -1,0 +1,47 @@
+"""Files that no kill leaves half written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from jdist.errors import ConfigError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure of the file system into a `ConfigError` that names the path."""
+    try:
+        yield
+    except OSError as exc:
+        where = exc.filename or path
+        raise ConfigError(
+            f"{where}: cannot be written: {exc.strerror or exc}. What was saved before is untouched; "
+            "free or mend the disk, or choose another place (of `jdist run`: log.folder=FOLDER), and run the "
+            "same command again."
+        ) from exc
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file as a whole: whenever this process is killed, the old file is there or the new one.
+
+    Args:
+        path: the file.
+        content: its new content; text is written as UTF-8.
+
+    Raises:
+        ConfigError: the file system refuses; the old file is untouched.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            with partial.open("wb") as handle:
+                handle.write(content.encode() if isinstance(content, str) else content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,95 @@
+"""What a training run has measured, which plots itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jdist.errors import ConfigError
+from jdist.near import did_you_mean
+from jdist.report.curves import NOT_MEASURED, as_png
+from jdist.report.files import write_atomically
+
+
+@dataclass(eq=False)
+class History:
+    """The rows that a run has logged.
+
+    Attributes:
+        rows: dicts, "step" and "epoch" first, then what was measured: "loss" of one step, "epoch/loss" over an epoch,
+            "eval/loss" of an evaluation.
+        stopped: why the run ended before its time; None if it did not.
+
+    Example:
+        >>> history = History([{"step": 1, "epoch": 0, "loss": 2.0}, {"step": 2, "epoch": 1, "loss": 1.0, "eval/loss": 1.5}])
+        >>> steps, losses = history["loss"]
+        >>> losses.tolist(), history.evals
+        ([2.0, 1.0], [{'step': 2, 'epoch': 1, 'loss': 1.5}])
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    stopped: str | None = None
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """Of each epoch the means and metrics over all its rows, with "step" and "epoch"."""
+        return self._of("epoch/")
+
+    @property
+    def evals(self) -> list[dict[str, Any]]:
+        """What each evaluation has measured, with "step" and "epoch"."""
+        return self._of("eval/")
+
+    def __getitem__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The steps at which something was measured, and its values.
+
+        Args:
+            name: such as "loss", "epoch/loss" or "eval/loss".
+
+        Raises:
+            KeyError: nothing of that name was measured.
+        """
+        points = [(row["step"], row[name]) for row in self.rows if name in row]
+        if not points:
+            names = sorted({key for row in self.rows for key in row if key not in NOT_MEASURED})
+            raise KeyError(
+                f"{name!r} was not measured; there are {', '.join(names) or 'no rows'}.{did_you_mean(name, names)}"
+            )
+        steps, values = zip(*points, strict=True)
+        return np.array(steps), np.array(values)
+
+    def plot(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+        """Draws the curves into a PNG file. In a notebook a history shows them by itself.
+
+        Args:
+            path: the file, replaced as a whole.
+            title: heading.
+
+        Raises:
+            ConfigError: nothing was measured, matplotlib is not installed, or the file cannot be written.
+        """
+        picture = as_png(self.rows, title=title)
+        if isinstance(picture, str):
+            raise ConfigError(f"{os.fspath(path)}: {picture}")
+        write_atomically(Path(path), picture)
+
+    def _repr_png_(self) -> bytes | None:
+        picture = as_png(self.rows, title="")
+        return None if isinstance(picture, str) else picture
+
+    def _of(self, prefix: str) -> list[dict[str, Any]]:
+        found = []
+        for row in self.rows:
+            own = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+            if own:
+                found.append({"step": row["step"], "epoch": row["epoch"]} | own)
+        return found
+
+    def __repr__(self) -> str:
+        last = self.rows[-1]["step"] if self.rows else 0
+        stopped = f", stopped: {self.stopped}" if self.stopped else ""
+        return f"History({last:,} steps, {len(self.rows):,} rows, {len(self.evals):,} evaluations{stopped})"

@@ -1,0 +1,36 @@
+"""What every distributed step is, whatever its strategy."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from jdist.strategy import Strategy
+from jdist.transforms.options import StepOptions
+
+PyTree = Any
+
+
+class Distributed(abc.ABC):
+    """What `jdist.distribute` returns.
+
+    Attributes:
+        strategy: the strategy it runs under.
+        options: the options of `jdist.distribute`.
+    """
+
+    strategy: Strategy
+    options: StepOptions
+    __name__: str
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; called like the function that it was made of."""
+
+    @abc.abstractmethod
+    def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
+        """The state as a call takes and returns it; nothing of the step is run."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits for every call in flight."""

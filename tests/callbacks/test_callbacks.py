@@ -1,0 +1,332 @@
+"""What goes along with training, each on its own and together."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import callbacks
+from jdist.errors import ConfigError, StepError
+from jdist.train import CheckpointWarning
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
+from loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
+
+QUIET: dict[str, Any] = {"progress": False, "log_to": None}
+EVAL: dict[str, Any] = {"eval_data": HELD_OUT, "eval_step": eval_step}
+
+
+def fit(*told: Any, state: Any = None, **options: Any) -> tuple[Any, jdist.History]:
+    given = {"epochs": 2, "global_batch": 16, **QUIET} | options
+    return jdist.fit(train_step, create_state() if state is None else state, DATA, callbacks=told, **given)
+
+
+class TestCallback:
+    def test_the_order_of_what_is_told(self):
+        told: list[tuple[str, int, int]] = []
+
+        def note(moment: callbacks.Moment) -> None:
+            told.append((moment.event, moment.step, moment.epoch))
+
+        names = ("on_start", "on_step", "on_eval", "on_epoch", "on_row", "on_end")
+        everything = callbacks.Callback(**dict.fromkeys(names, note), close=lambda: told.append(("close", 0, 0)))
+        fit(everything, epochs=1, global_batch=50, log_every=1, **EVAL)
+        assert told == [
+            ("start", 0, 0),
+            ("step", 1, 0),
+            ("row", 1, 0),
+            ("eval", 2, 0),
+            ("epoch", 2, 1),
+            ("step", 2, 1),
+            ("row", 2, 1),
+            ("end", 2, 1),
+            ("close", 0, 0),
+        ]
+
+    def test_a_stop_ends_it_after_that_step(self):
+        ended = []
+        stop = callbacks.Callback(
+            on_step=lambda moment: callbacks.Stop("enough") if moment.step == 3 else None,
+            on_end=lambda moment: ended.append((moment.step, moment.reason)),
+        )
+        state, history = fit(stop)
+        assert int(state.step) == 3
+        assert history.stopped == "enough"
+        assert ended == [(3, "enough")]
+
+    def test_all_are_closed_after_an_error(self):
+        closed = []
+
+        def fail(moment: callbacks.Moment) -> None:
+            raise RuntimeError("of its own")
+
+        with pytest.raises(RuntimeError, match="of its own"):
+            fit(callbacks.Callback(close=lambda: closed.append(1)), fail)
+        assert closed == [1]
+
+    def test_several_steps_a_call(self):
+        seen = []
+        fit(lambda moment: seen.append((moment.step, moment.steps_in_call)), steps_per_call=4)
+        assert seen == [(4, 4), (8, 4), (12, 4), (14, 2)]
+
+
+class TestEarlyStopping:
+    @staticmethod
+    def run(losses: list[float], **options: Any) -> tuple[int, str | None]:
+        values = iter(losses)
+
+        def measured(state: Any, batch: Any) -> Any:
+            return {"loss": state.params["w"][0]}
+
+        def overwrite(moment: callbacks.Moment) -> None:
+            assert moment.row is not None
+            moment.row["eval/loss"] = next(values)
+
+        stop = callbacks.early_stopping(**options)
+        _, history = fit(
+            callbacks.Callback(on_eval=overwrite), stop, epochs=len(losses), eval_data=HELD_OUT, eval_step=measured
+        )
+        return len(history.evals), history.stopped
+
+    def test_it_waits_for_as_long_as_it_was_told(self):
+        losses = [3.0, 2.0, 2.5, 2.4, 1.9, 2.0, 2.0, 2.0, 1.0]
+        assert self.run(losses, patience=3) == (8, "eval/loss has not improved on 1.9 for 3 evals")
+        assert self.run(losses, patience=2)[0] == 4
+        assert self.run(losses, patience=4) == (9, None)
+
+    def test_more_may_be_better_and_little_is_nothing(self):
+        assert self.run([1.0, 1.05, 1.08, 2.0], patience=2, mode="max", min_delta=0.1)[0] == 3
+        assert self.run([float("nan")] * 3, patience=2)[0] == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            ({"mode": "best"}, "`mode` is 'best'"),
+            ({"patience": 0}, "`patience` is 0"),
+            ({"metric": "loss"}, "must begin with 'eval/'"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, text):
+        with pytest.raises(StepError, match=text):
+            callbacks.early_stopping(**arguments)
+
+    def test_a_metric_that_is_not_measured(self):
+        with pytest.raises(StepError, match=r"'eval/acc' was not measured; there are 'eval/loss'"):
+            fit(callbacks.early_stopping("eval/acc"), **EVAL)
+
+
+class TestCheckpoint:
+    def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(self, tmp_path):
+        whole, _ = fit(epochs=4, shuffle_seed=0)
+        stop = lambda moment: callbacks.Stop("here") if moment.step == 10 else None  # noqa: E731 - a function, as users write one
+        state, _ = fit(callbacks.checkpoint(tmp_path, every=3), stop, epochs=4, shuffle_seed=0)
+        assert int(state.step) == 10
+        state, history = fit(callbacks.checkpoint(tmp_path, every=3), epochs=4, shuffle_seed=0)
+        assert int(state.step) == 28
+        np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+        assert [row["epoch"] for row in history.epochs] == [1, 2, 3, 4]
+        assert history.epochs[0]["step"] == 7
+        again, _ = fit(callbacks.checkpoint(tmp_path, every=3), epochs=4, shuffle_seed=0)
+        np.testing.assert_array_equal(again.params["w"], whole.params["w"])
+
+    def test_the_best_is_kept_too(self, tmp_path):
+        _, history = fit(
+            callbacks.checkpoint(tmp_path, every=None, keep=1, best="eval/loss", mode="min"), epochs=5, **EVAL
+        )
+        losses = [row["loss"] for row in history.evals]
+        with jdist.train.Checkpointer(tmp_path, keep=1, best_metric="eval/loss", best_mode="min") as saved:
+            best = history.evals[int(np.argmin(losses))]["step"]
+            assert saved.best_step == best
+            assert {best, 35} <= set(saved.steps())
+            restored = saved.restore(create_state(), step=best)
+        assert restored is not None
+        measured = jdist.evaluate(eval_step, restored.state, HELD_OUT, global_batch=16)
+        assert measured["loss"] == pytest.approx(min(losses), rel=1e-6)
+
+    def test_data_without_a_position_begins_anew_with_a_warning(self, tmp_path):
+        batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
+        jdist.fit(train_step, create_state(), batches, steps=2, callbacks=[callbacks.checkpoint(tmp_path)], **QUIET)
+        with pytest.warns(CheckpointWarning, match="without a position in the data"):
+            state, _ = jdist.fit(
+                train_step, create_state(), batches, steps=6, callbacks=[callbacks.checkpoint(tmp_path)], **QUIET
+            )
+        assert int(state.step) == 6
+
+    def test_anew_although_there_is_one(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path))
+        state, _ = fit(callbacks.checkpoint(tmp_path, resume=False), epochs=1)
+        assert int(state.step) == 7
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"), [({"every": 0}, "`every` is 0"), ({"best": "accuracy"}, "`best` is 'accuracy'")]
+    )
+    def test_bad_arguments(self, arguments, text, tmp_path):
+        with pytest.raises(StepError, match=text):
+            callbacks.checkpoint(tmp_path, **arguments)
+
+
+class TestEma:
+    def test_it_is_the_average(self):
+        seen = []
+        average = callbacks.ema(0.8)
+        fit(
+            average,
+            lambda moment: seen.append(np.array(moment.state.params["w"])),
+            strategy=jdist.mirrored(jax.devices()[:2]),
+        )
+        expected = np.zeros(3)
+        for w in seen:
+            expected = 0.8 * expected + 0.2 * w
+        np.testing.assert_allclose(average.average()["w"], expected, rtol=1e-5)
+
+    def test_it_is_saved_and_comes_back(self, tmp_path):
+        whole = callbacks.ema(0.8)
+        fit(whole, epochs=4)
+        for epochs in (2, 4):
+            average = callbacks.ema(0.8)
+            state, _ = fit(callbacks.checkpoint(tmp_path), average, epochs=epochs)
+        assert int(state.step) == 28
+        np.testing.assert_allclose(average.average()["w"], whole.average()["w"], rtol=1e-6)
+
+    def test_several_steps_a_call_take_the_power(self):
+        average, seen = callbacks.ema(0.9), []
+        fit(average, lambda moment: seen.append(np.array(moment.state.params["w"])), steps_per_call=7)
+        expected = (1 - 0.9**7) * (0.9**7 * seen[0] + seen[1])
+        np.testing.assert_allclose(average.average()["w"], expected, rtol=1e-5)
+
+    def test_errors(self):
+        with pytest.raises(StepError, match=r"`decay` is 1\.0"):
+            callbacks.ema(1.0)
+        with pytest.raises(StepError, match="Say how"):
+            jdist.fit(
+                lambda state, batch: (state, {}),
+                {"w": np.zeros(2)},
+                DATA,
+                global_batch=16,
+                callbacks=[callbacks.ema()],
+                **QUIET,
+            )
+        with pytest.raises(StepError, match="two callbacks of the name 'ema'"):
+            fit(callbacks.ema(), callbacks.ema(0.9))
+
+
+class TestFiles:
+    def test_json_lines(self, tmp_path):
+        _, history = fit(callbacks.jsonl(tmp_path / "sub" / "rows.jsonl"), log_every=4, **EVAL)
+        rows = [json.loads(line) for line in (tmp_path / "sub" / "rows.jsonl").read_text().splitlines()]
+        assert rows == history.rows
+        assert list(rows[0])[:2] == ["step", "epoch"]
+
+    def test_a_file_by_default(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        fit(log_to="runs/fit")
+        (file,) = (tmp_path / "runs" / "fit").iterdir()
+        assert len(file.read_text().splitlines()) == 2
+
+    def test_a_resumed_run_goes_on_in_its_file(self, tmp_path):
+        def told() -> list[callbacks.Callback]:
+            return [callbacks.checkpoint(tmp_path / "saved", every=5), callbacks.jsonl(tmp_path / "rows.jsonl")]
+
+        def fail(moment: callbacks.Moment) -> None:
+            if moment.step == 12:
+                raise RuntimeError("of its own")
+
+        with pytest.raises(RuntimeError, match="of its own"):
+            fit(*told(), callbacks.Callback(on_step=fail), epochs=4, log_every=1)
+        fit(*told(), epochs=4, log_every=1)
+        steps = [json.loads(line)["step"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, 29))
+
+    def test_a_table(self, tmp_path):
+        _, history = fit(callbacks.csv(tmp_path / "sub" / "rows.csv"), log_every=4, **EVAL)
+        with (tmp_path / "sub" / "rows.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == [row["step"] for row in history.rows]
+        found = [{name: float(value) for name, value in row.items() if value} for row in rows]
+        assert found == [{name: float(value) for name, value in row.items()} for row in history.rows]
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            fit(callbacks.jsonl(tmp_path / "file" / "rows.jsonl"))
+
+    def test_tensorboard(self, tmp_path):
+        pytest.importorskip("tensorboardX")
+        fit(callbacks.tensorboard(tmp_path), **EVAL)
+        (file,) = tmp_path.iterdir()
+        content = file.read_bytes()
+        assert b"eval/loss" in content
+        assert b"epoch/loss" in content
+
+    def test_a_trace_of_some_steps(self, tmp_path):
+        fit(callbacks.profiler(tmp_path, first=3, last=5))
+        (trace,) = tmp_path.rglob("perfetto_trace.json.gz")
+        assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert list(tmp_path.rglob("*.xplane.pb"))
+        with pytest.raises(StepError, match="1 <= first <= last"):
+            callbacks.profiler(tmp_path, first=4, last=3)
+
+
+class TestOthers:
+    def test_weights_and_biases(self, monkeypatch):
+        logged: list[Any] = []
+
+        class Run:
+            def log(self, values: Any, step: int) -> None:
+                logged.append((step, values))
+
+            def finish(self) -> None:
+                logged.append("finished")
+
+        service = types.ModuleType("wandb")
+        service.init = lambda **options: logged.append(options) or Run()
+        monkeypatch.setitem(sys.modules, "wandb", service)
+        _, history = fit(callbacks.wandb(project="p", mode="offline"), log_every=7)
+        assert logged == [
+            {"project": "p", "mode": "offline"},
+            *[(row["step"], row) for row in history.rows],
+            "finished",
+        ]
+
+    @pytest.mark.parametrize("name", ["wandb", "tensorboardX"])
+    def test_what_is_not_installed_is_named(self, name, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError, match=r"pip install 'jdist\["):
+            callbacks.wandb() if name == "wandb" else callbacks.tensorboard(tmp_path)
+
+    def test_the_learning_rate(self):
+        schedule = optax.linear_schedule(1.0, 0.0, 14)
+        _, history = fit(callbacks.learning_rate_log(schedule), log_every=7)
+        np.testing.assert_allclose(history["learning_rate"][1], [float(schedule(6)), float(schedule(13))])
+        with pytest.raises(StepError, match="`schedule` is 'cosine'"):
+            callbacks.learning_rate_log("cosine")
+
+    def test_a_metric_that_is_no_number_ends_it(self):
+        def step(state: Any, batch: Any) -> Any:
+            state, told = train_step(state, batch)
+            return state, {"loss": jnp.where(state.step > 3, jnp.inf, told["loss"])}
+
+        _, history = jdist.fit(
+            step, create_state(), DATA, global_batch=16, log_every=1, callbacks=[callbacks.nan_guard("loss")], **QUIET
+        )
+        assert history.stopped == "loss is inf at step 4"
+
+    def test_lines_of_progress(self, capsys):
+        fit(progress=True, log_every=7, **EVAL)
+        lines = capsys.readouterr().out.splitlines()
+        assert [re.sub(" +", " ", line).split(" ")[1] for line in lines] == ["7/14"] * 3 + ["14/14"] * 3
+        assert "epoch 2: loss" in lines[4]
+        assert "evaluation: loss" in lines[5]

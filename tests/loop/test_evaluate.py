@@ -1,0 +1,95 @@
+"""`jdist.evaluate` and `jdist.predict`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jdist
+from jdist.errors import DatasetError, StepError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loop_programs import DATA, create_state, errors, eval_step, predict_step
+
+W = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def state() -> jdist.TrainState:
+    made = create_state()
+    return made.replace(params={"w": W})
+
+
+@pytest.mark.parametrize("strategy", [jdist.default, jdist.one_device, jdist.mirrored, jdist.central_storage])
+class TestUnderEachStrategy:
+    def test_each_row_counts_once(self, strategy):
+        expected = np.mean(errors({"w": W}, DATA))
+        for batch in (100, 64, 7):
+            measured = jdist.evaluate(eval_step, state(), DATA, strategy=strategy(), global_batch=batch)
+            assert measured["loss"] == pytest.approx(expected, rel=1e-5)
+
+    def test_predictions_come_in_order_without_padding(self, strategy):
+        results = jdist.predict(predict_step, state(), DATA, strategy=strategy(), global_batch=16)
+        np.testing.assert_array_equal(results["y"], DATA["y"])
+        np.testing.assert_allclose(results["predicted"], DATA["x"] @ W, rtol=1e-4, atol=1e-6)
+
+
+def test_an_evaluation_in_a_loop_is_compiled_once(compiled):
+    strategy, own = jdist.one_device(), state()
+    jdist.evaluate(eval_step, own, DATA, strategy=strategy, global_batch=16)
+    compiled.clear()
+    jdist.evaluate(eval_step, own, DATA, strategy=strategy, global_batch=16)
+    assert not compiled
+
+
+def test_metrics_by_name_and_all_at_once():
+    metric = jdist.metrics.collect({"loss": jdist.metrics.mean(), "right": jdist.metrics.accuracy(threshold=0.0)})
+
+    def step(own: Any, batch: Any) -> Any:
+        inputs = {"loss": errors(own.params, batch), "right": (batch["x"] @ own.params["w"], batch["y"] > 0)}
+        return metric.update(inputs, batch["mask"])
+
+    expected = {"loss": np.mean(errors({"w": W}, DATA)), "right": np.mean((DATA["x"] @ W > 0) == (DATA["y"] > 0))}
+    for strategy in (jdist.one_device(), jdist.mirrored(jax.devices()[:2])):
+        found = jdist.evaluate(step, state(), DATA, strategy=strategy, global_batch=16, metrics=metric)
+        assert found == pytest.approx(expected, rel=1e-5)
+        named = jdist.evaluate(
+            lambda own, batch: {"all": step(own, batch)},
+            state(),
+            DATA,
+            strategy=strategy,
+            global_batch=16,
+            metrics={"all": metric},
+        )
+        assert named == pytest.approx({f"all/{name}": value for name, value in expected.items()}, rel=1e-5)
+
+
+def test_weights_of_the_users_own_mask_count():
+    weights = np.arange(100, dtype=np.float32) % 3
+    data = DATA | {"mask": weights}
+    expected = np.average(errors({"w": W}, DATA), weights=weights)
+    measured = jdist.evaluate(eval_step, state(), data, strategy=jdist.mirrored(jax.devices()[:2]), global_batch=16)
+    assert measured["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class TestErrors:
+    def test_a_metric_that_the_step_does_not_return(self):
+        with pytest.raises(StepError, match=r"`metrics` has 'los', but the step returned 'loss'\. Did you mean 'loss'"):
+            jdist.evaluate(eval_step, state(), DATA, global_batch=16, metrics={"los": jdist.metrics.mean()})
+
+    def test_a_step_distributed_for_something_else(self):
+        step = jdist.distribute(eval_step, jdist.one_device(), args=("state", "batch"), returns=("metrics",))
+        with pytest.raises(StepError, match=r'jdist\.predict needs .*returns=\("examples",\)'):
+            jdist.predict(step, state(), DATA, global_batch=16)
+
+    def test_no_rows(self):
+        with pytest.raises(DatasetError, match="empty"):
+            jdist.evaluate(eval_step, state(), {"x": DATA["x"][:0], "y": DATA["y"][:0]}, global_batch=16)
+
+    def test_metrics_that_are_no_dict(self):
+        with pytest.raises(StepError, match="returned ArrayImpl for metrics; return a dict"):
+            jdist.evaluate(lambda own, batch: batch["x"].mean(), state(), DATA, global_batch=16)

@@ -1,0 +1,327 @@
+"""`jdist.fit`: the loop, its data, its epochs, what it evaluates and returns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jdist
+from jdist.errors import DatasetError, NonFiniteError, StepError, StrategyError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loop_programs import DATA, HELD_OUT, by_numpy, create_state, eval_step, train_step
+
+QUIET: dict[str, Any] = {"progress": False, "log_to": None}
+
+
+def mirrored() -> jdist.Strategy:
+    return jdist.mirrored(jax.devices()[:2])
+
+
+class TestEpochs:
+    def test_a_hundred_rows_at_sixteen_are_seven_steps_the_last_of_four(self):
+        w, means = by_numpy(3, global_batch=16)
+        state, history = jdist.fit(
+            train_step, create_state(), DATA, strategy=mirrored(), epochs=3, global_batch=16, **QUIET
+        )
+        assert int(state.step) == 21
+        np.testing.assert_allclose(state.params["w"], w, rtol=1e-5)
+        assert [(row["step"], row["epoch"]) for row in history.epochs] == [(7, 1), (14, 2), (21, 3)]
+        np.testing.assert_allclose([row["loss"] for row in history.epochs], means, rtol=1e-5)
+
+    def test_neither_epochs_nor_steps_is_one_pass(self):
+        state, history = jdist.fit(train_step, create_state(), DATA, global_batch=16, **QUIET)
+        assert int(state.step) == 7
+        assert len(history.epochs) == 1
+
+    def test_steps_go_on_in_further_passes(self):
+        batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
+        for data, options in ((DATA, {"global_batch": 25}), (batches, {})):
+            state, history = jdist.fit(train_step, create_state(), data, steps=10, **options, **QUIET)
+            assert int(state.step) == 10
+            np.testing.assert_allclose([row["step"] for row in history.epochs], [4, 8])
+            np.testing.assert_allclose(
+                [row["loss"] for row in history.epochs], by_numpy(2, global_batch=25)[1], rtol=1e-5
+            )
+
+    def test_an_epoch_that_ends_within_a_call_holds_its_own_steps_alone(self):
+        _, means = by_numpy(4, global_batch=16)
+        state, history = jdist.fit(
+            train_step, create_state(), DATA, strategy=mirrored(), epochs=4, global_batch=16, steps_per_call=4, **QUIET
+        )
+        assert int(state.step) == 28
+        np.testing.assert_allclose([row["loss"] for row in history.epochs], means, rtol=1e-5)
+        assert [row["step"] for row in history.epochs] == [8, 16, 24, 28]
+
+    def test_a_shuffled_source_is_drawn_anew_in_each_epoch(self):
+        seen: list[np.ndarray] = []
+        source = jdist.data.from_arrays(DATA, global_batch=100, shuffle_seed=1)
+
+        def look(state: Any, batch: Any) -> Any:
+            return state, {"first": batch["x"][0, 0]}
+
+        def note(moment: jdist.callbacks.Moment) -> None:
+            seen.append(moment.metrics["first"])
+
+        jdist.fit(look, {"w": np.zeros(())}, source, epochs=3, callbacks=[note], **QUIET)
+        assert len(set(seen)) == 3
+
+    def test_a_function_of_the_input_context_and_a_distributed_dataset(self):
+        strategy = mirrored()
+
+        def dataset(context: jdist.InputContext) -> Any:
+            return jdist.data.from_arrays(DATA, global_batch=context.per_replica_batch(20))
+
+        a, _ = jdist.fit(train_step, create_state(), dataset, strategy=strategy, **QUIET)
+        feed = strategy.distribute_dataset(jdist.data.from_arrays(DATA, global_batch=20))
+        b, _ = jdist.fit(train_step, create_state(), feed, strategy=strategy, **QUIET)
+        assert int(a.step) == int(b.step) == 5
+        np.testing.assert_allclose(a.params["w"], b.params["w"], rtol=1e-6)
+
+
+class TestEvaluation:
+    def test_after_each_epoch_or_as_often_as_asked_and_at_the_end(self):
+        def run(**options: Any) -> list[int]:
+            _, history = jdist.fit(
+                train_step,
+                create_state(),
+                DATA,
+                global_batch=16,
+                eval_data=HELD_OUT,
+                eval_step=eval_step,
+                **options,
+                **QUIET,
+            )
+            return [row["step"] for row in history.evals]
+
+        assert run(epochs=2) == [7, 14]
+        assert run(steps=9) == [7, 9]
+        assert run(steps=9, eval_every=4) == [4, 8, 9]
+        assert run(epochs=2, eval_every=14) == [14]
+
+    def test_elsewhere_gives_the_same(self):
+        def run(**options: Any) -> list[float]:
+            _, history = jdist.fit(
+                train_step,
+                create_state(),
+                DATA,
+                strategy=mirrored(),
+                epochs=2,
+                global_batch=16,
+                eval_data=HELD_OUT,
+                eval_step=eval_step,
+                **options,
+                **QUIET,
+            )
+            return [row["loss"] for row in history.evals]
+
+        np.testing.assert_allclose(run(eval_strategy=jdist.one_device()), run(), rtol=1e-6)
+
+    def test_a_task_brings_its_steps_along(self):
+        from jdist.tasks import digits
+
+        task = digits.make(width=4)
+        import optax
+
+        state, history = jdist.fit(
+            task,
+            jax.jit(lambda key: task.create_state(key, optax.adam(1e-3)))(jax.random.key(0)),
+            task.train_data(512, 0, 1),
+            strategy=jdist.one_device(),
+            eval_data=task.eval_data(360),
+            **QUIET,
+        )
+        assert int(state.step) == 3
+        assert 0 < history.evals[-1]["accuracy"] < 1
+
+
+class TestSteps:
+    def test_a_distributed_step_runs_under_its_own_strategy_with_its_options(self):
+        strategy = mirrored()
+        step = jdist.distribute(train_step, strategy, steps_per_call=2)
+        state, _ = jdist.fit(step, create_state(), DATA, steps=6, global_batch=10, **QUIET)
+        assert int(state.step) == 6
+        assert step.last_state is state
+        assert state.params["w"].sharding == strategy.replicated_sharding
+
+    def test_the_current_strategy_is_taken(self):
+        with mirrored().scope():
+            state, _ = jdist.fit(train_step, create_state(), DATA, steps=2, global_batch=10, **QUIET)
+        assert len(state.params["w"].sharding.device_set) == 2
+
+    def test_compressed_gradients_keep_what_they_left_out(self):
+        strategy = jdist.mirrored(jax.devices()[:2], all_reduce=jdist.reduction.compressed("bf16"))
+        state, _ = jdist.fit(train_step, create_state(), DATA, strategy=strategy, epochs=2, global_batch=16, **QUIET)
+        assert isinstance(state, jdist.WithResiduals)
+        np.testing.assert_allclose(state.params["w"], by_numpy(2, global_batch=16)[0], rtol=2e-2)
+
+    def test_nothing_compiles_after_the_first_epoch(self, compiled):
+        counts = []
+        jdist.fit(
+            train_step,
+            create_state(),
+            DATA,
+            strategy=mirrored(),
+            epochs=4,
+            global_batch=16,
+            eval_data=HELD_OUT,
+            eval_step=eval_step,
+            callbacks=[jdist.callbacks.Callback(on_epoch=lambda moment: counts.append(len(compiled)))],
+            **QUIET,
+        )
+        assert counts[0] > 0
+        assert counts[1:] == counts[:1] * 3
+
+
+class TestHistory:
+    def test_rows_are_logged_every_so_many_steps_and_at_the_end(self):
+        _, history = jdist.fit(train_step, create_state(), DATA, epochs=2, global_batch=16, log_every=5, **QUIET)
+        steps, losses = history["loss"]
+        assert steps.tolist() == [5, 10, 14]
+        assert np.all(np.isfinite(losses))
+        with pytest.raises(KeyError, match=r"'los' was not measured; .* Did you mean 'loss'"):
+            history["los"]
+
+    def test_it_draws_itself(self, tmp_path):
+        _, history = jdist.fit(train_step, create_state(), DATA, epochs=2, global_batch=16, log_every=1, **QUIET)
+        history.plot(tmp_path / "curves.png")
+        assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+        assert history._repr_png_()[:4] == b"\x89PNG"
+
+    def test_metrics_of_several_steps_in_a_call_are_those_of_the_last(self):
+        def run(steps_per_call: int) -> list[float]:
+            _, history = jdist.fit(
+                train_step,
+                create_state(),
+                DATA,
+                steps=12,
+                global_batch=20,
+                log_every=4,
+                steps_per_call=steps_per_call,
+                **QUIET,
+            )
+            return history["loss"][1].tolist()
+
+        np.testing.assert_allclose(run(4), run(1), rtol=1e-5)
+
+    def test_metrics_of_all_rows(self):
+        accuracy = jdist.metrics.accuracy(threshold=0.0)
+
+        def step(state: Any, batch: Any) -> Any:
+            state, told = train_step(state, batch)
+            return state, told | {"right": accuracy.update(batch["x"][:, 0], batch["y"] > 0, batch["mask"])}
+
+        expected = np.mean((DATA["x"][:, 0] > 0) == (DATA["y"] > 0))
+        for k in (1, 3):
+            _, history = jdist.fit(
+                step,
+                create_state(),
+                DATA,
+                epochs=2,
+                global_batch=16,
+                metrics={"right": accuracy},
+                steps_per_call=k,
+                **QUIET,
+            )
+            assert [row["right"] for row in history.epochs] == pytest.approx([expected] * 2)
+
+
+class TestEnding:
+    def test_an_interrupt_ends_it_in_good_order(self):
+        def interrupt(moment: jdist.callbacks.Moment) -> None:
+            if moment.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        before, options = signal.getsignal(signal.SIGINT), {"global_batch": 16, **QUIET}
+        state, history = jdist.fit(train_step, create_state(), DATA, steps=100_000, callbacks=[interrupt], **options)
+        done = int(state.step)
+        assert 3 <= done < 100_000
+        assert history.stopped == "by SIGINT"
+        assert signal.getsignal(signal.SIGINT) is before
+        state, history = jdist.fit(train_step, state, DATA, steps=2, **options)  # the same cell once more
+        assert history.stopped is None
+        assert int(state.step) == done + 2
+
+    def test_sigterm_leaves_with_its_exit_code_after_the_callbacks(self, tmp_path):
+        def terminate(moment: jdist.callbacks.Moment) -> None:
+            if moment.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(SystemExit) as left:
+            jdist.fit(
+                train_step,
+                create_state(),
+                DATA,
+                steps=100_000,
+                global_batch=16,
+                callbacks=[terminate, jdist.callbacks.checkpoint(tmp_path, every=None)],
+                **QUIET,
+            )
+        assert left.value.code == 143
+        with jdist.train.Checkpointer(tmp_path) as checkpoints:
+            assert checkpoints.steps()
+
+    def test_a_gradient_that_is_no_number_says_which_step(self):
+        data = {"x": DATA["x"].copy(), "y": DATA["y"]}
+        data["x"][40] = np.nan
+        with pytest.raises(NonFiniteError) as raised:
+            jdist.fit(train_step, create_state(), data, global_batch=16, **QUIET)
+        assert raised.value.step == 2
+        assert "jdist.fit was at step" in "".join(raised.value.__notes__)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("options", "error", "text"),
+        [
+            ({"global_batch": None}, DatasetError, "`global_batch` is missing"),
+            ({"epochs": 1, "steps": 2}, StepError, "give one of them"),
+            ({"epochs": 0}, StepError, "`epochs` is 0"),
+            ({"steps": True}, StepError, "`steps` is True"),
+            ({"steps": 5, "steps_per_call": 2}, StepError, "no multiple of steps_per_call=2"),
+            ({"log_every": 0}, StepError, "`log_every` is 0"),
+            ({"eval_data": HELD_OUT}, StepError, "without `eval_step`"),
+            ({"eval_step": eval_step}, StepError, "without `eval_data`"),
+            ({"strategy": "mirrored"}, StrategyError, "`strategy` is 'mirrored'"),
+            ({"callbacks": ["early"]}, StepError, "'early', which is no callback"),
+            ({"callbacks": jdist.callbacks.nan_guard()}, StepError, "give a list"),
+            ({"callbacks": [lambda moment: True]}, StepError, "a callback returned True"),
+        ],
+    )
+    def test_bad_arguments(self, options, error, text):
+        given = {"global_batch": 16, **QUIET} | options
+        with pytest.raises(error, match=text):
+            jdist.fit(train_step, create_state(), DATA, **given)
+
+    def test_no_step(self):
+        with pytest.raises(StepError, match=r"jdist\.fit needs a step, it got 'adam'"):
+            jdist.fit("adam", create_state(), DATA, global_batch=16, **QUIET)
+
+    def test_a_step_of_another_strategy(self):
+        step = jdist.distribute(train_step, mirrored())
+        with pytest.raises(StrategyError, match="Leave `strategy` out"):
+            jdist.fit(step, create_state(), DATA, strategy=jdist.one_device(), global_batch=16, **QUIET)
+
+    def test_epochs_said_twice(self):
+        source = jdist.data.from_arrays(DATA, global_batch=16, epochs=2)
+        with pytest.raises(DatasetError, match="`data` has 2 epochs already"):
+            jdist.fit(train_step, create_state(), source, epochs=3, **QUIET)
+
+    def test_options_of_arrays_with_a_source(self):
+        source = jdist.data.from_arrays(DATA, global_batch=16)
+        with pytest.raises(DatasetError, match="`global_batch` is 8, but `data` is a ArraySource"):
+            jdist.fit(train_step, create_state(), source, global_batch=8, **QUIET)
+
+    def test_metrics_that_are_no_scalars(self):
+        def step(state: Any, batch: Any) -> Any:
+            return state, {"error": batch["x"].mean(0)}
+
+        with pytest.raises(StepError, match=r"metric 'error' of shape \(3,\), not a scalar"):
+            jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jdist.report.progress import duration
 from jdist.report.files import write_atomically
+from jdist.report.progress import duration
 from jdist.runs.grid import Point
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RunSummary

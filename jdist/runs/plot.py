@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdist.report.curves import EPOCH, EVAL, NOT_MEASURED, new_figure, png, points_of
+from jdist.report.files import write_atomically
 from jdist.report.metrics_file import Row
 
 _MOST_PANELS = 6

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.report.curves import EVAL
 from jdist.experiment.load import load
-from jdist.report.metrics_file import Row, read_rows
 from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
+from jdist.report.curves import EVAL
+from jdist.report.metrics_file import Row, read_rows
 from jdist.run_lock import is_held
 
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs

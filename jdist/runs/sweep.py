@@ -10,10 +10,10 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.describe import flow
 from jdist.experiment.load import dotted, leaves, load
-from jdist.report.progress import duration
 from jdist.experiment.record import RunFolder
-from jdist.report.files import writing
 from jdist.experiment.validate import validate
+from jdist.report.files import writing
+from jdist.report.progress import duration
 from jdist.runs.child import Stop, run_child
 from jdist.runs.grid import Point, parse_grid, points
 from jdist.runs.outcome import Ranking, write_outcome

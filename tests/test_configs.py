@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jdist.cli import COMMANDS, flags_last, main
+from jdist.experiment.dry_run import without_servers
 from jdist.experiment.load import load
+from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
 
 ROOT = Path(__file__).parents[1]
@@ -17,9 +19,10 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 INSTEAD = {
     "arrays": ["task.options.path=made.npz"],
     "digits_tpu": ["strategy.topology=v5e:2x4"],
-    "text": ["task.options.files=*.yaml", "task.options.layers=1", "task.options.length=16"],
+    "text": ['task.options.files="*.txt"', "task.options.layers=1", "task.options.length=16"],
 }
-NO_DATA = {"mnist_idx"}
+HERE = [path for path in CONFIGS if path.stem != "mnist_idx"]  # whose images are not here
+COMPILED_ALWAYS = {"arrays", "digits_lars", "text"}  # the others take 5 to 10 s each
 HEADERS = ("Shows", "Command", "Time", "Result")
 
 
@@ -61,12 +64,28 @@ def test_a_header_says_what_it_shows_and_how_to_run_it(path):
         validate(load(path, [other for other in others if other not in flags]))
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem not in NO_DATA], ids=lambda path: path.stem)
-def test_a_config_can_be_tried_out(path, tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def made_up_data(tmp_path, monkeypatch):
+    """A folder with what stands for data of one's own."""
     monkeypatch.chdir(tmp_path)
     np.savez("made.npz", x=np.ones((80, 4), np.float32), y=np.arange(80, dtype=np.float32))
     for number in range(20):
-        Path(f"{number}.yaml").write_text(f"{path.read_text()}\n# {number}\n")
+        Path(f"{number}.txt").write_text(f"{number} " * 200)
+
+
+@pytest.mark.parametrize("path", HERE, ids=lambda path: path.stem)
+def test_all_that_a_config_names_is_there(path, made_up_data):
+    document = load(path, INSTEAD.get(path.stem, []))
+    parts = prepare(validate(document), document, make=without_servers)
+    assert parts.total_steps > 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem in COMPILED_ALWAYS else pytest.param(path, marks=pytest.mark.soak) for path in HERE],
+    ids=lambda path: path.stem,
+)
+def test_a_config_can_be_tried_out(path, made_up_data, capfd):
     code = main(["run", str(path), "--dry-run", *INSTEAD.get(path.stem, [])])
     out, err = capfd.readouterr()
     assert code == 0, err

@@ -46,7 +46,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     Raises:
         JDistError: what a run would be refused for.
     """
-    parts = prepare(config, document, make=_without_servers)
+    parts = prepare(config, document, make=without_servers)
     strategy, task = parts.strategy, parts.task
     console = console or Console(soft_wrap=True, quiet=not (strategy.cluster or alone()).is_chief)
 
@@ -76,7 +76,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     return 0
 
 
-def _without_servers(name: str, **options: Any) -> Strategy:
+def without_servers(name: str, **options: Any) -> Strategy:
     """The strategy; of a parameter server, whose processes would have to be started, what one worker computes on."""
     return make_strategy("one_device") if name == "parameter_server" else make_strategy(name, **options)
 

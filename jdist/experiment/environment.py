@@ -14,7 +14,7 @@ import jdist
 from jdist.data.source import RandomAccessSource
 from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
-from jdist.experiment.sources import digest, task_sources
+from jdist.experiment.sources import digest, folder_sources, task_sources
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -33,7 +33,7 @@ def environment(parts: Parts, make: str) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "jdist": jdist.__version__,
-        "jdist source": digest(Path(jdist.__file__).parent.rglob("*.py")),
+        "jdist source": digest(folder_sources(Path(jdist.__file__).parent)),
         **{package: _version(package) for package in _PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),

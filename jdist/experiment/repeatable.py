@@ -75,9 +75,10 @@ def write_start(folder: RunFolder, start: Start) -> None:
     starts = [asdict(earlier) for earlier in read_starts(folder) if earlier.step < start.step]
     write_atomically(folder.environment, json.dumps({"starts": [*starts, asdict(start)]}, indent=1) + "\n")
     with writing(folder.source):
-        for path in task_sources(start.config["task"]["make"]):
-            folder.source.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder.source / path.name)
+        for name, path in task_sources(start.config["task"]["make"]).items():
+            copy = folder.source / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def read_starts(folder: RunFolder) -> list[Start]:

@@ -40,8 +40,10 @@ class Stop:
 
     @contextlib.contextmanager
     def passed_on(self, send: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Hand signals to `send` while the block runs."""
+        """Hand signals to `send` while the block runs, the one that came before too."""
         self._pass_on = send
+        if self.asked is not None:
+            send(self.asked)
         try:
             yield
         finally:

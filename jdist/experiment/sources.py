@@ -21,7 +21,7 @@ def task_sources(make: str) -> dict[str, Path]:
     if package == "jdist":  # the digest of all of it is recorded
         return {}
     found = {}
-    for name, module in sys.modules.items():
+    for name, module in list(sys.modules.items()):  # other threads may import meanwhile
         path = Path(module.__file__ or "") if name.partition(".")[0] == package else Path()
         if path.suffix == ".py" and path.is_file():
             inner = "/__init__" if path.stem == "__init__" else ""

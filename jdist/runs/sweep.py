@@ -65,7 +65,8 @@ def sweep(
         done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    print(f"{folder}: {len(trials)} runs" + (f", {len(done)} of them finished before" if done else ""), flush=True)
+    count = "1 run" if len(trials) == 1 else f"{len(trials):,} runs"
+    print(f"{folder}: {count}" + (f", {len(done)} of them finished before" if done else ""), flush=True)
 
     failures: dict[Point, str] = {}
     stop = Stop()
@@ -88,7 +89,7 @@ def sweep(
 
     print("\n" + write_outcome(folder, trials, done, failures, ranking))
     if stop.exit_code is not None:
-        print(f"stopped after {len(done)} of {len(trials)} runs; the same command goes on")
+        print(f"stopped when {len(done):,} of {count} had finished; the same command goes on")
         return stop.exit_code
     return 1 if failures else 0
 

@@ -66,7 +66,7 @@ def test_stopped_it_saves_and_the_same_command_goes_on(jdist, in_processes):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "stopped after 0 of 1 runs; the same command goes on" in out
+    assert "stopped when 0 of 1 run had finished; the same command goes on" in out
     said = re.search(r"stopped at step ([\d,]+) of 4,000 and saved", log.read_text())
     assert said, log.read_text()
     code, out, _ = jdist(*command, "train.steps=4000")

@@ -13,6 +13,8 @@ PYTHON ?= python3
 CONFIG ?= configs/digits.yaml
 # Two worker processes suit two cores; more processes than cores only slow compilation down.
 WORKERS ?= 2
+# The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
+OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
 .PHONY: run test setup lint types pytest conformance soak soak-ps bench bench-peers clean
 
@@ -48,14 +50,14 @@ pytest: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
 
 conformance: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance -m "full or not full"
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance -m "full or not full"
 
 soak: setup
-	$(BIN)/python -m pytest -n $(WORKERS) -m soak
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m soak
 
 # Ten minutes of the parameter server, while its processes are killed and its messages lost.
 soak-ps: setup
-	JDIST_SOAK_S=600 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
+	$(OPTIMIZED) JDIST_SOAK_S=600 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
 
 bench: setup
 	$(BIN)/python benchmarks/start.py

@@ -63,6 +63,9 @@ ALGORITHMS = (
     "parameter_server",
     "parameter_server_sync",
 )
+# These compile for several seconds each; they always run where a strategy has a transform, or a place for the update, of its own.
+SLOW_FAMILIES = ("lstm", "transformer")
+THOROUGH = ("one_device", "mirrored_shard_map", "mirrored_pmap", "mirrored_jit", "central_storage")
 LIGHT_FAMILIES = ("plain_pytree", "gan", "nnx_mlp")
 LIGHT_OPTIONS = ("plain", "accumulate", "steps_per_call", "skip_non_finite")
 
@@ -113,7 +116,9 @@ def all_cases(strategies: Iterable[str], families: Iterable[str]) -> list[Case]:
 def is_light(case: Case) -> bool:
     """Whether a case may be among the few that always run."""
     strategy, family, option, _ = case
-    return strategy not in ALGORITHMS or (family in LIGHT_FAMILIES and option in LIGHT_OPTIONS)
+    if strategy in ALGORITHMS:
+        return family in LIGHT_FAMILIES and option in LIGHT_OPTIONS
+    return family not in SLOW_FAMILIES or strategy in THOROUGH
 
 
 def pairwise(cases: list[Case]) -> list[Case]:

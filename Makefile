@@ -50,7 +50,7 @@ pytest: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"
 
 conformance: setup
-	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance -m "full or not full"
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"
 
 soak: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m soak

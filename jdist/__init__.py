@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jdist import nnx as nnx
     from jdist import ps as ps
     from jdist import reduction as reduction
+    from jdist import scaling as scaling
     from jdist.aggregation import aggregate as aggregate
     from jdist.aggregation import first_replica_only as first_replica_only
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
 
-_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "ps", "reduction")
+_MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "ps", "reduction", "scaling")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "History": "jdist.report.history",

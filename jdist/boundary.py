@@ -166,7 +166,7 @@ def split(
             else "Change `tx` to `jdist.optimizer(tx)`."
         )
         raise BoundaryError(f"the step calls {what} nowhere, so there is nothing to split. {hint}")
-    return _Analysis(closed, shapes[0], cuts, state, batch, others, otherwise).split()
+    return _Analysis(dataflow.forwarded(closed), shapes[0], cuts, state, batch, others, otherwise).split()
 
 
 class _Analysis:
@@ -281,9 +281,10 @@ class _Analysis:
             if any(_is_var(v) and v in self.late for v in gradient):
                 what = "a masked mean" if cut.kind == "count" else f"gradient number {number}"
                 raise BoundaryError(
-                    f"{what} of the step depends on what an earlier update of the same step has changed, so the step "
-                    "cannot be split into one gradient part and one update part. Compute all gradients from the "
-                    f"parameters as they came in, or make two steps of it, or {self.otherwise}."
+                    f"{what} of the step depends on an earlier gradient of the same step, or on what an update by it has "
+                    "changed, so the step cannot be split into one gradient part and one update part. Compute all gradients "
+                    "from the parameters as they came in, or make two steps of it that hand on in the state what the first "
+                    f"has found, or {self.otherwise}."
                 )
 
     def _check_combined(self, gradients: list[Any]) -> None:

@@ -37,6 +37,55 @@ def dependents(closed: Any, sources: Iterable[Var], starts: Callable[[Any], bool
     return found
 
 
+def forwarded(closed: Any) -> Any:
+    """The same function, in which what an equation hands on unchanged is read where that equation had it from.
+
+    A scan over layers that returns their parameters beside its result, as `nnx.scan` does, makes nothing of them: they
+    depend on no more than before it.
+    """
+    jaxpr, source = body_of(closed), dict[Var, Var]()
+
+    def resolved(v: Var) -> Var:
+        return v if is_literal(v) else source.get(v, v)
+
+    equations = []
+    for eqn in jaxpr.eqns:
+        equations.append(eqn.replace(invars=[resolved(v) for v in eqn.invars]))
+        for result, operand in _handed_on(eqn).items():
+            source[eqn.outvars[result]] = equations[-1].invars[operand]
+    replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
+    return jex.ClosedJaxpr(replaced, closed.consts)
+
+
+def _handed_on(eqn: Any) -> dict[int, int]:
+    """Which results of an equation are which of its operands: of a call's its arguments, of a scan's what it scans over."""
+    if eqn.primitive.name in _CALLS:
+        return _arguments_returned(next(_nested(eqn.params.values())))
+    if eqn.primitive.name == "cond":
+        each = [_arguments_returned(branch) for branch in _nested(eqn.params.values())]
+        return {i: 1 + j for i, j in each[0].items() if all(other.get(i) == j for other in each)}
+    if eqn.primitive.name == "scan":
+        body = next(_nested(eqn.params.values()))
+        # Operands are constants, then the carry, then what is scanned over; results the carry, then what is stacked.
+        first = _number_not_scanned(eqn.invars, body_of(body).invars)
+        carry = _number_not_scanned(eqn.outvars, body_of(body).outvars)
+        returned = _arguments_returned(body).items()
+        return {i: j for i, j in returned if (i >= carry and j >= first) or j == i + first - carry < first}
+    return {}
+
+
+def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
+    """How many variables of a scan are whole in its body, too; of the others it has a row. JAX versions say it differently."""
+    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+
+
+def _arguments_returned(closed: Any) -> dict[int, int]:
+    """Which results of a function are which of its arguments."""
+    jaxpr = body_of(forwarded(closed))
+    place = {v: i for i, v in enumerate(jaxpr.invars)}
+    return {i: place[v] for i, v in enumerate(jaxpr.outvars) if not is_literal(v) and v in place}
+
+
 # What gives every replica the same of values that differ, and what gives each replica its own of equal ones.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather"})
 _MAKE_OWN = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")

@@ -26,6 +26,7 @@
     │   └── NoWorkersError     no worker has been there for long
     ├── ShardLostError         a parameter server is gone, and nobody took its place
     ├── LaunchError            what `jdist launch` was asked to start, or how
+    ├── ScalingError           a batch or a hyperparameter that a scaling rule cannot take
     └── ConfigError            a config file, an override or a run folder
         └── OptionError        an option that a task's `make` refuses (jdist/tasks/options.py)
 
@@ -215,6 +216,10 @@ class ShardLostError(JDistError, RuntimeError):
 
 class LaunchError(JDistError, ValueError):
     """What is to be launched, or how many processes and where, is not valid."""
+
+
+class ScalingError(JDistError, ValueError):
+    """A scaling rule cannot take a batch or a hyperparameter, or does not reach as far."""
 
 
 class ConfigError(JDistError, ValueError):

@@ -1,6 +1,6 @@
 """Eight virtual CPU devices for every test, unless the caller chose a platform; and quick compilations.
 
-What is tested is which programs jdist makes, not how well LLVM optimises them: without that a third of the suite's time is saved.
+What is tested is which programs jdist makes, not how well LLVM optimises them: without that a third of the time is saved.
 `make conformance` and `make soak` have XLA_FLAGS=--xla_backend_optimization_level=3, which is XLA's default.
 """
 

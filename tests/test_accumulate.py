@@ -279,6 +279,15 @@ class TestRefused:
         assert "fine" not in str(caught.value)
         assert "Compute each from the batch alone" in str(caught.value)
 
+    def test_a_result_that_needs_two_of_them_is_named_once(self):
+        def step(w, batch):
+            loss, grad = gradient_of_a_product(w, batch)
+            return w - grad, {"mixed": jnp.where(loss > batch["x"].max(), loss, batch["x"].min())}
+
+        with pytest.raises(BoundaryError) as caught:
+            jdist.distribute(step, TWO, accumulate=2)(1.0, BATCH)
+        assert str(caught.value).count("['mixed']") == 1
+
     def test_a_state_leaf_that_needs_both(self):
         def step(state, batch):
             loss, grad = gradient_of_a_product(state["w"], batch)

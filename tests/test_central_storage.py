@@ -337,7 +337,7 @@ class TestRefused:
             state, _ = train_step(state, batch)
             return train_step(state, batch)
 
-        self.refuses(strategy, twice, "gradient number 2 of the step depends on what an earlier update")
+        self.refuses(strategy, twice, "gradient number 2 of the step depends on an earlier gradient of")
 
     def test_gradients_of_ones_own(self, strategy):
         def own(state, batch):

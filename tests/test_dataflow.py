@@ -94,3 +94,38 @@ def test_cutting_anywhere_and_going_on_gives_the_whole(pairs, cut):
     (at_middle,) = dataflow.subfunction(closed, invars, [middle])(values)
     (end,) = dataflow.subfunction(closed, [*invars, middle], outvars)([*values, at_middle])
     assert float(end) == float(chain(jnp.float32(3), jnp.float32(5)))
+
+
+def test_what_is_handed_on_unchanged_is_read_where_it_came_from():
+    """By a scan's `xs` and carry, a call, a condition, and each within another; never what one of them has changed."""
+
+    def step(layers, x, fixed):
+        def layer(carry, w):
+            x, fixed = carry
+            doubled, same = jax.jit(lambda w: (2 * w, w))(w)
+            return (jnp.tanh(x @ w), fixed), (same, doubled)
+
+        (x, fixed), (same, doubled) = jax.lax.scan(jax.checkpoint(layer), (x, fixed), layers)
+        chosen, other = jax.lax.cond(x.sum() > 0, lambda a, b: (a, b), lambda a, b: (a, a), same, doubled)
+        return x, fixed, same, doubled, chosen, other
+
+    arguments = jnp.ones((3, 2, 2)), jnp.ones(2), jnp.float32(5)
+    closed, (_, x, _), outvars = traced(step, *arguments)
+    assert dataflow.dependents(closed, [x]) >= set(outvars)
+    forwarded = dataflow.forwarded(closed)
+    layers, x, fixed = dataflow.body_of(forwarded).invars
+    y, fixed_out, same, doubled, chosen, other = dataflow.body_of(forwarded).outvars
+    assert (fixed_out, same, chosen) == (fixed, layers, layers)
+    assert {y, doubled, other} <= dataflow.dependents(forwarded, [x])
+    results = dataflow.subfunction(forwarded, [layers, x, fixed], dataflow.body_of(forwarded).outvars)(arguments)
+    for got, wanted in zip(results, step(*arguments), strict=True):
+        assert got.tolist() == wanted.tolist()
+
+
+def test_a_carry_that_changes_places_is_not_handed_on():
+    def swap(a, b):
+        return jax.lax.scan(lambda carry, _: (carry[::-1], carry[0]), (a, b), None, length=3)
+
+    closed, invars, outvars = traced(swap, 1.0, 2.0)
+    assert dataflow.body_of(dataflow.forwarded(closed)).outvars == outvars
+    assert not set(invars) & set(outvars)

@@ -52,6 +52,7 @@ NAMES = [
     "replica_id",
     "replica_rng",
     "scale_regularization_loss",
+    "scaling",
     "set_strategy",
     "tpu",
     "train_and_evaluate",

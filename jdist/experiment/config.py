@@ -54,16 +54,30 @@ class StrategySection(Section):
     name: str = Field(default="mirrored", description="A strategy, as `jdist.make_strategy` knows it.")
 
 
+class ScalingSection(Section):
+    """By which rule the optimizer's options, given for another global batch, are converted to `train.global_batch`."""
+
+    rule: Literal["linear", "square_root", "adam"] = Field(
+        description="A rule of `jdist.scaling`: linear or square_root for the learning rate; adam for b1, b2 and eps too."
+    )
+    base_batch: Count = Field(description="The global batch that the options were tuned at.")
+
+
 class OptimizerSection(Section):
     """The optax optimizer; every further key is an argument of it, checked against its signature.
 
     Where optax takes a schedule, the value may be `{schedule: NAME, ...}`: a schedule of optax and its
-    arguments. Its `decay_steps` or `transition_steps`, left out, is the number of steps of the run.
+    arguments, or `gradual_warmup` of `jdist.scaling`. Its `decay_steps` or `transition_steps`, left out, is the
+    number of steps of the run.
     """
 
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(description="An optimizer of optax: `adamw`, `sgd`, `lion`, ...")
+    scaling: ScalingSection | None = Field(
+        default=None,
+        description="How to convert the options to `global_batch`; null where they are meant for it already.",
+    )
 
 
 class TrainSection(Section):

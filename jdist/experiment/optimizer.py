@@ -17,6 +17,7 @@ from jdist.experiment.annotations import alternatives, is_number, misfit
 from jdist.experiment.names import nearest
 from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
+from jdist.experiment.scaling import check_scaling, scaled
 from jdist.experiment.schedule import REFUSALS, build_value, check_schedules, fill_length, is_schedule, reason
 from jdist.experiment.validate import Problem, show
 
@@ -41,19 +42,24 @@ def fill_lengths(section: Mapping[str, Any], *, steps: int) -> dict[str, Any]:
 
 
 def check_optimizer(
-    section: Mapping[str, Any], *, filled: Set[Key] = frozenset(), length: Key = ("train", "steps")
+    section: Mapping[str, Any],
+    *,
+    global_batch: int,
+    filled: Set[Key] = frozenset(),
+    length: Key = ("train", "steps"),
 ) -> Iterator[Problem]:
     """Everything wrong with `train.optimizer`.
 
     Args:
         section: `train.optimizer` as plain values, with lengths filled in.
+        global_batch: rows of one step, which `scaling` converts the options to.
         filled: the keys of those lengths.
         length: the key that gives the length of the run.
 
     Yields:
         A problem for each unknown name or option, and each value that cannot be meant.
     """
-    name, options = section["name"], {k: v for k, v in section.items() if k != "name"}
+    name, options = section["name"], _options(section)
     function = _optimizers().get(name)
     if function is None:
         remedy = nearest(name, _optimizers(), label="Among others")
@@ -62,14 +68,20 @@ def check_optimizer(
     found = list(check_options(function, options, called=f"optax.{name}", key=KEY, wrong=_wrong))
     for option, value in options.items():
         found += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
-    yield from found or _try_out(name, options)
+    found = found or list(_try_out(name, options))
+    yield from found or check_scaling(
+        section.get("scaling"), name, _built(options), global_batch=global_batch, key=(*KEY, "scaling")
+    )
 
 
-def build_optimizer(section: Mapping[str, Any], *, clip_norm: float | None = None) -> optax.GradientTransformation:
+def build_optimizer(
+    section: Mapping[str, Any], *, global_batch: int, clip_norm: float | None = None
+) -> optax.GradientTransformation:
     """The optimizer that a checked section describes.
 
     Args:
         section: `train.optimizer` as plain values, with lengths filled in.
+        global_batch: rows of one step, which `scaling` converts the options to.
         clip_norm: gradients are first scaled down to at most this global norm; None for no clipping.
 
     Returns:
@@ -79,13 +91,23 @@ def build_optimizer(section: Mapping[str, Any], *, clip_norm: float | None = Non
         ConfigError: the section was not checked, and is wrong.
 
     Example:
-        >>> tx = build_optimizer({"name": "adamw", "learning_rate": 1e-3})
+        >>> tx = build_optimizer({"name": "adamw", "learning_rate": 1e-3}, global_batch=128)
     """
     function = _optimizers().get(section["name"])
     if function is None:
         raise ConfigError(f"optax has no optimizer {section['name']!r}.{nearest(section['name'], _optimizers())}")
-    tx = function(**{name: build_value(value) for name, value in section.items() if name != "name"})
+    tx = function(**scaled(section.get("scaling"), _built(_options(section)), global_batch=global_batch))
     return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+
+
+def _options(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `train.optimizer` is handed on to optax."""
+    return {name: value for name, value in section.items() if name not in ("name", "scaling")}
+
+
+def _built(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with their schedules made."""
+    return {name: build_value(value) for name, value in options.items()}
 
 
 def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
@@ -148,7 +170,7 @@ def _failure(name: str, options: Mapping[str, Any]) -> str | None:
     """Why an optimizer cannot be built or updated with these options; None if it can."""
     tree = {"w": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     try:
-        tx = build_optimizer({"name": name, **options})
+        tx = _optimizers()[name](**_built(options))
         jax.eval_shape(lambda grads, params: tx.update(grads, tx.init(params), params), tree, tree)
     except REFUSALS as exc:
         return reason(exc)

@@ -12,7 +12,7 @@ import optax
 from jdist.data.source import RandomAccessSource, resumable
 from jdist.errors import DeviceError, StrategyError
 from jdist.experiment.config import Config, TrainSection
-from jdist.experiment.load import Document
+from jdist.experiment.load import Document, leaves
 from jdist.experiment.load_task import load_task
 from jdist.experiment.names import nearest
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths
@@ -124,20 +124,15 @@ def prepare(
         )
     given = values["train"]["optimizer"]
     section = fill_lengths(given, steps=steps or _LONG)
-    filled = {
-        (*KEY, option, name)
-        for option, value in section.items()
-        if isinstance(value, Mapping)
-        for name in value.keys() - given[option].keys()
-    }
-    problems += check_optimizer(section, filled=filled, length=length)
+    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(given)).keys()}
+    problems += check_optimizer(section, global_batch=train.global_batch, filled=filled, length=length)
     if problems or task is None or strategy is None or steps is None or one_epoch is None:
         raise refusal(document, problems)
     values["train"]["optimizer"] = section
     return Parts(
         task=task,
         strategy=strategy,
-        optimizer=build_optimizer(section, clip_norm=train.clip_norm),
+        optimizer=build_optimizer(section, global_batch=train.global_batch, clip_norm=train.clip_norm),
         train_data=train_data,
         total_steps=steps,
         steps_per_epoch=one_epoch.num_steps,

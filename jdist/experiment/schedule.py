@@ -1,4 +1,4 @@
-"""Schedules of optax, described in a config as `{schedule: NAME, ...}`."""
+"""Schedules of optax, and a warm-up before any of them, described in a config as `{schedule: NAME, ...}`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jdist.experiment.names import nearest
 from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key, dotted
 from jdist.experiment.validate import Problem, show
+from jdist.scaling import gradual_warmup
 
 # What optax raises for arguments that it cannot use.
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
@@ -34,14 +35,16 @@ def fill_length(value: Any, *, steps: int) -> Any:
         steps: optimizer updates of the run.
 
     Returns:
-        The value, perhaps with `decay_steps` or `transition_steps` filled in.
+        The value, perhaps with `decay_steps` or `transition_steps` filled in, also in a schedule that is its argument.
+        In a list of schedules none is: each has a part of the run, and only the config can say which.
     """
     name = value["schedule"] if is_schedule(value) else None
     function = _schedules().get(name) if isinstance(name, str) else None
     if function is None:
         return value
     needed = {n for n, p in inspect.signature(function).parameters.items() if p.default is p.empty}
-    return value | {name: steps for name in _LENGTHS if name in needed and name not in value}
+    inner = {name: fill_length(part, steps=steps) for name, part in value.items()}
+    return inner | {name: steps for name in _LENGTHS if name in needed and name not in value}
 
 
 def build_value(value: Any) -> Any:
@@ -75,15 +78,16 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
     function = _schedules().get(name) if isinstance(name, str) else None
     if function is None:
         remedy = nearest(str(name), _schedules(), label="Schedules", limit=20)
-        yield Problem(key=(*key, "schedule"), text=f"optax has no schedule {show(name)}", remedy=remedy)
+        yield Problem(key=(*key, "schedule"), text=f"there is no schedule {show(name)}", remedy=remedy)
         return
-    found = list(check_options(function, options, called=f"optax.{name}", key=key, wrong=wrong))
+    called = f"{'jdist.scaling' if function is gradual_warmup else 'optax'}.{name}"
+    found = list(check_options(function, options, called=called, key=key, wrong=wrong))
     for option, inner in options.items():
         found += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)
     refusal = None if found else _refusal(value)
     if refusal is not None:
         short = _too_short(value, key, filled=filled, length=length)
-        found = [short or Problem(key=key, text=f"optax.{name} refuses these arguments: {refusal}")]
+        found = [short or Problem(key=key, text=f"{called} refuses these arguments: {refusal}")]
     yield from found
 
 
@@ -134,9 +138,10 @@ def _least_length(value: dict[str, Any], name: str) -> int | None:
 
 
 def _schedules() -> dict[str, Callable[..., Any]]:
-    """optax's schedules by name."""
-    return {
+    """All schedules by name: optax's, and the warm-up."""
+    of_optax = {
         name: member
         for name, member in vars(optax.schedules).items()
         if inspect.isfunction(member) and not name.startswith(("_", "inject"))
     }
+    return {**of_optax, "gradual_warmup": gradual_warmup}

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts
+from jdist.experiment.scaling import explain
 from jdist.report.metrics_file import Row
 from jdist.report.progress import readable
 
 
 def arithmetic(config: Config, parts: Parts) -> str:
-    """What the numbers of a config come to: `global batch 1,024 = 8 replicas x 128`."""
+    """What the numbers of a config come to: `global batch 1,024 = 8 replicas x 128`, and what `scaling` makes of them."""
     train, replicas = config.train, parts.strategy.num_replicas
     rows = -(-train.global_batch // replicas)
     batch = f"global batch {train.global_batch:,} = {replicas:,} replica{'s' if replicas > 1 else ''} x {rows:,}"
@@ -27,7 +28,10 @@ def arithmetic(config: Config, parts: Parts) -> str:
         each = f"{parts.steps_per_epoch:,} step{'s' if parts.steps_per_epoch > 1 else ''} each"
         passes = readable(epochs) if epochs >= 1e-3 else "less than 0.001"
         length += f" = {passes} epochs of {parts.rows_per_epoch:,} ({each})"
-    return f"{parts.strategy}\n{batch}\n{length}"
+    lines = [str(parts.strategy), batch, length]
+    if train.optimizer.scaling is not None:
+        lines.append(explain(train.optimizer.model_dump(), global_batch=train.global_batch))
+    return "\n".join(lines)
 
 
 def non_finite_advice(error: NonFiniteError, good: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -139,8 +139,9 @@ def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[K
     """Every key of the schema with its description."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field.description or ""
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, (*prefix, name))
+        for part in (field.annotation, *get_args(field.annotation)):  # the second for one that may be null
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _keys(part, (*prefix, name))
 
 
 def _description(key: Key) -> str:

@@ -141,10 +141,10 @@ def make_plan(
             "the step does different things for different numbers of rows; `accumulate` cannot split it."
         )
     if parts.crossing:
+        results = "; ".join(dict.fromkeys(map(_readable, parts.crossing)))  # two values may go into the same results
         raise BoundaryError(
             "these results need values of a single microbatch or replica together with the combined gradients: "
-            f"{'; '.join(map(_readable, parts.crossing))}. Compute each from the batch alone, or from the combined loss "
-            f"and gradients alone; or {otherwise}."
+            f"{results}. Compute each from the batch alone, or from the combined loss and gradients alone; or {otherwise}."
         )
     return Plan(k, parts, whole, kinds)
 

@@ -256,6 +256,11 @@ class DistributedStep(Distributed):
         if isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError):
             check_no_deleted(state)
         if isinstance(exc, NameError) and "unbound axis name" in str(exc):
+            if self.strategy.transform == "jit":
+                raise StepError(
+                    f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
+                    "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
+                ) from exc
             raise StepError(
                 f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
                 f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "

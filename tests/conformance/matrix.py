@@ -30,6 +30,14 @@ def parameter_server_sync() -> jdist.Strategy:
     return jdist.parameter_server(mode="sync", local_workers=2, local_ps=2, partitioner=partitioner)
 
 
+def close_servers() -> None:
+    """Ends the parameter servers that cases have shared."""
+    for make in (parameter_server, parameter_server_sync):
+        if make.cache_info().currsize:
+            make().coordinator.close()
+            make.cache_clear()
+
+
 STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "default": jdist.default,
     "one_device": jdist.one_device,
@@ -63,7 +71,7 @@ ALGORITHMS = (
     "parameter_server",
     "parameter_server_sync",
 )
-# These compile for several seconds each; they always run where a strategy has a transform, or a place for the update, of its own.
+# These compile for several seconds each; they always run where a strategy has a transform of its own, or updates elsewhere.
 SLOW_FAMILIES = ("lstm", "transformer")
 THOROUGH = ("one_device", "mirrored_shard_map", "mirrored_pmap", "mirrored_jit", "central_storage")
 LIGHT_FAMILIES = ("plain_pytree", "gan", "nnx_mlp")

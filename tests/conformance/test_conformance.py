@@ -25,10 +25,9 @@ from matrix import (
     OPTIONS,
     STRATEGIES,
     all_cases,
+    close_servers,
     is_light,
     pairwise,
-    parameter_server,
-    parameter_server_sync,
 )
 
 ALL = all_cases(STRATEGIES, FAMILIES)
@@ -41,12 +40,8 @@ def test_the_chosen_part_of_the_matrix_holds_every_pair():
 
 @pytest.fixture(scope="module", autouse=True)
 def servers_end():
-    """Ends the parameter servers that the cases have shared."""
     yield
-    for make in (parameter_server, parameter_server_sync):
-        if make.cache_info().currsize:
-            make().coordinator.close()
-            make.cache_clear()
+    close_servers()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ COSINE = {"schedule": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_v
 
 
 def problems(**section):
-    return [(".".join(p.key), p.text + p.remedy) for p in check_optimizer(section)]
+    return [(".".join(p.key), p.text + p.remedy) for p in check_optimizer(section, global_batch=64)]
 
 
 def updates(tx, steps=4):
@@ -27,7 +27,7 @@ def updates(tx, steps=4):
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lamb", "lars", "adafactor", "rmsprop"])
 def test_optimizers_of_optax_by_name(name):
     assert problems(name=name, learning_rate=0.1) == []
-    ours = updates(build_optimizer({"name": name, "learning_rate": 0.1}))
+    ours = updates(build_optimizer({"name": name, "learning_rate": 0.1}, global_batch=64))
     np.testing.assert_array_equal(ours, updates(getattr(optax, name)(0.1)))
 
 
@@ -36,7 +36,7 @@ def test_a_schedule_without_length_lasts_as_long_as_the_run():
     assert section["learning_rate"]["decay_steps"] == 4
     assert "decay_steps" not in COSINE
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 4)
-    np.testing.assert_array_equal(updates(build_optimizer(section)), updates(optax.sgd(schedule)))
+    np.testing.assert_array_equal(updates(build_optimizer(section, global_batch=64)), updates(optax.sgd(schedule)))
 
 
 def test_a_length_that_is_given_or_not_needed_is_left_alone():
@@ -59,12 +59,14 @@ def test_schedules_can_be_joined():
     }
     assert problems(name="sgd", learning_rate=rate) == []
     joined = optax.join_schedules([optax.linear_schedule(0.0, 0.1, 2), optax.constant_schedule(0.1)], [2])
-    tx = build_optimizer({"name": "sgd", "learning_rate": rate})
+    tx = build_optimizer({"name": "sgd", "learning_rate": rate}, global_batch=64)
     np.testing.assert_array_equal(updates(tx), updates(optax.sgd(joined)))
 
 
 def test_gradients_are_clipped_before_the_optimizer_sees_them():
-    ours = updates(build_optimizer({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}, clip_norm=0.5))
+    ours = updates(
+        build_optimizer({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}, global_batch=64, clip_norm=0.5)
+    )
     theirs = updates(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)))
     np.testing.assert_array_equal(ours, theirs)
 
@@ -134,7 +136,7 @@ def test_the_option_that_optax_itself_refuses_is_found_by_trying_each_alone():
 def test_a_schedule_that_is_given_too_short_a_length_says_the_least_that_would_do(rate):
     short = COSINE | {"decay_steps": 1}
     rate = short if rate is COSINE else rate | {"schedules": [short, {"schedule": "constant_schedule", "value": 1.0}]}
-    (problem,) = check_optimizer({"name": "sgd", "learning_rate": rate})
+    (problem,) = check_optimizer({"name": "sgd", "learning_rate": rate}, global_batch=64)
     above = ("train", "optimizer", "learning_rate", *(() if rate is short else ("schedules", "0")))
     assert problem.key == (*above, "decay_steps")
     assert problem.others == ((*above, "warmup_steps"),)
@@ -147,7 +149,7 @@ def test_a_schedule_that_is_given_too_short_a_length_says_the_least_that_would_d
 def test_the_least_length_of_a_run_is_the_least_that_optax_takes(steps):
     section = fill_lengths({"name": "sgd", "learning_rate": COSINE}, steps=steps)
     filled = {("train", "optimizer", "learning_rate", "decay_steps")}
-    found = list(check_optimizer(section, filled=filled, length=("train", "epochs")))
+    found = list(check_optimizer(section, global_batch=64, filled=filled, length=("train", "epochs")))
     assert [problem.key for problem in found] == ([("train", "epochs")] if steps < 3 else [])
     assert all(f"a run of {steps} steps is too short" in problem.text for problem in found)
     assert all("it needs 3 or more" in problem.text for problem in found)
@@ -176,4 +178,4 @@ def test_values_that_optax_takes_are_not_refused(section):
 
 def test_building_what_was_not_checked_is_refused_as_well():
     with pytest.raises(ConfigError, match="Did you mean sgd"):
-        build_optimizer({"name": "sdg", "learning_rate": 0.1})
+        build_optimizer({"name": "sdg", "learning_rate": 0.1}, global_batch=64)

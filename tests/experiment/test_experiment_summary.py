@@ -2,13 +2,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from jdist.experiment.config import OptimizerSection, ScalingSection
 from jdist.experiment.summary import arithmetic, results
 from jdist.report.progress import figures, readable
 
+SGD = OptimizerSection(name="sgd")
 
-def lengths(*, steps, rows):
+
+def lengths(*, steps, rows, optimizer=SGD):
     """The last line of the arithmetic of a run of `steps` steps of 64 rows, where an epoch is one step of `rows`."""
-    config = SimpleNamespace(train=SimpleNamespace(global_batch=64, accumulate=1))
+    config = SimpleNamespace(train=SimpleNamespace(global_batch=64, accumulate=1, optimizer=optimizer))
     parts = SimpleNamespace(
         strategy=SimpleNamespace(num_replicas=1),
         total_steps=steps,
@@ -17,6 +20,14 @@ def lengths(*, steps, rows):
         examples=lambda step, global_batch: step * 64,
     )
     return arithmetic(config, parts).splitlines()[-1]
+
+
+def test_what_a_scaling_rule_makes_of_the_options_is_told():
+    scaling = ScalingSection(rule="adam", base_batch=16)
+    told = lengths(steps=1, rows=64, optimizer=OptimizerSection(name="adam", b2=0.99, scaling=scaling))
+    assert told == (
+        "learning rate x 2, b1 0.6, b2 0.96, eps 5e-09 by the adam rule: a global batch of 64 in place of 16"
+    )
 
 
 @pytest.mark.parametrize(

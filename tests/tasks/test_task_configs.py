@@ -29,4 +29,4 @@ def test_a_config_is_valid_and_opens_with_its_summary(path):
     make = getattr(importlib.import_module(module), function)
     assert not list(check_options(make, config.task.options, called=config.task.make, key=("task", "options")))
     section = fill_lengths(config.model_dump()["train"]["optimizer"], steps=config.train.steps or 1000)
-    assert not list(check_optimizer(section))
+    assert not list(check_optimizer(section, global_batch=config.train.global_batch))

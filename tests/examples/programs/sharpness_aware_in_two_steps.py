@@ -1,0 +1,53 @@
+"""Sharpness-aware minimisation where a step may have one gradient only: two steps, the first finds where the second looks."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from sklearn.datasets import load_digits
+
+import jdist
+
+ROWS, RADIUS = 240, 0.1
+
+model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(10)])
+
+
+def create_state(key):
+    params = model.init(key, jnp.zeros((1, 64)))
+    return {
+        "model": TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.3)),
+        "ascent": jax.tree.map(jnp.zeros_like, params),
+    }
+
+
+def loss_at(params, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model.apply(params, batch["image"]), batch["label"])
+    return jdist.mean(losses, batch["mask"])
+
+
+def ascent_step(state, batch):
+    loss, grads = jdist.value_and_grad(loss_at)(state["model"].params, batch)
+    scale = RADIUS / optax.tree.norm(grads)
+    return {**state, "ascent": jax.tree.map(lambda g: scale * g, grads)}, {"loss": loss}
+
+
+def descent_step(state, batch):
+    worst = jax.tree.map(jnp.add, state["model"].params, state["ascent"])
+    loss, grads = jdist.value_and_grad(loss_at)(worst, batch)
+    return {**state, "model": state["model"].apply_gradients(grads=grads)}, {"loss": loss}
+
+
+def main(strategy):
+    digits = load_digits()
+    arrays = {"image": digits.data[:ROWS].astype("float32") / 16, "label": digits.target[:ROWS]}
+    dataset = jdist.data.from_arrays(arrays, global_batch=64, shuffle_seed=14, epochs=2)
+    state = strategy.init(create_state, jax.random.key(14))
+    ascend, descend = (jdist.distribute(step, strategy) for step in (ascent_step, descent_step))
+    losses = []
+    for batch in strategy.distribute_dataset(dataset):
+        state, metrics = ascend(state, batch)
+        losses.append(metrics["loss"])
+        state, _ = descend(state, batch)
+    return {"state": strategy.fetch(state), "losses": [float(loss) for loss in losses]}

@@ -1,0 +1,52 @@
+"""`jdist.fit` in every process of a job: `fit_in_processes.py FOLDER EPOCHS`; each prints what it has in the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import loop_programs
+import numpy as np
+
+import jdist
+
+
+def main(folder: Path, epochs: int) -> None:
+    strategy = jdist.multi_worker()
+    right = jdist.metrics.accuracy(threshold=0.0)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        state, told = loop_programs.train_step(state, batch)
+        return state, told | {"right": right.update(batch["x"][:, 0], batch["y"] > 0, batch["mask"])}
+
+    average = jdist.callbacks.ema(0.8)
+    state, history = jdist.fit(
+        train_step,
+        strategy.init(loop_programs.create_state),
+        loop_programs.DATA,
+        strategy=strategy,
+        epochs=epochs,
+        global_batch=16,
+        shuffle_seed=0,
+        eval_data=loop_programs.HELD_OUT,
+        eval_step=loop_programs.eval_step,
+        metrics={"right": right},
+        callbacks=[jdist.callbacks.checkpoint(folder / "saved"), average],
+        log_to=folder / "log",
+        progress=False,
+    )
+    rows = jdist.predict(loop_programs.predict_step, state, loop_programs.DATA, strategy=strategy, global_batch=16)
+    found = {
+        "epochs": history.epochs,
+        "evals": history.evals,
+        "w": np.asarray(strategy.fetch(state).params["w"]).tolist(),
+        "average": np.asarray(average.average()["w"]).tolist(),
+        "y": rows["y"].tolist(),
+    }
+    print("found", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -64,6 +64,7 @@ soak-ps: setup
 	$(OPTIMIZED) JDIST_SOAK_S=600 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
 
 bench: setup
+	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/replica_check.py
 	$(BIN)/python benchmarks/input.py

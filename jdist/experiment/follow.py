@@ -19,10 +19,10 @@ from jdist.experiment.step import state_maker
 from jdist.loop.measure import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
+from jdist.run_lock import is_held
 from jdist.strategies.by_name import make_strategy
 from jdist.strategy import Strategy
 from jdist.train.evaluator import new_checkpoints
-from jdist.train.run_lock import is_held
 
 _TIMEOUT_S = 300.0  # as long as processes may take to come together
 _POLL_S = 1.0

@@ -14,6 +14,17 @@ from jdist.xla_flags import CPU_DEVICES, with_flags
 # deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
 # kernels by stopwatch, anew in each process.
 DETERMINISTIC = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
+# Those that change what XLA computes; a replay sets them again.
+VARIABLES = (
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+    "JAX_ENABLE_X64",
+    "JAX_PLATFORMS",
+    "JAX_THREEFRY_PARTITIONABLE",
+    "LIBTPU_INIT_ARGS",
+    "NVIDIA_TF32_OVERRIDE",
+    "XLA_FLAGS",
+)
 
 
 def platform_environment(section: PlatformSection, environ: Mapping[str, str]) -> dict[str, str]:
@@ -83,3 +94,8 @@ def check_devices() -> None:
     from jdist.strategies.devices import find_devices
 
     find_devices(None)
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of `VARIABLES` that are set; the flags among them sorted, as their order means nothing."""
+    return {name: " ".join(sorted(environ[name].split())) for name in VARIABLES if environ.get(name)}

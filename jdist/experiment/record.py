@@ -5,6 +5,7 @@ runs/NAME/metrics.jsonl   one JSON object a line
 runs/NAME/checkpoints/    written by jdist.train.checkpoint
 runs/NAME/curves.png      loss and evaluation metrics over steps
 runs/NAME/eval.jsonl      what an evaluator has measured, if there is one
+runs/NAME/environment.json, result.json, source/    what it takes to repeat the run; see repeatable.py
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from jdist.errors import ConfigError
 from jdist.report.files import writing
-from jdist.train.run_lock import hold
+from jdist.run_lock import hold
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,21 @@ class RunFolder:
     def evaluations(self) -> Path:
         """What an evaluator beside the run has measured, one JSON object a line."""
         return self.path / "eval.jsonl"
+
+    @property
+    def environment(self) -> Path:
+        """With which config and in which environment each start trained."""
+        return self.path / "environment.json"
+
+    @property
+    def result(self) -> Path:
+        """The checksums of the last state; there once the run has come to its end."""
+        return self.path / "result.json"
+
+    @property
+    def source(self) -> Path:
+        """Copies of the task's own source files."""
+        return self.path / "source"
 
     @property
     def lock(self) -> Path:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdist.errors import ConfigError
+from jdist.experiment.config import Config
 from jdist.experiment.describe import flow
 from jdist.experiment.load import Document, Key, dotted, leaves, load
 from jdist.experiment.record import RunFolder
-from jdist.experiment.validate import validate
+from jdist.experiment.validate import Problem, refusal, validate
+from jdist.train import Restored
 
 # What may change from one start of a run to the next: where and on what it runs, how often it reports and
 # saves, and how long it goes on. All else decides which parameters a step leads to.
@@ -60,6 +62,39 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     if lengths:
         remedy += " A schedule follows the length of the run unless its own length is given: give it as it was."
     raise ConfigError("\n".join([f"{folder.path}: holds a run with a different config:", *different, remedy]))
+
+
+def position_of(
+    restored: Restored, folder: RunFolder, config: Config, document: Document, *, total: int
+) -> dict[str, Any]:
+    """The data position of a checkpoint that a run of `total` steps can go on from.
+
+    Args:
+        restored: the newest checkpoint of the run.
+        folder: its folder.
+        config: the checked config.
+        document: what it was read from, for the origins in the message.
+        total: steps of the whole run.
+
+    Raises:
+        ConfigError: it lies beyond the end, no number of calls leads from it to the end, or no run saved it.
+    """
+    step, per_call = restored.step, config.train.steps_per_call
+    if step > total:
+        raise ConfigError(
+            f"{folder.path}: this run has come to step {step:,} already, past the {total:,} steps asked for "
+            f"({document.origin(('train', 'steps' if config.train.steps else 'epochs'))}). Ask for more, "
+            "take another name, or start again with --fresh."
+        )
+    if (total - step) % per_call:
+        text = f"{per_call} does not divide the {total - step:,} steps that are left"
+        raise refusal(document, [Problem(key=("train", "steps_per_call"), text=text)])
+    if restored.data is None:
+        raise ConfigError(
+            f"{folder.checkpoints}: step {step:,} was saved without a data position, so not by `jdist run`. "
+            "Take another name, or start again with --fresh."
+        )
+    return restored.data
 
 
 def _text(value: Any) -> str:

@@ -5,46 +5,49 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
-import jdist
 from jdist.cluster.launcher.environment import ATTEMPT
 from jdist.cluster.runtime import alone
 from jdist.cluster.stop import preemption
 from jdist.cluster.together import together
 from jdist.data.source import write_state
-from jdist.errors import ConfigError, NonFiniteError, StepError
+from jdist.errors import NonFiniteError
+from jdist.experiment.checksums import checksums
 from jdist.experiment.config import Config
 from jdist.experiment.describe import describe
+from jdist.experiment.due import Due
+from jdist.experiment.environment import environment
 from jdist.experiment.load import Document
-from jdist.experiment.names import nearest
+from jdist.experiment.measured import check_best, newest
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder, open_folder, set_aside
-from jdist.experiment.resume import check_same_run
-from jdist.experiment.step import make_train_step, state_maker
+from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
+from jdist.experiment.resume import check_same_run, position_of
+from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
-from jdist.experiment.validate import Problem, refusal, show
 from jdist.loop.measure import measure
-from jdist.loop.tally import loss_first
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import MetricsFile, Row
 from jdist.report.progress import Meter, figures, open_report
 from jdist.train import Checkpointer, CheckpointWarning
 
-PyTree = Any
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 
 
 def run(
-    config: Config, document: Document, *, command: str, fresh: bool = False, console: Console | None = None
+    config: Config,
+    document: Document,
+    *,
+    command: str,
+    fresh: bool = False,
+    original: Sequence[Start] = (),
+    console: Console | None = None,
 ) -> int:
     """Train, evaluate, log, save and plot what a config describes; goes on where the run folder left off.
 
@@ -56,6 +59,7 @@ def run(
         document: what the config was read from.
         command: the command line that starts this run, for messages.
         fresh: set an existing run folder aside and start again.
+        original: the starts of a run that this one repeats; what is not as it was then is said first.
         console: where to report; standard output if None.
 
     Returns:
@@ -82,6 +86,9 @@ def run(
         # A signal is a wish from here on: an exception in the midst of a compilation by XLA ends the process in a crash.
         stop = stack.enter_context(preemption(cluster))
         say(arithmetic(config, parts))
+        here = environment(parts, config.task.make)
+        if original:
+            say(differences_from(original, here))
 
         # The run folder, held by the chief until it ends.
         path = Path(config.log.folder) / config.name
@@ -101,7 +108,7 @@ def run(
         train_set = strategy.distribute_dataset(parts.train_data, steps_per_call=train.steps_per_call)
         eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
         train_step = make_train_step(config, parts)
-        eval_step = jdist.distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
+        eval_step = make_eval_step(parts)
 
         # Where an earlier process of this run left off. A checkpoint also holds what compressed gradients left out.
         state = train_step.prepare(state, train_set.element_spec)
@@ -122,32 +129,18 @@ def run(
             say(f"warning: {warning.message}")
         step = saved = 0
         if restored is not None:
+            position = position_of(restored, folder, config, document, total=total)
             state, step = restored.state, restored.step
             saved = step
-            if step > total:
-                raise ConfigError(
-                    f"{path}: this run has come to step {step:,} already, past the {total:,} steps asked for "
-                    f"({document.origin(('train', 'steps' if train.steps else 'epochs'))}). Ask for more, "
-                    "take another name, or start again with --fresh."
-                )
-            if (total - step) % train.steps_per_call:
-                problem = Problem(
-                    key=("train", "steps_per_call"),
-                    text=f"{train.steps_per_call} does not divide the {total - step:,} steps that are left",
-                )
-                raise refusal(document, [problem])
-            if restored.data is None:
-                raise ConfigError(
-                    f"{folder.checkpoints}: step {step:,} was saved without a data position, so not by `jdist run`. "
-                    "Take another name, or start again with --fresh."
-                )
-            train_set.restore(restored.data)
+            train_set.restore(position)
             say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
         cluster.at_step(step)
         metrics_file = MetricsFile(folder.metrics)
         with together("opening the metrics", _PREPARE_S, cluster):
             if cluster.is_chief:
                 write_atomically(folder.config, resolved)
+                if step < total:
+                    write_start(folder, Start(step=step, total_steps=total, config=parts.values, environment=here))
                 metrics_file = MetricsFile.open(folder.metrics, step=step)
         stack.callback(metrics_file.close)
 
@@ -216,61 +209,10 @@ def run(
         if step < total:
             say(f"stopped at step {step:,} of {total:,} and saved; go on with: {command}")
             return stop.exit_code
+        with cluster.blocked():
+            whole = strategy.fetch(state)
+        if cluster.is_chief:
+            write_result(folder, Result(step=step, state=checksums(whole)))
         say(f"finished: {total:,} steps, {parts.examples(total, train.global_batch):,} examples, {path}")
         say(results(metrics_file.rows, task.baselines() if task.baselines else {}))
         return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Due:
-    """Whether something that happens every so many steps falls into one call of the step.
-
-    Attributes:
-        before: steps done before the call.
-        step: steps done after it.
-        total: steps of the run; at its end everything is due.
-    """
-
-    before: int
-    step: int
-    total: int
-
-    def __call__(self, every: int | None) -> bool:
-        """Whether a multiple of `every` lies in the call; None: the end only."""
-        return self.step >= self.total or (every is not None and self.step // every > self.before // every)
-
-
-def newest(metrics: Any, *, steps_per_call: int) -> dict[str, float]:
-    """Metrics of the last step of a call as plain numbers.
-
-    Args:
-        metrics: what the call returned: scalars by name, each [steps_per_call] if that is more than 1.
-        steps_per_call: how many steps the call made.
-
-    Raises:
-        StepError: the task's step returned something else.
-    """
-    if not isinstance(metrics, Mapping):
-        raise StepError(
-            f"the task's train_step returned {type(metrics).__name__} for metrics; return a dict of scalars."
-        )
-    shape = () if steps_per_call == 1 else (steps_per_call,)
-    values = jax.device_get(dict(metrics))
-    for name, value in values.items():
-        if np.shape(value) != shape:
-            raise StepError(
-                f"the task's train_step returned metric {name!r} with {np.size(value):,} values, not a scalar."
-            )
-    return loss_first({name: float(np.ravel(value)[-1]) for name, value in values.items()})
-
-
-def check_best(config: Config, measured: Mapping[str, Any], document: Document) -> None:
-    """Refuse a `checkpoint.best` that the task does not measure."""
-    best = config.checkpoint.best
-    if best is not None and best not in measured:
-        problem = Problem(
-            key=("checkpoint", "best"),
-            text=f"the task's evaluation has no metric {show(best)}",
-            remedy=nearest(best, measured, label="It has"),
-        )
-        raise refusal(document, [problem])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
 import jdist
 from jdist.experiment.config import Config
@@ -29,6 +30,20 @@ def make_train_step(config: Config, parts: Parts) -> DistributedStep:
     )
 
 
-def state_maker(config: Config, parts: Parts) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
-    """What makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`."""
-    return lambda key: parts.task.create_state(key, parts.optimizer), jax.random.key(config.train.seed)
+def make_eval_step(parts: Parts) -> DistributedStep:
+    """The task's evaluation under the strategy."""
+    return jdist.distribute(parts.task.eval_step, parts.strategy, args=("state", "batch"), returns=("metrics",))
+
+
+def state_maker(
+    config: Config, parts: Parts, optimizer: optax.GradientTransformation | None = None
+) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
+    """What makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
+
+    Args:
+        config: the checked config.
+        parts: what `prepare` made of it.
+        optimizer: in the place of the config's own.
+    """
+    tx = optimizer or parts.optimizer
+    return lambda key: parts.task.create_state(key, tx), jax.random.key(config.train.seed)

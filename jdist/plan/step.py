@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from jdist.data.distribute import distributed_dataset
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts
-from jdist.experiment.step import make_train_step, state_maker
+from jdist.experiment.shapes import shapes_of_run
+from jdist.experiment.step import make_train_step
 from jdist.plan.flops import count_flops
 from jdist.transforms.step import DistributedStep
 
@@ -45,12 +45,8 @@ def plan_step(config: Config, parts: Parts) -> PlannedStep:
         The step and the shapes.
     """
     steps = config.train.steps_per_call
-    create, key = state_maker(config, parts)
-    state = jax.eval_shape(create, key)
-    dataset = distributed_dataset(
-        parts.train_data, num_replicas=parts.strategy.num_replicas, place=None, steps_per_call=steps, prefetch=0
-    )
-    batch = dataset.element_spec
+    shapes = shapes_of_run(config, parts)
+    state, batch = shapes.state, shapes.batch
     of_one_step = batch
     if steps > 1:
         of_one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)

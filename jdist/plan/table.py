@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jdist.plan import roofline
 from jdist.plan.plan import Plan
+from jdist.report.progress import size
 
 
 def show(plan: Plan) -> str:
@@ -170,16 +171,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def size(number: int) -> str:
-    """Bytes in the unit that suits them: `1.50 GiB`."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{number:,} B" if unit == "B" else f"{value:,.2f} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -3,15 +3,63 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jdist.report.files import write_atomically
 
 NOT_MEASURED = {"step", "epoch", "examples", "time_s"}
-_EVAL, _EPOCH = "eval/", "epoch/"
+EVAL, EPOCH = "eval/", "epoch/"
 _MOST_PANELS = 6
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of matplotlib with panels below each other that share their steps.
+
+    Attributes:
+        figure: the figure.
+        panels: its axes, from above.
+        shade: a colour for a number from 0 to 1.
+    """
+
+    figure: Any
+    panels: list[Any]
+    shade: Callable[[float], Any]
+
+
+def new_figure(num_panels: int) -> Figure | None:
+    """An empty figure; None if matplotlib is not installed."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as MatplotlibFigure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError:
+        return None
+    figure = MatplotlibFigure(figsize=(7, 3 * num_panels), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return Figure(figure, panels, colormaps["viridis"])
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a picture."""
+    picture = io.BytesIO()
+    figure.figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def points_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
+    """Step and value of each row that has a finite value in a column."""
+    return [(row["step"], row[column]) for row in rows if row.get(column) is not None]
 
 
 def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> str:
@@ -42,14 +90,8 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
         rows: as for `plot_curves`.
         title: heading.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ModuleNotFoundError:
-        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
     measured = dict.fromkeys(
-        name.removeprefix(_EVAL).removeprefix(_EPOCH)
+        name.removeprefix(EVAL).removeprefix(EPOCH)
         for row in rows
         for name, value in row.items()
         if name not in NOT_MEASURED and (value is None or isinstance(value, int | float))
@@ -57,27 +99,21 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
     names = sorted(measured, key=lambda name: name != "loss")[:_MOST_PANELS]
     if not names:
         return "no curves drawn, nothing was measured"
-    figure = Figure(figsize=(7, 3 * len(names)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, name in zip(panels, names, strict=True):
+    figure = new_figure(len(names))
+    if figure is None:
+        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
+    for panel, name in zip(figure.panels, names, strict=True):
         for label, column, style in (
             ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),
-            ("training, mean of an epoch", _EPOCH + name, {"color": "C0", "marker": "o", "markersize": 3.5}),
-            ("evaluation", _EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
+            ("training, mean of an epoch", EPOCH + name, {"color": "C0", "marker": "o", "markersize": 3.5}),
+            ("evaluation", EVAL + name, {"color": "C1", "marker": "o", "markersize": 3.5}),
         ):
-            points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
+            points = points_of(rows, column)
             if points:
                 dot = {"marker": "o", "markersize": 3} if len(points) == 1 else {}  # a line needs two points
                 panel.plot(*zip(*points, strict=True), label=label, **(style | dot))
         panel.set_ylabel(name)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
         if panel.lines:
             panel.legend(frameon=False)
-    panels[0].set_title(title)
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
+    figure.panels[0].set_title(title)
+    return png(figure)

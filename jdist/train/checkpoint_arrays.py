@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
@@ -36,6 +35,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _orbax(**options: Any) -> Iterator[Any]:  # Any: its methods are annotated with etils' Path; pathlib's does as well
+    import orbax.checkpoint as ocp  # a quarter of a second: for those who save or restore
+
     before = set(threading.enumerate())
     logger = logging.getLogger("absl")
     logger.addFilter(_is_news)
@@ -60,6 +61,8 @@ def check_room(folder: Path, arrays: Iterable[np.ndarray]) -> None:
 
 def store(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by their keys into a new folder."""
+    import orbax.checkpoint as ocp
+
     folder.mkdir()
     # Orbax refuses empty arrays; their shape says all there is to say. Not compressed: floats shrink by 8 % only.
     tree = {key: codec.bits(array) for key, array in arrays.items() if array.size}
@@ -79,6 +82,8 @@ def read(path: Path, body: dict[str, Any]) -> list[np.ndarray]:
     Raises:
         Damaged: a file is not as it was written.
     """
+    import orbax.checkpoint as ocp
+
     leaves, files = body["leaves"], body["files"]
     stored = {
         str(i): ocp.RestoreArgs(restore_type=np.ndarray)

@@ -12,8 +12,8 @@ from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.stop import preemption
 from jdist.errors import CheckpointError, ClusterError
+from jdist.run_lock import hold, is_held
 from jdist.train.checkpoint import Checkpointer, Restored
-from jdist.train.run_lock import hold, is_held
 
 PyTree = Any
 LOCK = ".run.lock"

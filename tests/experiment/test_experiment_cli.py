@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from jdist import cli, errors
-from jdist.cli import COMMANDS, main
+from jdist.cli import COMMANDS, flags_last, main
 
 
 def help_text(capsys, *arguments):
@@ -24,7 +24,7 @@ def test_the_help_lists_every_command_in_one_line(capsys):
 
 def test_the_help_of_run_shows_how_it_is_used(capsys):
     text = " ".join(help_text(capsys, "run").split())
-    assert "usage: jdist run [-h] CONFIG [KEY=VALUE ...] [--fresh]" in text
+    assert "usage: jdist run [-h] CONFIG [KEY=VALUE ...] [--dry-run] [--replay] [--fresh]" in text
     assert "jdist run configs/digits.yaml train.steps=500 strategy.name=one_device" in text
     for word in ("metrics.jsonl", "Ctrl-C", "130", "143", "JDIST_TRACEBACK"):
         assert word in text
@@ -36,6 +36,30 @@ def test_a_command_line_that_is_wrong_leaves_with_code_2(arguments, capsys):
         main(arguments)
     assert left.value.code == 2
     assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "taken"),
+    [
+        (
+            "plan",
+            "a.yaml --topology cpu:8 train.steps=5 --json b=1",
+            "a.yaml train.steps=5 b=1 --topology cpu:8 --json",
+        ),
+        ("plan", "--topology=cpu:8 a.yaml", "a.yaml --topology=cpu:8"),
+        ("run", "--replay runs/digits", "runs/digits --replay"),
+        ("sweep", "a.yaml --grid x=1,2 y=3 --grid z=4", "a.yaml y=3 --grid x=1,2 --grid z=4"),
+        ("plan", "a.yaml --topology", "a.yaml --topology"),
+    ],
+)
+def test_flags_may_stand_anywhere(command, given, taken):
+    assert flags_last(given.split(), COMMANDS[command]) == taken.split()
+
+
+def test_a_plan_takes_overrides_after_its_flags(tmp_path, capsys):
+    command = ["plan", str(tmp_path / "none.yaml"), "--topology", "cpu:8", "train.steps=8"]
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"jdist: {tmp_path}/none.yaml: no such config file.\n"
 
 
 def test_the_module_is_the_command(tmp_path):

@@ -30,7 +30,7 @@ log: {every: 10}
 """
 
 
-def launch(folder, *arguments, config=LONG, failpoints=()):
+def launch(folder, *arguments, config=LONG, failpoints=(), what=("toy.yaml",)):
     """`jdist launch` of the toy in `folder`: the exit code and what it said."""
     (folder / "toy.yaml").write_text(config)
     options = [argument for argument in arguments if argument.startswith("--")]
@@ -41,7 +41,7 @@ def launch(folder, *arguments, config=LONG, failpoints=()):
     if failpoints:
         environ["JDIST_FAILPOINTS"] = ";".join(failpoints)
     with subprocess.Popen(
-        [*command, "toy.yaml", *overrides],
+        [*command, *what, *overrides],
         cwd=folder,
         env=environ,
         stdout=subprocess.PIPE,
@@ -93,10 +93,23 @@ def test_the_chief_alone_reports_and_writes(whole):
         "checkpoints",
         "config.yaml",
         "curves.png",
+        "environment.json",
         "metrics.jsonl",
+        "result.json",
+        "source",
     ]
     assert [row["step"] for row in rows_of(folder)] == list(range(10, 121, 10))
     assert any("pieces" in leaf for leaf in last_save(folder)["leaves"])  # what compression left out, by process
+
+
+def test_it_is_repeated_bit_for_bit(whole):
+    code, out = launch(whole[0], what=(sys.executable, "-m", "jdist", "run", "--replay", "runs/toy"))
+    assert code == 0, out
+    assert "[0] the environment is that of the run" in out
+    assert re.search(r"\[0\] matched: 12 rows of metrics and the \d+ arrays of the state are equal bit for bit", out), (
+        out
+    )
+    assert "[1] matched" not in out
 
 
 def test_killed_and_stopped_in_saves_and_steps_it_ends_with_the_same_bits(tmp_path, whole):

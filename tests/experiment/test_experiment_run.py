@@ -14,8 +14,8 @@ from toy_regression import CONFIG
 from jdist.cli import main
 from jdist.errors import StepError
 from jdist.experiment.load import load
+from jdist.experiment.measured import newest
 from jdist.experiment.prepare import prepare
-from jdist.experiment.run import newest
 from jdist.experiment.validate import validate
 from jdist.loop.measure import measure
 from jdist.train import Checkpointer
@@ -66,7 +66,10 @@ def test_a_run_writes_its_folder_and_says_what_it_does(jdist_run):
         "checkpoints",
         "config.yaml",
         "curves.png",
+        "environment.json",
         "metrics.jsonl",
+        "result.json",
+        "source",
     ]
     rows = rows_of("runs/toy")
     assert [row["step"] for row in rows] == [4, 8, 12, 16, 20, 24]

@@ -7,9 +7,9 @@ import pytest
 
 import jdist
 from jdist.errors import CheckpointError, ClusterError
+from jdist.run_lock import hold, is_held
 from jdist.train import Checkpointer
 from jdist.train.evaluator import LOCK, new_checkpoints
-from jdist.train.run_lock import hold, is_held
 
 LIKE = {"w": jnp.zeros(3)}
 

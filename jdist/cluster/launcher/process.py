@@ -17,10 +17,10 @@ from jdist.cluster.launcher.console import Console
 from jdist.cluster.launcher.lines import Lines
 from jdist.cluster.launcher.verdict import Task
 
-_GUARD = Path(__file__).with_name("guard.py")
+GUARD = Path(__file__).with_name("guard.py")
 _CHUNK = 1 << 16
 _REMEMBERED = 1 << 16  # bytes of standard error, to find a traceback in
-_GUARD_GONE_S = 10.0  # its socket has closed: it is about to end
+GUARD_GONE_S = 10.0  # its socket has closed: it is about to end
 
 
 class LogFile:
@@ -90,7 +90,7 @@ class Process:
         with theirs:
             try:
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARD), *command],
+                    [sys.executable, "-I", "-S", str(GUARD), *command],
                     stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -154,7 +154,7 @@ class Process:
             Its exit code, minus the signal's number if it was killed, and when it ended.
         """
         try:
-            returned = self._guard.wait(_GUARD_GONE_S)
+            returned = self._guard.wait(GUARD_GONE_S)
         except subprocess.TimeoutExpired:
             self._guard.kill()
             returned = self._guard.wait()
@@ -176,7 +176,7 @@ class Process:
         """Leave it to its guard, which kills all as soon as the socket is closed; waits for that a bounded time."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(_GUARD_GONE_S)
+            self._guard.wait(GUARD_GONE_S)
         self.close()
 
     def close(self) -> None:

@@ -1,0 +1,116 @@
+"""Everything of a run but the run: config, data, shapes and steps are checked, and nothing is trained or written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jdist.cluster.runtime import alone
+from jdist.errors import ConfigError
+from jdist.experiment.config import Config
+from jdist.experiment.describe import describe
+from jdist.experiment.load import Document
+from jdist.experiment.measured import check_best
+from jdist.experiment.prepare import prepare
+from jdist.experiment.record import RunFolder
+from jdist.experiment.resume import check_same_run
+from jdist.experiment.shapes import batch_shapes, shapes_of_run
+from jdist.experiment.step import make_eval_step, make_train_step
+from jdist.experiment.summary import arithmetic
+from jdist.global_arrays import is_key
+from jdist.report.progress import size
+from jdist.strategies.by_name import make_strategy
+from jdist.strategy import Strategy
+
+PyTree = Any
+
+
+def dry_run(config: Config, document: Document, *, fresh: bool = False, console: Console | None = None) -> int:
+    """Check what a config describes, compile its steps, and say what a run would be.
+
+    Args:
+        config: the checked config; its `platform` has been applied.
+        document: what the config was read from.
+        fresh: whether the run would set an existing folder aside.
+        console: where to report; standard output if None.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        JDistError: what a run would be refused for.
+    """
+    parts = prepare(config, document, make=without_servers)
+    strategy, task = parts.strategy, parts.task
+    console = console or Console(soft_wrap=True, quiet=not (strategy.cluster or alone()).is_chief)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, emoji=False)
+
+    say(describe(parts.values, document, derived=parts.derived))
+    if config.strategy.name == "parameter_server":
+        say("no server is started: what a worker computes, and the update, are compiled for one device here")
+    say(arithmetic(config, parts))
+    folder = RunFolder(Path(config.log.folder) / config.name)
+    if not fresh:
+        check_same_run(folder, parts.values, document)
+
+    shapes = shapes_of_run(config, parts)
+    eval_batch = batch_shapes(parts, task.eval_data(parts.eval_batch))
+    say(f"parameters: {_numbers(shapes.parameters)}")
+    say(f"state: {_numbers(shapes.state)}")
+    say(f"batch: {_batch(shapes.batch)}")
+    check_best(config, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
+
+    say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
+    say(_compiled("evaluation", make_eval_step(parts).lower(shapes.state, eval_batch)))
+    goes_on = folder.has_checkpoints() and not fresh
+    say(f"a run would {'go on from the checkpoints in' if goes_on else 'write'} {folder.path}")
+    say("dry run: all is well; nothing was trained or written")
+    return 0
+
+
+def without_servers(name: str, **options: Any) -> Strategy:
+    """The strategy; of a parameter server, whose processes would have to be started, what one worker computes on."""
+    return make_strategy("one_device") if name == "parameter_server" else make_strategy(name, **options)
+
+
+def _compiled(what: str, lowered: jax.stages.Lowered) -> str:
+    """Compile a step, and say how long that took and what one device needs for it."""
+    start = time.perf_counter()
+    try:
+        stats: Any = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as exc:
+        if "RESOURCE_EXHAUSTED" not in str(exc):
+            raise
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"the {what} does not fit into a device's memory: {reason} Take a smaller train.global_batch, more devices, "
+            "or train.accumulate=2."
+        ) from exc
+    took = f"{what}: compiled in {time.perf_counter() - start:.1f} s"
+    if stats is None:  # not every backend says
+        return took
+    # Not the compiler's own peak: on CPU that leaves the temporaries out.
+    needed = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return f"{took}, needs {size(needed + stats.temp_size_in_bytes)} of each device"
+
+
+def _numbers(tree: PyTree) -> str:
+    leaves = [jax.eval_shape(jax.random.key_data, x) if is_key(x) else x for x in jax.tree.leaves(tree)]
+    size_bytes = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
+    return f"{sum(x.size for x in leaves):,} numbers in {len(leaves)} arrays, {size(size_bytes)}"
+
+
+def _batch(tree: PyTree) -> str:
+    named: Iterable[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(tree)
+    return ", ".join(
+        f"{jax.tree_util.keystr(path, simple=True, separator='.') or 'array'} {x.dtype}{list(x.shape)}"
+        for path, x in named
+    )

@@ -1,0 +1,62 @@
+"""What a run's bits depend on besides its config: versions, devices, flags, source and data."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jdist
+from jdist.data.source import RandomAccessSource
+from jdist.experiment.platform import variables
+from jdist.experiment.prepare import Parts
+from jdist.experiment.sources import digest, folder_sources, task_sources
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def environment(parts: Parts, make: str) -> dict[str, Any]:
+    """What the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
+
+    Args:
+        parts: what the run is made of.
+        make: `task.make` of its config.
+    """
+    devices = parts.strategy.devices or tuple(jax.devices())
+    kinds = sorted({f"{device.platform} {device.device_kind}" for device in devices})
+    cluster = parts.strategy.cluster
+    sources = {"training data": parts.train_data, "evaluation data": parts.task.eval_data(parts.eval_batch)}
+    return {
+        "python": platform.python_version(),
+        "jdist": jdist.__version__,
+        "jdist source": digest(folder_sources(Path(jdist.__file__).parent)),
+        **{package: _version(package) for package in _PACKAGES},
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "processor cores": os.cpu_count(),
+        "devices": f"{len(devices)} x {', '.join(kinds)}",
+        "processes": 1 if cluster is None else cluster.num_processes,
+        **variables(os.environ),
+        "task source": digest(task_sources(make)),
+        **{name: s.fingerprint if isinstance(s, RandomAccessSource) else "unknown" for name, s in sources.items()},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # put on the path without being installed
+        return "unknown"
+
+
+def _processor() -> str:
+    """The model of the processor: other ones may have other vector instructions, and so other roundings."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

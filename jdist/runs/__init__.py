@@ -1,0 +1,1 @@
+"""Run folders: listed, compared, repeated, and made by the dozen. It stands on `jdist.experiment`, which makes one."""

@@ -1,0 +1,102 @@
+"""A command in a process of its own, which gets the signals that come here, and is gone when this process is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from jdist.cluster.launcher.process import GUARD, GUARD_GONE_S
+from jdist.report.files import writing
+
+
+class Stop:
+    """A wish to stop, by Ctrl-C or SIGTERM; it is handed on to the running command."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._pass_on: Callable[[signal.Signals], None] | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen while the block runs: the first signal is passed on, a second one kills."""
+
+        def on_signal(number: int, frame: object) -> None:
+            again, self.asked = self.asked is not None, signal.Signals(number)
+            if self._pass_on is not None:
+                self._pass_on(signal.SIGKILL if again else self.asked)
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def passed_on(self, send: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """Hand signals to `send` while the block runs, the one that came before too."""
+        self._pass_on = send
+        if self.asked is not None:
+            send(self.asked)
+        try:
+            yield
+        finally:
+            self._pass_on = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """128 plus the number of the signal; None if there was none."""
+        return None if self.asked is None else 128 + self.asked
+
+
+def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
+    """Run a command to its end.
+
+    It stands under the launcher's guard (`jdist/cluster/launcher/guard.py`), so that it, and all that it starts, ends with
+    this process, however that ends.
+
+    Args:
+        command: program and arguments.
+        log: a file to write its output to, anew.
+        stop: gives it the signals that come here.
+
+    Returns:
+        Its exit code, or minus the number of the signal that killed it.
+
+    Raises:
+        ConfigError: the log cannot be written.
+    """
+    with writing(log), log.open("wb") as output:
+        control, theirs = socket.socketpair()
+        with control:
+            with theirs:
+                guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(GUARD), *command],
+                    stdin=theirs.fileno(),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(os.environ),
+                    start_new_session=True,
+                )
+
+            def send(number: signal.Signals) -> None:
+                with contextlib.suppress(OSError):  # it has just ended
+                    control.send(bytes([number]))
+
+            told = b""
+            with stop.passed_on(send):
+                while said := control.recv(4096):  # as long as the run lasts; signals get through meanwhile
+                    told += said
+    try:
+        returned = guard.wait(GUARD_GONE_S)
+    except subprocess.TimeoutExpired:
+        guard.kill()
+        returned = guard.wait()
+    lines = told.decode().splitlines()
+    return int(lines[1].split()[0]) if len(lines) == 2 else returned or 1

@@ -1,0 +1,110 @@
+"""What a sweep came to: one table, as text, CSV and JSON, and one picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jdist.report.files import write_atomically
+from jdist.report.progress import duration
+from jdist.runs.grid import Point
+from jdist.runs.plot import plot_runs
+from jdist.runs.summary import RunSummary
+from jdist.runs.table import columns, figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """By what runs are sorted.
+
+    Attributes:
+        metric: of the last evaluation.
+        mode: whether the greatest or the least value comes first.
+    """
+
+    metric: str
+    mode: Literal["max", "min"]
+
+    def __call__(self, run: RunSummary | None) -> tuple[bool, float]:
+        """A key to sort by; what has no value comes last."""
+        value = None if run is None else run.last(self.metric)
+        return (True, 0.0) if value is None else (False, -value if self.mode == "max" else value)
+
+
+def write_outcome(
+    folder: Path,
+    trials: Sequence[Point],
+    done: Mapping[Point, RunSummary],
+    failures: Mapping[Point, str],
+    ranking: Ranking,
+) -> str:
+    """Write table.txt, table.csv, table.json and curves.png.
+
+    Args:
+        folder: the sweep's.
+        trials: its runs, at least one.
+        done: those that have finished.
+        failures: why others failed.
+        ranking: by what to sort.
+
+    Returns:
+        The table, and where it was written.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    best_first = sorted(trials, key=lambda trial: ranking(done.get(trial)))
+    rows = [_row(trial, done.get(trial), failures.get(trial), ranking) for trial in best_first]
+    text = _table(rows, list(trials[0].values), ranking.metric)
+    write_atomically(folder / "table.txt", text + "\n")
+    write_atomically(folder / "table.json", json.dumps(rows, indent=1) + "\n")
+    write_atomically(folder / "table.csv", _csv(rows))
+    curves = {", ".join(f"{k}={v}" for k, v in t.values.items()): done[t].rows for t in best_first if t in done}
+    drawn = plot_runs(curves, folder / "curves.png", title=folder.name, metrics=[ranking.metric])
+    lines = [text, f"table: {folder / 'table.txt'}, .csv and .json", drawn]
+    if done and all(run.last(ranking.metric) is None for run in done.values()):
+        measured = sorted({name for run in done.values() for name in run.last_metrics()})
+        lines.append(f"no evaluation has the metric {ranking.metric}; measured were {', '.join(measured)}")
+    return "\n".join(lines)
+
+
+def _row(trial: Point, run: RunSummary | None, failure: str | None, ranking: Ranking) -> dict[str, Any]:
+    metric = ranking.metric
+    return {
+        "run": trial.name,
+        **trial.values,
+        metric: run and run.last(metric),
+        f"best {metric}": run and run.best(metric, ranking.mode),
+        "steps": run.step if run else 0,
+        "time_s": run and run.time_s,
+        "status": "finished" if run else f"failed: {failure}" if failure else "not run",
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], metric: str) -> str:
+    best = f"best {metric}"
+    cells = [
+        [
+            *(row[label] for label in labels),
+            figure(row[metric]),
+            figure(row[best]),
+            f"{row['steps']:,}",
+            "-" if row["time_s"] is None else duration(row["time_s"]),
+            row["status"],
+        ]
+        for row in rows
+    ]
+    return columns([*labels, metric, best, "steps", "time", "status"], cells, right=[metric, best, "steps", "time"])
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

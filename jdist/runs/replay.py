@@ -1,0 +1,104 @@
+"""`jdist run --replay`: a finished run once more, in a folder beside it, and whether every bit of it is the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdist.errors import ConfigError
+from jdist.experiment.describe import flow
+from jdist.experiment.load import load
+from jdist.experiment.platform import VARIABLES, apply_platform
+from jdist.experiment.record import RunFolder
+from jdist.experiment.repeatable import read_result, read_starts
+from jdist.experiment.validate import validate
+from jdist.report.metrics_file import Row, read_rows
+
+_CLOCK = "time_s"  # no two runs take the same time
+
+
+def replay(folder: str, *, fresh: bool = False) -> int:
+    """Repeat a run from its first step, and compare metrics and last state with what it came to.
+
+    It is written to NAME.replay beside the run. One that was stopped there goes on; a finished one is set aside.
+
+    Args:
+        folder: the run folder.
+        fresh: set aside an unfinished replay, too.
+
+    Returns:
+        The exit code: 0 if all is equal bit for bit, 1 if not; 130 and 143 if it was stopped.
+
+    Raises:
+        JDistError: it is no finished run, or it cannot be run here.
+    """
+    original = RunFolder(Path(folder).resolve())
+    if not original.config.is_file():
+        raise ConfigError(f"{folder}: no run folder: there is no config.yaml in it. Name one, as runs/digits.")
+    starts, result = read_starts(original), read_result(original)
+    if not starts:
+        raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
+    if result is None or result.step < starts[-1].total_steps:
+        raise ConfigError(
+            f"{folder}: this run has not come to its {starts[-1].total_steps:,} steps, so there is no end to compare with. "
+            "Bring it there first, by the command that started it."
+        )
+    name, place = f"{original.path.name}.replay", str(original.path.parent)
+    document = load(original.config, [f"name={flow(name)}", f"log.folder={flow(place)}"])
+    config = validate(document)
+    for variable in VARIABLES:
+        if variable in starts[-1].environment:
+            os.environ.setdefault(variable, starts[-1].environment[variable])
+    apply_platform(config.platform)
+
+    # JAX, which reads these variables when it is imported, comes after them.
+    from jdist.cluster.runtime import started
+    from jdist.experiment.run import run
+
+    again = RunFolder(original.path.with_name(name))
+    code = run(
+        config,
+        document,
+        command=f"jdist run --replay {folder}",
+        fresh=fresh or again.result.exists(),
+        original=starts,
+    )
+    cluster = started()
+    if code or (cluster is not None and not cluster.is_chief):
+        return code
+    repeated = read_result(again)
+    assert repeated is not None  # `run` returned 0
+    rows, rows_again = read_rows(original.metrics), read_rows(again.metrics)
+    different = [*first_difference(rows, rows_again), *state_difference(result.state, repeated.state)]
+    if different:
+        print("differs: " + "\n         ".join(different))
+        return 1
+    print(f"matched: {len(rows)} rows of metrics and the {len(result.state)} arrays of the state are equal bit for bit")
+    return 0
+
+
+def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
+    """The first metric of two runs that differs, in words; nothing if none does. The clock is left out.
+
+    Example:
+        >>> first_difference([{"step": 1, "loss": 0.5}], [{"step": 1, "loss": 0.25}])
+        ['step 1: loss is 0.5 there, 0.25 here']
+    """
+    steps = sorted({row["step"] for row in [*there, *here]})
+    theirs, ours = ({row["step"]: row for row in rows} for rows in (there, here))
+    for step in steps:
+        if step not in theirs or step not in ours:
+            side = "here" if step not in theirs else "there"
+            return [f"step {step}: there is a row of metrics {side} alone"]
+        a, b = theirs[step], ours[step]
+        for name in dict.fromkeys([*a, *b]):
+            if name != _CLOCK and a.get(name) != b.get(name):
+                return [f"step {step}: {name} is {a.get(name)!r} there, {b.get(name)!r} here"]
+    return []
+
+
+def state_difference(there: dict[str, str], here: dict[str, str]) -> list[str]:
+    """Which arrays of two states differ, in words; nothing if none does."""
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    return [f"state: {len(names)} of {len({**there, **here})} arrays, the first is {names[0]}"] if names else []

@@ -1,0 +1,147 @@
+"""What a run folder says of its run; read without JAX, also while the run goes on."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jdist.errors import ConfigError
+from jdist.experiment.config import Config
+from jdist.experiment.load import load
+from jdist.experiment.record import RunFolder
+from jdist.experiment.repeatable import read_result, read_starts
+from jdist.experiment.validate import validate
+from jdist.report.curves import EVAL
+from jdist.report.metrics_file import Row, read_rows
+from jdist.run_lock import is_held
+
+_DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """A run as its folder tells it.
+
+    Attributes:
+        path: the folder.
+        config: the config as it was resolved.
+        status: "running" while a process holds the folder; "finished" at the last step; else "stopped".
+        step: steps done, as far as they were written down.
+        total_steps: steps asked for; None if nobody wrote that down.
+        rows: the rows of metrics.jsonl.
+        changed_at: when metrics were written last, or the config.
+    """
+
+    path: Path
+    config: Config
+    status: Literal["running", "finished", "stopped"]
+    step: int
+    total_steps: int | None
+    rows: list[Row]
+    changed_at: datetime.datetime
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of training."""
+        return self.rows[-1].get("time_s", 0.0) if self.rows else 0.0
+
+    @property
+    def metric(self) -> str:
+        """The evaluation metric that matters: `checkpoint.best`, else the loss."""
+        return self.config.checkpoint.best or "loss"
+
+    def mode(self, metric: str) -> Literal["max", "min"]:
+        """Whether the greatest or the least value of a metric is the best."""
+        return self.config.checkpoint.mode if metric == self.config.checkpoint.best else "min"
+
+    def evaluated(self, metric: str) -> list[tuple[int, float]]:
+        """The step and the value of each evaluation, where the value is finite."""
+        return [(row["step"], row[EVAL + metric]) for row in self.rows if row.get(EVAL + metric) is not None]
+
+    def last(self, metric: str) -> float | None:
+        """The value of the last evaluation."""
+        found = self.evaluated(metric)
+        return found[-1][1] if found else None
+
+    def best(self, metric: str, mode: Literal["max", "min"] | None = None) -> float | None:
+        """The best value of all evaluations."""
+        found = [value for _, value in self.evaluated(metric)]
+        choose = max if (mode or self.mode(metric)) == "max" else min
+        return choose(found) if found else None
+
+    def last_metrics(self) -> dict[str, float]:
+        """Every metric's last value, those of training first."""
+        return {k: v for row in self.rows for k, v in row.items() if k not in ("step", "examples") and v is not None}
+
+    def as_json(self) -> dict[str, Any]:
+        """The run as plain values."""
+        return {
+            "folder": str(self.path),
+            "name": self.config.name,
+            "task": self.config.task.make,
+            "strategy": self.config.strategy.name,
+            "status": self.status,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "metric": self.metric,
+            "last": self.last(self.metric),
+            "best": self.best(self.metric),
+            "metrics": self.last_metrics(),
+            "time_s": self.time_s,
+            "changed_at": self.changed_at.isoformat(timespec="seconds"),
+        }
+
+
+def read_run(path: Path) -> RunSummary:
+    """Read a run folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ConfigError: it is none, or what is in it cannot be read.
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise ConfigError(f"{path}: no run folder: there is no config.yaml in it. `jdist runs` lists those in runs/.")
+    config = validate(load(folder.config))
+    rows, starts, result = read_rows(folder.metrics), read_starts(folder), read_result(folder)
+    total = starts[-1].total_steps if starts else config.train.steps
+    done = max(result.step if result else 0, rows[-1]["step"] if rows else 0)
+    finished = result is not None and total is not None and result.step >= total
+    newest = folder.metrics if folder.metrics.is_file() else folder.config
+    return RunSummary(
+        path=path,
+        config=config,
+        status="running" if is_held(folder.lock) else "finished" if finished else "stopped",
+        step=done,
+        total_steps=total,
+        rows=rows,
+        changed_at=datetime.datetime.fromtimestamp(math.floor(newest.stat().st_mtime), datetime.UTC),
+    )
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """The run folders below a folder, or the folder itself, sorted by name.
+
+    Args:
+        folder: where to look.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder. `jdist run CONFIG` writes its runs to runs/.")
+    for path, below, files in os.walk(folder):
+        found = Path(path)
+        if "config.yaml" in files and ".lock" in files:
+            below.clear()
+            yield found
+        elif len(found.relative_to(folder).parts) >= _DEPTH:
+            below.clear()
+        below.sort()

@@ -1,0 +1,138 @@
+"""`jdist sweep`: a config with each combination of some values, one run after the other, into one table and one picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdist.errors import ConfigError
+from jdist.experiment.config import Config
+from jdist.experiment.describe import flow
+from jdist.experiment.load import dotted, leaves, load
+from jdist.experiment.record import RunFolder
+from jdist.experiment.validate import validate
+from jdist.report.files import writing
+from jdist.report.progress import duration
+from jdist.runs.child import Stop, run_child
+from jdist.runs.grid import Point, parse_grid, points
+from jdist.runs.outcome import Ranking, write_outcome
+from jdist.runs.summary import RunSummary, read_run
+from jdist.runs.table import figure
+
+# A run works these out, and writes them down with its config.
+_WORKED_OUT = ("decay_steps", "transition_steps")
+
+
+def sweep(
+    config: str,
+    overrides: Sequence[str],
+    grid: Sequence[str],
+    *,
+    name: str | None = None,
+    metric: str | None = None,
+    mode: str | None = None,
+    fresh: bool = False,
+) -> int:
+    """Run them all, and compare them.
+
+    Args:
+        config: the YAML file.
+        overrides: `key=value` each, for every run.
+        grid: `KEY=V1,V2,...` each.
+        name: of the sweep; NAME-sweep of the config if None.
+        metric: evaluation metric to sort by; `checkpoint.best` of the config, else the loss, if None.
+        mode: "max" or "min"; as the config says of `checkpoint.best`, else "min", if None.
+        fresh: run those again that have finished.
+
+    Returns:
+        The exit code: 0 if all finished, 1 if some failed, 130 or 143 if it was stopped.
+
+    Raises:
+        ConfigError: the config, the grid or an option is not right, or a folder holds another run.
+    """
+    trials = points(parse_grid(grid))
+    base = validate(load(config, [*overrides, *trials[0].overrides]))
+    ranking = _ranking(base, metric, mode)
+    folder = Path(base.log.folder) / (name or f"{base.name}-sweep")
+    settings = {
+        trial: [*overrides, *trial.overrides, f"name={flow(trial.name)}", f"log.folder={flow(str(folder))}"]
+        for trial in trials
+    }
+    wanted = {trial: validate(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
+    done: dict[Point, RunSummary] = {}
+    if not fresh:
+        done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    count = "1 run" if len(trials) == 1 else f"{len(trials):,} runs"
+    print(f"{folder}: {count}" + (f", {len(done)} of them finished before" if done else ""), flush=True)
+
+    failures: dict[Point, str] = {}
+    stop = Stop()
+    with stop.listening():
+        for number, trial in enumerate(trials, start=1):
+            if trial in done or stop.asked:
+                continue
+            what = f"[{number}/{len(trials)}] {' '.join(f'{k}={v}' for k, v in trial.values.items())}"
+            print(f"{what}: {folder / trial.name}", flush=True)
+            log = folder / f"{trial.name}.log"
+            command = [sys.executable, "-m", "jdist", "run", config, *settings[trial], *(["--fresh"] if fresh else [])]
+            code = run_child(command, log, stop)
+            if code == 0:
+                done[trial] = run = read_run(folder / trial.name)
+                value = figure(run.last(ranking.metric))
+                print(f"{what}: {ranking.metric} {value} in {duration(run.time_s)}", flush=True)
+            elif not stop.asked:
+                failures[trial] = _reason(code, log)
+                print(f"{what}: failed: {failures[trial]}; see {log}", flush=True)
+
+    print("\n" + write_outcome(folder, trials, done, failures, ranking))
+    if stop.exit_code is not None:
+        print(f"stopped when {len(done):,} of {count} had finished; the same command goes on")
+        return stop.exit_code
+    return 1 if failures else 0
+
+
+def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
+    """What the command line says, else the config.
+
+    Raises:
+        ConfigError: the mode is neither of the two.
+    """
+    best = config.checkpoint.best
+    metric = metric or best or "loss"
+    found = mode or (config.checkpoint.mode if metric == best else "min")
+    if found not in ("max", "min"):
+        raise ConfigError(f"--mode is {mode!r}; it must be max or min.")
+    return Ranking(metric=metric, mode=found)
+
+
+def _finished(path: Path, wanted: Config) -> RunSummary | None:
+    """The run of a folder if it has come to its end.
+
+    Raises:
+        ConfigError: it has, with another config.
+    """
+    if not RunFolder(path).result.is_file() or (run := read_run(path)).status != "finished":
+        return None  # `jdist run` says whether it may go on
+    then, now = dict(leaves(run.config.model_dump())), dict(leaves(wanted.model_dump()))
+    different = [
+        f"{dotted(key)}: {then.get(key, 'not set')} there, {now.get(key, 'not set')} now"
+        for key in {**now, **then}
+        if then.get(key) != now.get(key) and not (key[-1] in _WORKED_OUT and key not in now)
+    ]
+    if different:
+        raise ConfigError(
+            f"{path}: holds a finished run with a different config: {'; '.join(different)}. Give the sweep another --name, "
+            "or say --fresh, which keeps the old folders."
+        )
+    return run
+
+
+def _reason(code: int, log: Path) -> str:
+    """Why a run failed: the last line in which it says so, else its exit code."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
+    ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return said.rstrip(".") if said else f"{ended}{', ' + lines[-1].strip() if lines else ''}"

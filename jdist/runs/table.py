@@ -1,0 +1,43 @@
+"""Columns of text."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from jdist.report.progress import readable
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> str:
+    """A table in plain text.
+
+    Args:
+        header: names of the columns.
+        rows: their cells.
+        right: names of the columns that hold numbers, set to the right.
+
+    Example:
+        >>> print(columns(["run", "loss"], [["a", "0.5"], ["long", "12"]], right=["loss"]))
+        run   loss
+        a      0.5
+        long    12
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    to_right = [name in right for name in header]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(line, widths, to_right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def figure(value: float | None) -> str:
+    """A metric in a cell; `-` if there is none."""
+    return "-" if value is None else readable(value)
+
+
+def local_time(at: datetime.datetime) -> str:
+    """A time as people here write it, to the minute."""
+    return f"{at.astimezone():%Y-%m-%d %H:%M}"

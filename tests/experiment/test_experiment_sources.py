@@ -1,0 +1,33 @@
+import sys
+
+from jdist.experiment.sources import digest, folder_sources, task_sources
+
+
+def test_a_task_of_a_package_is_all_that_was_loaded_of_it(tmp_path, monkeypatch):
+    inner = tmp_path / "a_package" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").write_text("")
+    (inner / "task.py").write_text("def make(): ...\n")
+    (inner / "not_loaded.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import a_package.inner.task  # noqa: F401
+
+    found = task_sources("a_package.inner.task:make")
+    assert list(found) == ["a_package/__init__.py", "a_package/inner/__init__.py", "a_package/inner/task.py"]
+    for name in [name for name in sys.modules if name.startswith("a_package")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_what_comes_with_jdist_is_in_its_own_digest():
+    assert task_sources("jdist.tasks.digits:make") == {}
+    assert digest({}) == ""
+
+
+def test_a_digest_changes_with_content_and_names_and_not_with_the_place(tmp_path):
+    for folder, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text(text)
+    a, b, c = (folder_sources(tmp_path / folder) for folder in "abc")
+    assert digest(a) == digest(b) != digest(c)
+    assert digest(a) != digest({"y.py": a["x.py"]})

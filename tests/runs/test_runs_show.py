@@ -1,0 +1,67 @@
+"""`jdist runs`: lists and comparisons."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from jdist.run_lock import hold
+
+
+def test_it_lists_runs_and_compares_two(jdist):
+    assert jdist("run", "toy.yaml")[0] == 0
+    assert jdist("run", "toy.yaml", "name=fast", "log.folder=runs/more", "train.optimizer.learning_rate=0.1")[0] == 0
+    code, out, err = jdist("runs")
+    assert (code, err) == (0, "")
+    header, fast, toy = out.splitlines()
+    assert header.split() == ["run", "task", "strategy", "step", "metric", "last", "best", "time", "status", "when"]
+    assert fast.split()[:5] == ["runs/more/fast", "toy_regression", "mirrored", "24/24", "close"]
+    assert toy.split()[:1] == ["runs/toy"]
+    assert "finished" in toy
+
+    rows = [json.loads(line) for line in Path("runs/toy/metrics.jsonl").read_text().splitlines()]
+    (listed,) = (run for run in json.loads(jdist("runs", "--json")[1]) if run["name"] == "toy")
+    closes = [row["eval/close"] for row in rows if "eval/close" in row]
+    assert (listed["last"], listed["best"]) == (closes[-1], max(closes))
+    assert listed["metrics"]["eval/loss"] == rows[-1]["eval/loss"]
+    assert len(jdist("runs", "runs/more")[1].splitlines()) == 2
+
+    code, out, _ = jdist("runs", "toy", "runs/more/fast")
+    assert code == 0
+    assert out.splitlines()[:2] == [
+        "config                         toy   fast",
+        "train.optimizer.learning_rate  0.01  0.1",
+    ]
+    assert "the environments are alike" in out
+    assert Path("runs/toy_and_fast.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(jdist("runs", "runs/toy", "runs/more/fast", "--json")[1])
+    assert found["config"] == {"train.optimizer.learning_rate": [0.01, 0.1]}
+    assert found["metrics"]["eval/loss"][0] == rows[-1]["eval/loss"]
+
+
+def test_a_run_that_has_not_ended_is_running_or_stopped(jdist):
+    assert jdist("run", "toy.yaml", "train.steps=8")[0] == 0
+    folder = Path("runs/toy")
+    (folder / "result.json").unlink()
+    assert json.loads(jdist("runs", "--json")[1])[0]["status"] == "stopped"
+    with hold(folder / ".lock"):
+        assert json.loads(jdist("runs", "--json")[1])[0]["status"] == "running"
+    for name in ("environment.json", "metrics.jsonl"):  # as a run of an older jdist, killed at once
+        (folder / name).unlink()
+    assert jdist("runs")[1].splitlines()[1].split()[3:7] == ["0/8", "close", "-", "-"]
+
+
+def test_what_is_not_there_is_said(jdist):
+    code, _, err = jdist("runs")
+    assert (code, err) == (2, "jdist: runs: no such folder. `jdist run CONFIG` writes its runs to runs/.\n")
+    Path("runs").mkdir()
+    assert jdist("runs")[1] == "no runs here\n"
+    code, _, err = jdist("runs", "a", "b")
+    assert code == 2
+    assert "a: no run folder" in err
+    assert jdist("runs", "a", "b", "c")[0] == 2
+
+
+def test_lists_and_grids_need_no_jax():
+    code = "import sys, jdist.runs.show, jdist.runs.sweep, jdist.runs.replay; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,89 @@
+"""Whole sweeps of the toy task; each run is a process of its own."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toy_regression
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = ROOT / "tests" / "experiment"
+
+
+@pytest.fixture
+def in_processes(monkeypatch):
+    paths = [str(ROOT), str(EXPERIMENT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+def test_a_sweep_ends_in_one_table_and_one_plot_and_names_what_failed(jdist, in_processes):
+    grid = ["--grid", "train.optimizer.learning_rate=1e-2,1e-1,nope"]
+    code, out, err = jdist("sweep", "toy.yaml", *grid, "train.steps=8", "--metric", "loss")
+    assert (code, err) == (1, "")
+    folder = Path("runs/toy-sweep")
+    rows = json.loads((folder / "table.json").read_text())
+    assert [row["learning_rate"] for row in rows] == ["0.1", "0.01", "nope"]  # sorted by the loss
+    assert rows[0]["loss"] < rows[1]["loss"]
+    assert [row["status"].partition(":")[0] for row in rows] == ["finished", "finished", "failed"]
+    assert '"nope" is neither a number nor a schedule' in rows[2]["status"]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with (folder / "table.csv").open() as file:
+        assert [row["learning_rate"] for row in csv.DictReader(file)] == ["0.1", "0.01", "nope"]
+    assert (folder / "table.txt").read_text() in out
+    last = json.loads((folder / "learning_rate-0.1/metrics.jsonl").read_text().splitlines()[-1])
+    assert rows[0]["loss"] == last["eval/loss"]
+
+    stamp = (folder / "learning_rate-0.1/result.json").stat().st_mtime_ns
+    code, out, _ = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2,1e-1", "train.steps=8")
+    assert code == 0
+    assert "2 runs, 2 of them finished before" in out
+    assert (folder / "learning_rate-0.1/result.json").stat().st_mtime_ns == stamp
+    code, _, err = jdist("sweep", "toy.yaml", *grid[:1], "train.optimizer.learning_rate=1e-2", "train.steps=12")
+    assert code == 2
+    assert "holds a finished run with a different config: train.steps: 8 there, 12 now" in err
+
+
+def test_stopped_it_saves_and_the_same_command_goes_on(jdist, in_processes):
+    config = toy_regression.CONFIG.replace("steps: 24", "steps: 4000").replace("every: 4}", "every: 50}")
+    Path("long.yaml").write_text(config.replace("every: 8", "every: 2000"))
+    command = ["sweep", "long.yaml", "platform.cpu_devices=1", "--grid", "train.seed=0"]
+    log = Path("runs/toy-sweep/seed-0.log")
+    process = subprocess.Popen([sys.executable, "-m", "jdist", *command], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "1 run" in process.stdout.readline()
+        assert "seed=0" in process.stdout.readline()
+        with subprocess.Popen(["tail", "-F", "-n", "+1", str(log)], stdout=subprocess.PIPE, text=True) as tail:
+            next(line for line in tail.stdout if re.search(r"step +50/4000", line))
+            tail.terminate()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped when 0 of 1 run had finished; the same command goes on" in out
+    said = re.search(r"stopped at step ([\d,]+) of 4,000 and saved", log.read_text())
+    assert said, log.read_text()
+    code, out, _ = jdist(*command, "train.steps=4000")
+    assert code == 0, out
+    assert f"going on from step {said[1]}" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["toy.yaml"], "needs something to try"),
+        (["toy.yaml", "--grid", "train.stps=1,2"], "Did you mean train.steps?"),
+        (["toy.yaml", "--grid", "train.seed=1", "--mode", "least"], "--mode is 'least'; it must be max or min."),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_runs(jdist, arguments, said):
+    code, _, err = jdist("sweep", *arguments)
+    assert code == 2
+    assert said in err
+    assert not Path("runs").exists()

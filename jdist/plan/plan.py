@@ -112,8 +112,10 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
         DeviceError: the topology is not known, or libtpu is missing.
 
     Example:
-        >>> jdist.plan.plan_config("configs/digits.yaml", topology="v5e:2x4").fits
-        True
+        >>> import jdist
+        >>> plan = jdist.plan.plan_config("configs/digits.yaml", "task.options.width=4", topology="cpu:8")
+        >>> plan.num_devices, plan.global_batch
+        (8, 128)
     """
     target, document = parse_target(topology), load(os.fspath(config), overrides)
     checked = validate(document)

@@ -22,7 +22,8 @@ ROOMS = ("callbacks", "cluster", "data", "metrics", "ps", "reduction", "tasks", 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module(name, tmp_path, monkeypatch):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")  # which some read; others write
+    for read in ("configs", "jdist"):  # others write
+        (tmp_path / read).symlink_to(ROOT / read)
     monkeypatch.chdir(tmp_path)
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0

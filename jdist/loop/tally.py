@@ -31,12 +31,13 @@ class Tally:
 
     Args:
         metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
-            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`.
+            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`; a step that
+            returns something else has scalars.
         steps_per_call: how many steps a call makes; above 1 results lead with that axis.
     """
 
     def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1):
-        self._is_whole = isinstance(metrics, Metric)
+        self._whole = metrics if isinstance(metrics, Metric) else None
         self._metrics = {_WHOLE: metrics} if isinstance(metrics, Metric) else dict(metrics or {})
         self._steps_per_call = steps_per_call
         self._waiting: list[tuple[Any, Any, Sequence[int]]] = []
@@ -55,7 +56,7 @@ class Tally:
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
         """
-        if self._is_whole:
+        if self._whole is not None and jax.tree.structure(measured) == jax.tree.structure(self._whole.zero):
             measured = {_WHOLE: measured}
         if not self._checked:
             self._check(measured)

@@ -106,6 +106,26 @@ class TestEvaluation:
         assert run(steps=9, eval_every=4) == [4, 8, 9]
         assert run(epochs=2, eval_every=14) == [14]
 
+    def test_one_metric_for_all_that_the_evaluation_returns_while_training_has_scalars(self):
+        metric = jdist.metrics.collect({"right": jdist.metrics.accuracy(threshold=0.0)})
+
+        def step(state: Any, batch: Any) -> Any:
+            return metric.update({"right": (batch["x"] @ state.params["w"], batch["y"] > 0)}, batch["mask"])
+
+        state, history = jdist.fit(
+            train_step,
+            create_state(),
+            DATA,
+            global_batch=16,
+            eval_data=HELD_OUT,
+            eval_step=step,
+            metrics=metric,
+            **QUIET,
+        )
+        expected = np.mean((HELD_OUT["x"] @ np.asarray(state.params["w"]) > 0) == (HELD_OUT["y"] > 0))
+        assert history.evals == [{"step": 7, "epoch": 1, "right": pytest.approx(expected)}]
+        assert len(history["epoch/loss"][0]) == 1
+
     def test_elsewhere_gives_the_same(self):
         def run(**options: Any) -> list[float]:
             _, history = jdist.fit(

@@ -38,7 +38,7 @@ def test_defaults_are_filled_in(check):
     assert config.strategy.name == "mirrored"
     assert config.train.seed == 0
     assert config.log.folder == "runs"
-    assert config.model_dump()["train"]["optimizer"] == {"name": "adamw", "learning_rate": 1e-3}
+    assert config.model_dump()["train"]["optimizer"] == {"name": "adamw", "learning_rate": 1e-3, "scaling": None}
 
 
 @pytest.mark.parametrize(

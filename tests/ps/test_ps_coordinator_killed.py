@@ -31,7 +31,7 @@ strategy: {name: parameter_server, %s}
 
 
 def run(folder, environ, *, kill=False):
-    """Runs the config; kills it, if asked to, once it has said something after its first checkpoint. Exit code, and what it said."""
+    """Runs the config; kills it, if asked to, at its first line after a checkpoint. Its exit code, and what it said."""
     paths = f"{ROOT}:{ROOT / 'tests' / 'experiment'}"
     said = []
     with subprocess.Popen(

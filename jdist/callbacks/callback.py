@@ -27,7 +27,7 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Answered by `on_start`: training goes on from here.
+    """Answered by `on_resume`: training goes on from here.
 
     Attributes:
         state: the state to go on with.
@@ -58,11 +58,13 @@ class Moment:
         row: what is logged at this moment, for `on_row`; None where nothing is.
         reason: at "end": why it ended before its time; None if it did not.
         data: gives the position in the data, to save; None of data that cannot go on where it was.
+        notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
         kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
+        evaluates: whether the run has data to evaluate on.
         measure: gives `metrics`.
     """
 
-    event: Literal["start", "step", "eval", "epoch", "row", "end"]
+    event: Literal["resume", "start", "step", "eval", "epoch", "row", "end"]
     step: int
     steps_in_call: int
     total_steps: int | None
@@ -73,7 +75,9 @@ class Moment:
     row: dict[str, Any] | None
     reason: str | None
     data: Callable[[], dict[str, Any] | None]
+    notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
+    evaluates: bool
     measure: Callable[[], dict[str, Any]]
 
     @property
@@ -86,15 +90,10 @@ class Moment:
         """Whether this process writes: true of one process of a job. Callbacks are called on all."""
         return self.strategy.cluster is None or self.strategy.cluster.is_chief
 
-    def log(self, **values: float) -> None:
-        """Adds to the row of this moment, if it has one."""
+    def log(self, **values: Any) -> None:
+        """Adds numbers, or scalar arrays, to the row of this moment, if it has one."""
         if self.row is not None:
-            self.row.update(values)
-
-    def notes(self) -> dict[str, Any]:
-        """What to save beside state and position so that the run can go on: plain JSON values."""
-        rows = [row for row in self.history.rows if any("/" in name for name in row)]
-        return {"epoch": self.epoch, "rows": rows}
+            self.row.update({name: float(value) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,12 @@ class Keeps:
     """What a callback keeps that is to be saved with the state.
 
     Attributes:
+        begin: called with the state before the first step.
         get: gives it, a tree of arrays.
         put: takes it back in.
     """
 
+    begin: Callable[[PyTree], None]
     get: Callable[[], PyTree]
     put: Callable[[PyTree], None]
 
@@ -121,7 +122,8 @@ class Callback:
     those of all callbacks, in their order. Any may answer `Stop("why")`.
 
     Attributes:
-        on_start: before the first step; may answer a `Resume`.
+        on_resume: before all others; may answer a `Resume`.
+        on_start: before the first step, where the run begins or goes on.
         on_step: after each call of the step. Reading `moment.metrics` there waits for the step, each time.
         on_eval: after each evaluation.
         on_epoch: after each epoch.
@@ -138,6 +140,7 @@ class Callback:
         >>> callback = jdist.callbacks.Callback(on_epoch=tell)
     """
 
+    on_resume: On | None = None
     on_start: On | None = None
     on_step: On | None = None
     on_eval: On | None = None

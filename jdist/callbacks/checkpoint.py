@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
+from pathlib import Path
 from typing import Any, Literal
 
 from jdist.callbacks.callback import Callback, Moment, Resume
-from jdist.callbacks.watched import value_of
+from jdist.callbacks.watched import mode_of, need_evaluation, value_of
+from jdist.cluster.together import together
 from jdist.errors import StepError
 from jdist.remote import fetched, shapes_of
+from jdist.report.files import writing
 from jdist.train import Checkpointer, CheckpointWarning
 
 PyTree = Any
+_SET_ASIDE_S = 600.0
 
 
 def checkpoint(
@@ -21,7 +26,7 @@ def checkpoint(
     every: int | None = 1000,
     keep: int = 3,
     best: str | None = None,
-    mode: Literal["max", "min"] = "max",
+    mode: Literal["max", "min"] | None = None,
     resume: bool = True,
 ) -> Callback:
     """Saves state and data position, and goes on from the newest checkpoint where an earlier run left one.
@@ -32,8 +37,8 @@ def checkpoint(
             always, also after an interrupt.
         keep: how many of the newest are kept.
         best: an evaluation's metric, such as "eval/accuracy": after each evaluation the state is saved, and the best is kept.
-        mode: whether more ("max") or less ("min") of it is better.
-        resume: False begins anew although there are checkpoints, which then give way to new ones.
+        mode: whether more ("max") or less ("min") of it is better; None: as the name says ("loss", "accuracy", "auc", ...).
+        resume: False begins anew; a directory that is there is kept under another name, DIRECTORY.1.
 
     Returns:
         The callback. `jdist.train.Checkpointer(directory)` reads what it saved; where another callback keeps something with
@@ -49,27 +54,33 @@ def checkpoint(
         raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
     if best is not None and not best.startswith("eval/"):
         raise StepError(f"checkpoint: `best` is {best!r}; it must be what an evaluation measures, such as 'eval/loss'.")
+    best_mode = "max" if best is None else mode_of("checkpoint", best, mode)
     opened: list[Checkpointer] = []
-    saved = 0
+    saved = (0, 0)  # step and epochs
 
-    def on_start(moment: Moment) -> Resume | None:
+    def on_resume(moment: Moment) -> Resume | None:
         nonlocal saved
+        saved = (0, 0)
+        if best is not None:
+            need_evaluation("checkpoint", best, moment)
+        if not resume:
+            with together("setting checkpoints aside", _SET_ASIDE_S, moment.strategy.cluster):
+                if moment.is_chief:
+                    _set_aside(Path(directory))
         opened.append(
             Checkpointer(
                 directory,
                 keep=keep,
                 best_metric=best,
-                best_mode=mode,
+                best_mode=best_mode,
                 cluster=moment.strategy.cluster,
             )
         )
-        if not resume:
-            return None
         kept = {name: each.get() for name, each in moment.kept.items()}
         restored = opened[0].restore(_joined(shapes_of(moment.state), kept))
         if restored is None:
             return None
-        saved = restored.step
+        saved = (restored.step, int(restored.metadata.get("epoch", 0)))
         state = restored.state
         if kept:
             for name, each in moment.kept.items():
@@ -86,7 +97,7 @@ def checkpoint(
 
     def save(moment: Moment, metrics: dict[str, float]) -> None:
         nonlocal saved
-        saved = moment.step
+        saved = (moment.step, moment.epoch)
         kept = {name: each.get() for name, each in moment.kept.items()}
         moment.strategy.check(moment.state)
         state = _joined(fetched(moment.state), kept) if kept else moment.state
@@ -97,11 +108,12 @@ def checkpoint(
         save(moment, {best: value_of("checkpoint", best, moment)})
 
     def on_step(moment: Moment) -> None:
-        if every is not None and moment.step // every > saved // every and moment.step > saved:
+        before = moment.step - moment.steps_in_call
+        if every is not None and moment.step // every > before // every and moment.step > saved[0]:
             save(moment, {})
 
     def on_end(moment: Moment) -> None:
-        if moment.step > saved:
+        if (moment.step, moment.epoch) > saved:
             save(moment, {})
         opened[0].wait()
 
@@ -110,9 +122,16 @@ def checkpoint(
             opened.pop().close()
 
     return Callback(
-        on_start=on_start, on_eval=None if best is None else on_eval, on_step=on_step, on_end=on_end, close=close
+        on_resume=on_resume, on_eval=None if best is None else on_eval, on_step=on_step, on_end=on_end, close=close
     )
 
 
 def _joined(state: PyTree, kept: dict[str, PyTree]) -> PyTree:
     return {"state": state, "callbacks": kept} if kept else state
+
+
+def _set_aside(directory: Path) -> None:
+    """Renames a directory to the first free of NAME.1, NAME.2, ..."""
+    if directory.exists():
+        with writing(directory):
+            directory.rename(next(p for n in itertools.count(1) if not (p := Path(f"{directory}.{n}")).exists()))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from jdist.callbacks.callback import Callback, Moment, Stop
-from jdist.callbacks.watched import value_of
+from jdist.callbacks.watched import mode_of, need_evaluation, value_of
 from jdist.errors import StepError
 
 
 def early_stopping(
-    metric: str = "eval/loss", *, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+    metric: str = "eval/loss", *, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] | None = None
 ) -> Callback:
     """Stops training when a metric has not improved for a while.
 
@@ -20,7 +20,8 @@ def early_stopping(
         metric: "eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.
         patience: how many of these may pass without improvement before the run ends.
         min_delta: what is less than that is no improvement; in the metric's unit.
-        mode: whether less ("min") or more ("max") is better. NaN is never better.
+        mode: whether less ("min") or more ("max") is better; None: as the name says ("loss", "error", "accuracy", "auc", ...).
+            NaN is never better.
 
     Returns:
         The callback.
@@ -30,22 +31,21 @@ def early_stopping(
 
     Example:
         >>> import jdist
-        >>> callbacks = [jdist.callbacks.early_stopping("eval/accuracy", mode="max", patience=5)]
+        >>> callbacks = [jdist.callbacks.early_stopping("eval/accuracy", patience=5)]
 
     Source: `tf.keras.callbacks.EarlyStopping`
     """
-    if mode not in ("min", "max"):
-        raise StepError(f"early_stopping: `mode` is {mode!r}; it must be 'min' or 'max'.")
     if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
         raise StepError(f"early_stopping: `patience` is {patience!r}; it must be a whole number, 1 or more.")
     if not metric.startswith(("eval/", "epoch/")):
         raise StepError(
             f"early_stopping: `metric` is {metric!r}; it must begin with 'eval/' or 'epoch/', such as 'eval/loss'."
         )
-    sign = 1.0 if mode == "min" else -1.0
+    sign = 1.0 if mode_of("early_stopping", metric, mode) == "min" else -1.0
 
     def look(moment: Moment) -> Stop | None:
-        value_of("early_stopping", metric, moment)
+        if moment.event != "start":
+            value_of("early_stopping", metric, moment)
         best, waited = float("inf"), 0
         _, values = moment.history[metric]
         for value in sign * values:
@@ -55,4 +55,11 @@ def early_stopping(
             return None
         return Stop(f"{metric} has not improved on {sign * best:.6g} for {waited} {metric.partition('/')[0]}s")
 
-    return Callback(on_eval=look) if metric.startswith("eval/") else Callback(on_epoch=look)
+    def on_start(moment: Moment) -> Stop | None:
+        need_evaluation("early_stopping", metric, moment)
+        is_over = metric in (moment.history.rows[-1] if moment.history.rows else {})
+        return look(moment) if is_over else None  # a run that had ended by it, and is started again
+
+    if metric.startswith("eval/"):
+        return Callback(on_start=on_start, on_eval=look)
+    return Callback(on_start=on_start, on_epoch=look)

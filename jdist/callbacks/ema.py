@@ -22,7 +22,8 @@ class Ema(Callback):
     """What `ema` returns.
 
     Attributes:
-        average: gives the average, a tree like the parameters, laid out as they are. It is valid until the next step.
+        average: gives the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits: these
+            would round what a step adds to nothing. It is valid until the next step.
     """
 
     average: Callable[[], PyTree]
@@ -53,9 +54,9 @@ def ema(
         raise StepError(f"ema: `decay` is {decay!r}; it must be from 0 to 1, without 1, such as 0.999.")
     average: PyTree = None
 
-    def on_start(moment: Moment) -> None:
+    def begin(state: PyTree) -> None:
         nonlocal average
-        average = jax.tree.map(jnp.copy, _part(moment.state))
+        average = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), _part(state))
 
     def on_step(moment: Moment) -> None:
         nonlocal average
@@ -83,9 +84,9 @@ def ema(
     def get() -> PyTree:
         return average
 
-    return Ema(on_start=on_start, on_step=on_step, keeps=Keeps(get=get, put=put), name=name, average=get)
+    return Ema(on_step=on_step, keeps=Keeps(begin=begin, get=get, put=put), name=name, average=get)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _averaged(average: PyTree, params: PyTree, decay: jax.typing.ArrayLike) -> PyTree:
-    return jax.tree.map(lambda a, p: (decay * a + (1 - decay) * p).astype(a.dtype), average, params)
+    return jax.tree.map(lambda a, p: (decay * a + (1 - decay) * p.astype(a.dtype)).astype(a.dtype), average, params)

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from jdist.callbacks.callback import Moment
 from jdist.errors import StepError
 from jdist.near import did_you_mean
+
+_LESS = ("loss", "error", "perplexity", "bits", "nats")
+_MORE = ("acc", "auc", "f1", "precision", "recall", "top", "score")
+
+
+def mode_of(callback: str, metric: str, mode: str | None) -> Literal["min", "max"]:
+    """Whether less or more of a metric is better: as said, or as its name says.
+
+    Args:
+        callback: who asks, for errors.
+        metric: its name in the row, such as "eval/loss".
+        mode: "min", "max", or None.
+
+    Raises:
+        StepError: it is none of these, or nothing was said and the name does not say.
+    """
+    if mode in ("min", "max"):
+        return mode
+    if mode is not None:
+        raise StepError(f"{callback}: `mode` is {mode!r}; it must be 'min' or 'max'.")
+    name = metric.rpartition("/")[2].lower()
+    less, more = any(each in name for each in _LESS), any(each in name for each in _MORE)
+    if less == more:
+        raise StepError(f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'.")
+    return "min" if less else "max"
 
 
 def value_of(callback: str, metric: str, moment: Moment) -> float:
@@ -28,3 +55,16 @@ def value_of(callback: str, metric: str, moment: Moment) -> float:
     if not isinstance(row[metric], int | float):
         raise StepError(f"{callback}: {metric!r} is a {type(row[metric]).__name__}; it must be one number.")
     return float(row[metric])
+
+
+def need_evaluation(callback: str, metric: str, moment: Moment) -> None:
+    """Refuses a metric of evaluations in a run that makes none.
+
+    Raises:
+        StepError: it has nothing to evaluate on.
+    """
+    if metric.startswith("eval/") and not moment.evaluates:
+        raise StepError(
+            f"{callback}: {metric!r} is never measured, as this run does not evaluate. Give `eval_data` and `eval_step`, or "
+            "take a metric of training, such as 'epoch/loss'."
+        )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
 from jdist.global_arrays import to_host
 from jdist.loop.feed import open_feed
@@ -97,6 +98,11 @@ def predict(
     strategy = strategy_of(step, strategy)
     predict_step = eval_step_of(step, strategy, call="jdist.predict", returns="examples")
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
+    if not isinstance(feed.batches, DistributedDataset):
+        raise DatasetError(
+            "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "
+            "source of batches."
+        )
     results: list[PyTree] = []
     for batch in feed.batches:
         results.append(predict_step(state, batch))

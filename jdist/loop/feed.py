@@ -88,6 +88,7 @@ def open_feed(
                 "`global_batch` is missing: of arrays say how many rows a step takes, over all replicas, for example "
                 "global_batch=128."
             )
+        _check_mask_has_a_place(data, strategy, global_batch)
         data = from_arrays(
             data,
             global_batch=global_batch,
@@ -119,6 +120,19 @@ def open_feed(
         steps_per_epoch=None,
         num_steps=None if one_pass is None or epochs is None else one_pass * epochs,
     )
+
+
+def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) -> None:
+    """Refuses arrays that are no dict where batches have to be filled up."""
+    if isinstance(data, Mapping):
+        return
+    rows = len(jax.tree.leaves(data)[0])
+    if rows % global_batch or global_batch % strategy.num_replicas:
+        raise DatasetError(
+            f"`data` is {_kind(data)} of {rows:,} rows, which do not come out even in batches of {global_batch:,} over "
+            f"{strategy.num_replicas} replicas: a batch has to be filled up, and a mask says which of its rows are real. Name "
+            'the arrays, and the mask comes beside them: {"x": x, "y": y}, batch["mask"].'
+        )
 
 
 def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> ArraySource:

@@ -139,7 +139,11 @@ def fit(
             while run.reason is None and not stop.stops_after(run.step) and not _is_enough(run, feed, steps, passes):
                 for batch in feed.batches:
                     run.call(batch)
-                    if run.step == steps or run.reason is not None or stop.stops_after(run.step):
+                    if (
+                        (steps is not None and run.step >= steps)
+                        or run.reason is not None
+                        or stop.stops_after(run.step)
+                    ):
                         break
                 else:
                     run.end_pass()

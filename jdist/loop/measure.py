@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,6 +42,11 @@ def measure(
         for batch in batches:
             tally.add(eval_step(state, batch), batch)
         measured, weight = tally.take(cluster=cluster)
+    if math.isnan(weight) and not measured:
+        raise DatasetError(
+            "the rows of batches that the workers of a parameter server read are not known here, so scalars cannot be averaged "
+            "over them. Return what `jdist.metrics` metrics contribute, or give arrays or a source of batches."
+        )
     if not weight:
         raise DatasetError("the evaluation data has no rows; check where it comes from, and its mask")
     return measured

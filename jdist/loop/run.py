@@ -14,11 +14,12 @@ from jdist.errors import StepError
 from jdist.loop.feed import Feed
 from jdist.loop.tally import Measured, Metrics, Tally
 from jdist.report.history import History
+from jdist.report.plain import from_plain, to_plain
 from jdist.strategy import Strategy
 from jdist.transforms.distributed import Distributed
 
 PyTree = Any
-Event = Literal["start", "step", "eval", "epoch", "row", "end"]
+Event = Literal["resume", "start", "step", "eval", "epoch", "row", "end"]
 
 
 class Run:
@@ -61,12 +62,8 @@ class Run:
         self._per_call = train_step.options.steps_per_call
         self._tally = Tally(metrics, steps_per_call=self._per_call)
         self._keeps = _by_name(callbacks)
-        events: tuple[Event, ...] = ("start", "step", "eval", "epoch", "row", "end")
+        events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "end")
         self._told = {event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events}
-        # What is saved with the state has to be there before a checkpoint is read.
-        self._told["start"] = [
-            c.on_start for c in sorted(callbacks, key=lambda c: c.keeps is None) if c.on_start is not None
-        ]
         self.state: PyTree = None
         self.step = self.epoch = self._before = 0
         self._evaluated: int | None = None
@@ -77,19 +74,32 @@ class Run:
     def start(self, state: PyTree) -> None:
         """Begins with a state, or where a callback says that an earlier run left off."""
         self.state = state
-        moment = self._moment("start", None)
-        for function in self._told["start"]:
-            answer = function(moment)
+        for keeps in self._keeps.values():
+            keeps.begin(state)
+        for function in self._told["resume"]:
+            answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
-                self.epoch = int(answer.notes.get("epoch", 0))
-                self.history.rows[:] = answer.notes.get("rows", [])
                 self._feed.restore(answer.data)
-                moment.state, moment.step, moment.epoch = self.state, self.step, self.epoch
-            else:
-                self._heed(answer)
+                self._go_on(answer.notes)
+        self._tell("start", None)
         if self._strategy.cluster is not None:
             self._strategy.cluster.at_step(self.step)
+
+    def _go_on(self, notes: Mapping[str, Any]) -> None:
+        """Takes up what `Moment.notes` has noted."""
+        self.epoch = int(notes.get("epoch", 0))
+        self.history.rows[:] = [from_plain(row) for row in notes.get("rows", [])]
+        if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
+            self._evaluated = self.history.rows[-1]["step"]
+        self._tally.restore(notes.get("tally", {}), self._strategy.cluster)
+
+    def _notes(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "rows": to_plain(self.history.rows),
+            "tally": self._tally.notes(self._strategy.cluster),
+        }
 
     def call(self, batch: PyTree) -> None:
         """Makes the step, or the steps, of one call, and whatever is due after it."""
@@ -115,19 +125,27 @@ class Run:
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
-            self._tell_row(self._measured("eval", self._evaluate(self.state), None))
+            measured = self._evaluate(self.state)
+            row = self._with(None, "eval", measured)
+            self._tell("eval", row, measured)
+            self._tell_row(row)
         self._tell("end", None)
 
     def _settle(self, ended: Sequence[int]) -> None:
         """What is due after a call, or at the end of a pass."""
-        is_last = self.step == self._total and self.step > self._before
+        is_last = self._total is not None and self.step >= self._total and self.step > self._before
         row = self._row(self._tally.newest()) if is_last or self._is_due(self._log_every) else None
+        told: list[tuple[Event, Measured]] = []
         if self._evaluate is not None and (bool(ended) if self._eval_every is None else self._is_due(self._eval_every)):
             self._evaluated = self.step
-            row = self._measured("eval", self._evaluate(self.state), row)
+            told.append(("eval", self._evaluate(self.state)))
         for epoch in ended:
             self.epoch = epoch + 1
-            row = self._measured("epoch", self._tally.take(epoch, self._strategy.cluster)[0], row)
+            told.append(("epoch", self._tally.take(epoch, self._strategy.cluster)[0]))
+        for event, measured in told:  # whole before anyone sees it, or saves it
+            row = self._with(row, event, measured)
+        for event, measured in told:
+            self._tell(event, row, measured)
         if self.step > self._before:
             self._tell("step", row)
         self._tell_row(row)
@@ -140,13 +158,11 @@ class Run:
         self.history.rows.append(row)
         return row
 
-    def _measured(
-        self, event: Literal["eval", "epoch"], measured: Measured, row: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def _with(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
+        """The row, a new one if there is none yet, with what was measured."""
         row = self._row({}) if row is None else row
         row["epoch"] = self.epoch
         row.update({f"{event}/{name}": value for name, value in measured.items()})
-        self._tell(event, row, measured)
         return row
 
     def _tell_row(self, row: dict[str, Any] | None) -> None:
@@ -180,6 +196,8 @@ class Run:
             row=row,
             reason=self.history.stopped,
             data=self._feed.state,
+            notes=self._notes,
+            evaluates=self._evaluate is not None,
             kept=self._keeps,
             measure=self._tally.newest if measured is None else lambda: measured,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.global_arrays import local_rows
 from jdist.metrics import Metric
+from jdist.report.plain import from_plain, to_plain
+from jdist.values import PerReplica
 
 PyTree = Any
 Measured = dict[str, Any]
@@ -26,7 +29,8 @@ _EXCHANGE_S = 600.0
 class Tally:
     """Adds up what the calls of a step return for metrics, by epoch.
 
-    A scalar is averaged, each step with the weight that its batch has: the sum of its mask, else its rows. What a
+    A scalar is averaged, each step with the weight that its batch has: the sum of its mask, else its rows; it is left out where
+    a parameter server's workers read the batches, as their rows are not known here. What a
     `jdist.metrics.Metric` has contributed is added up by that metric.
 
     Args:
@@ -86,15 +90,35 @@ class Tally:
         """
         self._read(0)
         totals = self._epochs.pop(epoch, None) or _Totals()
-        weight, sums = totals.weight, totals.sums
-        if cluster is not None and cluster.num_processes > 1:
-            # Each process knows the weights of its own rows; what was measured is the same on all.
-            said = cluster.exchange("a mean over all rows", [weight, sums], _EXCHANGE_S)
-            weight = sum(part for part, _ in said)
-            sums = {name: sum(part[name] for _, part in said) for name in sums}
+        weight, sums = totals.together(cluster)
         found: Measured = {name: float(np.float64(total) / np.float64(weight)) for name, total in sums.items()}
         found |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
         return _flat(found), weight
+
+    def notes(self, cluster: Runtime | None = None) -> dict[str, Any]:
+        """What there is of epochs that have not ended, as plain JSON values; all processes have to ask."""
+        self._read(0)
+        notes = {}
+        for epoch, totals in sorted(self._epochs.items()):
+            weight, sums = totals.together(cluster)
+            leaves = {name: to_plain(jax.tree.leaves(total)) for name, total in totals.contributed.items()}
+            notes[str(epoch)] = {"weight": weight, "sums": to_plain(sums), "contributed": leaves}
+        return notes
+
+    def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
+        """Goes on from what `notes` gave."""
+        is_one = cluster is None or cluster.is_chief  # each has a part of the sums, one has all of this
+        for epoch, note in notes.items():
+            totals = self._epochs[int(epoch)] = _Totals()
+            totals.weight = note["weight"] if is_one else 0.0
+            totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
+            for name, leaves in note["contributed"].items():
+                if name in self._metrics:
+                    zeros, structure = jax.tree.flatten(self._metrics[name].zero)
+                    arrays = [
+                        np.asarray(x, np.asarray(zero).dtype) for x, zero in zip(from_plain(leaves), zeros, strict=True)
+                    ]
+                    totals.contributed[name] = jax.tree.unflatten(structure, arrays)
 
     def _check(self, measured: Any) -> None:
         self._checked = True
@@ -105,6 +129,11 @@ class Tally:
             )
         lead = 1 if self._steps_per_call > 1 else 0
         for name, value in measured.items():
+            if isinstance(value, PerReplica):
+                raise StepError(
+                    f"the step returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
+                    "itself, which is averaged, or `jdist.all_reduce(value, ...)`."
+                )
             if name not in self._metrics and (isinstance(value, Mapping | list | tuple) or np.ndim(value) != lead):
                 shape = (
                     type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
@@ -120,7 +149,11 @@ class Tally:
         read, self._waiting = self._waiting[:end], self._waiting[end:]
         for measured, weights, epochs in read:
             values = jax.device_get(dict(measured))
-            each = weights() if self._steps_per_call > 1 else [weights().sum()]
+            if weights is None:
+                values = {name: value for name, value in values.items() if name in self._metrics}
+                each = [math.nan]
+            else:
+                each = weights() if self._steps_per_call > 1 else [weights().sum()]
             for i, epoch in enumerate(epochs):
                 own = values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
                 self._epochs.setdefault(epoch, _Totals()).add(float(np.sum(each[i])), own, self._metrics)
@@ -135,6 +168,13 @@ class _Totals:
         self.weight = 0.0
         self.sums: dict[str, float] = {}
         self.contributed: dict[str, Any] = {}
+
+    def together(self, cluster: Runtime | None) -> tuple[float, dict[str, float]]:
+        """The weight and the sums of all processes: each knows the weights of its own rows; what was measured is the same."""
+        if cluster is None or cluster.num_processes == 1:
+            return self.weight, self.sums
+        said = cluster.exchange("a mean over all rows", [self.weight, self.sums], _EXCHANGE_S)
+        return sum(weight for weight, _ in said), {name: sum(sums[name] for _, sums in said) for name in self.sums}
 
     def add(self, weight: float, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
         self.weight += weight
@@ -154,8 +194,9 @@ def _weights(batch: PyTree) -> Any:
     if mask is not None:
         return lambda: np.asarray(local_rows(mask), np.float64)
     leaf = jax.tree.leaves(batch)[0]
-    rows = leaf.shape[:1] if isinstance(leaf, np.ndarray | jax.Array) else 1  # a batch that a worker reads weighs 1
-    return lambda: np.ones(rows)
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        return None  # a parameter server's worker reads it, and nobody here knows its rows
+    return lambda: np.ones(leaf.shape[:1])
 
 
 def _flat(found: Measured) -> Measured:

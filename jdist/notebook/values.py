@@ -87,7 +87,8 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: boo
     if isinstance(value, dict):
         return {
             "dict": [
-                [_plain(k, path, {}, False), _plain(v, f"{path}[{k!r}]", arrays, jax_arrays)] for k, v in value.items()
+                [_plain(k, path, arrays, False), _plain(v, f"{path}[{k!r}]", arrays, jax_arrays)]
+                for k, v in value.items()
             ]
         }
     if type(value) is bytes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from jdist.report.files import write_atomically
+from jdist.report.plain import to_plain
 from jdist.report.progress import duration
 from jdist.runs.grid import Point
 from jdist.runs.plot import plot_runs
@@ -31,9 +33,9 @@ class Ranking:
     mode: Literal["max", "min"]
 
     def __call__(self, run: RunSummary | None) -> tuple[bool, float]:
-        """A key to sort by; what has no value comes last."""
+        """A key to sort by; what has no value, or none that is finite, comes last."""
         value = None if run is None else run.last(self.metric)
-        return (True, 0.0) if value is None else (False, -value if self.mode == "max" else value)
+        return (True, 0.0) if value is None or math.isnan(value) else (False, -value if self.mode == "max" else value)
 
 
 def write_outcome(
@@ -62,7 +64,7 @@ def write_outcome(
     rows = [_row(trial, done.get(trial), failures.get(trial), ranking) for trial in best_first]
     text = _table(rows, list(trials[0].values), ranking.metric)
     write_atomically(folder / "table.txt", text + "\n")
-    write_atomically(folder / "table.json", json.dumps(rows, indent=1) + "\n")
+    write_atomically(folder / "table.json", json.dumps(to_plain(rows), indent=1) + "\n")
     write_atomically(folder / "table.csv", _csv(rows))
     curves = {", ".join(f"{k}={v}" for k, v in t.values.items()): done[t].rows for t in best_first if t in done}
     drawn = plot_runs(curves, folder / "curves.png", title=folder.name, metrics=[ranking.metric])

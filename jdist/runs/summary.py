@@ -18,6 +18,7 @@ from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
 from jdist.report.curves import EVAL
 from jdist.report.metrics_file import Row, read_rows
+from jdist.report.plain import to_plain
 from jdist.run_lock import is_held
 
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
@@ -64,9 +65,9 @@ class RunSummary:
         return [(row["step"], row[EVAL + metric]) for row in self.rows if row.get(EVAL + metric) is not None]
 
     def last(self, metric: str) -> float | None:
-        """The value of the last evaluation."""
-        found = self.evaluated(metric)
-        return found[-1][1] if found else None
+        """The value of the last evaluation; NaN where it was not finite, None without one."""
+        found = [row[EVAL + metric] for row in self.rows if EVAL + metric in row]
+        return None if not found else math.nan if found[-1] is None else found[-1]
 
     def best(self, metric: str, mode: Literal["max", "min"] | None = None) -> float | None:
         """The best value of all evaluations."""
@@ -89,7 +90,7 @@ class RunSummary:
             "step": self.step,
             "total_steps": self.total_steps,
             "metric": self.metric,
-            "last": self.last(self.metric),
+            "last": to_plain(self.last(self.metric)),
             "best": self.best(self.metric),
             "metrics": self.last_metrics(),
             "time_s": self.time_s,

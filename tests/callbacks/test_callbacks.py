@@ -19,6 +19,7 @@ import pytest
 
 import jdist
 from jdist import callbacks
+from jdist.callbacks.watched import mode_of
 from jdist.errors import ConfigError, StepError
 from jdist.train import CheckpointWarning
 
@@ -48,7 +49,7 @@ class TestCallback:
             ("start", 0, 0),
             ("step", 1, 0),
             ("row", 1, 0),
-            ("eval", 2, 0),
+            ("eval", 2, 1),
             ("epoch", 2, 1),
             ("step", 2, 1),
             ("row", 2, 1),
@@ -123,6 +124,17 @@ class TestEarlyStopping:
         with pytest.raises(StepError, match=text):
             callbacks.early_stopping(**arguments)
 
+    def test_a_run_that_ended_by_it_has_ended(self, tmp_path):
+        def run() -> tuple[Any, jdist.History]:
+            stop = callbacks.early_stopping("epoch/loss", patience=1, min_delta=10.0)
+            return fit(callbacks.checkpoint(tmp_path), stop, epochs=9)
+
+        first, before = run()
+        again, after = run()
+        assert before.stopped is not None
+        assert after.stopped == before.stopped
+        assert int(again.step) == int(first.step) == 14
+
     def test_a_metric_that_is_not_measured(self):
         with pytest.raises(StepError, match=r"'eval/acc' was not measured; there are 'eval/loss'"):
             fit(callbacks.early_stopping("eval/acc"), **EVAL)
@@ -141,6 +153,62 @@ class TestCheckpoint:
         assert history.epochs[0]["step"] == 7
         again, _ = fit(callbacks.checkpoint(tmp_path, every=3), epochs=4, shuffle_seed=0)
         np.testing.assert_array_equal(again.params["w"], whole.params["w"])
+
+    @pytest.mark.parametrize("at", [3, 7, 10])
+    def test_the_history_too_is_that_of_one_that_was_never_stopped(self, at, tmp_path):
+        right = jdist.metrics.accuracy(threshold=0.0)
+
+        def step(state: Any, batch: Any) -> Any:
+            state, told = train_step(state, batch)
+            return state, told | {"right": right.update(batch["x"][:, 0], batch["y"] > 0, batch["mask"])}
+
+        def run(*told: Any) -> jdist.History:
+            options = {"epochs": 3, "global_batch": 16, "shuffle_seed": 0, "log_every": 3, "metrics": {"right": right}}
+            return jdist.fit(step, create_state(), DATA, callbacks=told, **options, **EVAL, **QUIET)[1]
+
+        whole = run()
+        save = callbacks.checkpoint(tmp_path, every=None, best="eval/loss")
+        run(save, lambda moment: callbacks.Stop("here") if moment.step == at else None)
+        for history in (run(save), run(save)):  # and once more, when there is nothing left to do
+            assert [{**row, "time_s": 0} for row in history.rows] == [{**row, "time_s": 0} for row in whole.rows]
+
+    def test_what_json_lacks_is_saved_too(self, tmp_path):
+        matrix = jdist.metrics.confusion_matrix(2)
+
+        def measure(state: Any, batch: Any) -> Any:
+            counts = matrix.update((batch["x"][:, 0] > 0).astype(int), (batch["y"] > 0).astype(int), batch["mask"])
+            return {"loss": jnp.nan * jdist.mean(batch["y"], batch["mask"]), "matrix": counts}
+
+        options = {"eval_data": HELD_OUT, "eval_step": measure, "metrics": {"matrix": matrix}}
+        fit(callbacks.checkpoint(tmp_path / "saved"), callbacks.jsonl(tmp_path / "rows.jsonl"), **options)
+        _, history = fit(callbacks.checkpoint(tmp_path / "saved"), epochs=3, **options)
+        assert [np.sum(row["matrix"]) for row in history.evals] == [10, 10, 10]
+        assert np.isnan(history["eval/loss"][1]).all()
+        assert '"eval/loss": null' in (tmp_path / "rows.jsonl").read_text()
+
+    def test_one_value_serves_several_runs(self, tmp_path):
+        save = callbacks.checkpoint(tmp_path / "saved", resume=False)
+        for _ in range(2):
+            fit(save)
+        with jdist.train.Checkpointer(tmp_path / "saved") as saved:
+            assert saved.steps() == [14]
+        with jdist.train.Checkpointer(tmp_path / "saved.1") as saved:
+            assert saved.steps() == [14]
+
+    def test_whether_less_or_more_is_better_is_in_the_name(self, tmp_path):
+        for metric, mode in (("eval/loss", "min"), ("eval/top_5_accuracy", "max"), ("eval/AUC", "max")):
+            assert mode_of("", metric, None) == mode
+        with pytest.raises(StepError, match=r"say whether less or more of 'eval/right' is better"):
+            callbacks.checkpoint(tmp_path, best="eval/right")
+
+    def test_nothing_is_saved_for_what_is_never_measured(self, tmp_path):
+        for callback in (
+            callbacks.checkpoint(tmp_path, best="eval/loss"),
+            callbacks.early_stopping("eval/loss"),
+            callbacks.nan_guard("eval/loss"),
+        ):
+            with pytest.raises(StepError, match="'eval/loss' is never measured, as this run does not evaluate"):
+                fit(callback)
 
     def test_the_best_is_kept_too(self, tmp_path):
         _, history = fit(
@@ -207,6 +275,15 @@ class TestEma:
         expected = (1 - 0.9**7) * (0.9**7 * seen[0] + seen[1])
         np.testing.assert_allclose(average.average()["w"], expected, rtol=1e-5)
 
+    def test_16_bits_do_not_round_it_away(self):
+        def step(state: Any, batch: Any) -> Any:
+            return {"params": state["params"] * 0 + 2}, {"loss": batch["y"].mean()}
+
+        average = callbacks.ema(0.999, params=lambda state: state["params"])
+        options = {"steps": 100, "global_batch": 50, "callbacks": [average], **QUIET}
+        jdist.fit(step, {"params": jnp.ones((), jnp.bfloat16)}, DATA, **options)
+        assert float(average.average()) == pytest.approx(2 - 0.999**100, rel=1e-5)
+
     def test_errors(self):
         with pytest.raises(StepError, match=r"`decay` is 1\.0"):
             callbacks.ema(1.0)
@@ -249,6 +326,15 @@ class TestFiles:
         fit(*told(), epochs=4, log_every=1)
         steps = [json.loads(line)["step"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
         assert steps == list(range(1, 29))
+
+    def test_it_goes_on_wherever_it_stands_in_the_list(self, tmp_path):
+        def told() -> list[callbacks.Callback]:
+            return [callbacks.jsonl(tmp_path / "rows.jsonl"), callbacks.checkpoint(tmp_path / "saved")]
+
+        fit(*told(), epochs=1, log_every=1)
+        fit(*told(), epochs=2, log_every=1)
+        steps = [json.loads(line)["step"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, 15))
 
     def test_a_table(self, tmp_path):
         _, history = fit(callbacks.csv(tmp_path / "sub" / "rows.csv"), log_every=4, **EVAL)

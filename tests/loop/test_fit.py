@@ -51,6 +51,11 @@ class TestEpochs:
                 [row["loss"] for row in history.epochs], by_numpy(2, global_batch=25)[1], rtol=1e-5
             )
 
+    def test_steps_that_a_call_passes_over_end_it_too(self):
+        batches = [{name: x[i : i + 20] for name, x in DATA.items()} for i in (0, 20, 40, 60, 80)]
+        state, _ = jdist.fit(train_step, create_state(), batches, steps=8, steps_per_call=4, **QUIET)
+        assert int(state.step) == 9  # of five batches a call of four is followed by one of one, so 8 is passed over
+
     def test_an_epoch_that_ends_within_a_call_holds_its_own_steps_alone(self):
         _, means = by_numpy(4, global_batch=16)
         state, history = jdist.fit(
@@ -319,6 +324,22 @@ class TestErrors:
         given = {"global_batch": 16, **QUIET} | options
         with pytest.raises(error, match=text):
             jdist.fit(train_step, create_state(), DATA, **given)
+
+    def test_arrays_without_names_have_no_place_for_a_mask(self):
+        with pytest.raises(DatasetError, match=r"100 rows, which do not come out even in batches of 16"):
+            jdist.fit(train_step, create_state(), (DATA["x"], DATA["y"]), global_batch=16, **QUIET)
+        options = {"global_batch": 20, **QUIET}
+        _, history = jdist.fit(
+            lambda state, batch: (state, {"y": batch[1].mean()}), 0.0, tuple(DATA.values()), **options
+        )
+        assert history.epochs[0]["y"] == pytest.approx(DATA["y"].mean(), rel=1e-5)
+
+    def test_a_value_of_each_replica_is_no_metric(self):
+        def step(state: Any, batch: Any) -> Any:
+            return state, {"own": jdist.PerReplica(batch["y"].mean())}
+
+        with pytest.raises(StepError, match="metric 'own' as a PerReplica"):
+            jdist.fit(step, create_state(), DATA, strategy=mirrored(), global_batch=16, **QUIET)
 
     def test_no_step(self):
         with pytest.raises(StepError, match=r"jdist\.fit needs a step, it got 'adam'"):

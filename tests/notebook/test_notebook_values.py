@@ -67,3 +67,9 @@ def test_arrays_of_jax_become_numpys_where_they_are_allowed(tmp_path):
 def test_what_is_not_plain(value):
     with pytest.raises(values.NotPlain):
         values.check([value], jax_arrays=True)
+
+
+def test_keys_of_numpy_are_their_own(tmp_path):
+    found = through_a_file(tmp_path, {np.int64(3): np.float32(7), np.int64(5): 2, "a": np.arange(2)})
+    assert list(found) == [3, 5, "a"]
+    assert (found[3], found[5], found["a"].tolist()) == (7, 2, [0, 1])

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from jdist.cluster import ending, exit_codes
 from jdist.cluster.runtime import Runtime, alone
@@ -34,9 +34,11 @@ class Preemption:
         save: Callable[[int], object] | None,
         exit_code: int | None,
         poll_s: float,
+        second: Literal["end", "raise"],
     ):
         self._cluster, self._watcher, self._grace_s, self._save = cluster, watcher, grace_s, save
-        self._given_code, self._poll_s = exit_code, poll_s
+        self._given_code, self._poll_s, self._second = exit_code, poll_s, second
+        self._interrupts = False
         self._first: tuple[int, float] | None = None  # the first signal, and when it came
         self._notice: tuple[str, float] | None = None  # why to stop, and from when on
         self._problem: Exception | None = None
@@ -115,10 +117,22 @@ class Preemption:
         if self._first is None:
             self._first = number, now_s
             self._ask(signal.Signals(number).name)
+        elif self._second == "raise" and number == self._first[0] == signal.SIGINT:
+            if now_s - self._first[1] > _SAME_SIGNAL_S and not self._interrupts:
+                self._interrupts = True
+                signal.pthread_kill(
+                    threading.main_thread().ident or 0, number
+                )  # its handler may have been through already
         elif number != self._first[0] or now_s - self._first[1] > _SAME_SIGNAL_S:
             # Python's own `signal.signal` is for the main thread alone, which may be waiting in XLA.
             ctypes.CDLL(None).signal(number, 0)
             os.kill(os.getpid(), number)
+
+    def _handle(self, number: int, frame: object) -> None:
+        """Python's handler, in the main thread: keeps a signal from its default, which is to end the process."""
+        if self._interrupts:
+            self._interrupts, self._first = False, None
+            raise KeyboardInterrupt
 
     def _ask(self, reason: str) -> None:
         if self._notice is None:
@@ -134,11 +148,12 @@ def preemption(
     save: Callable[[int], object] | None = None,
     exit_code: int | None = None,
     poll_s: float = 1.0,
+    second: Literal["end", "raise"] = "end",
 ) -> Iterator[Preemption]:
     """Lets a training loop stop where one of its processes is asked to: at the same step on all, saved.
 
     While the block runs, SIGTERM and SIGINT are wishes. The same signal again within a second counts once; a later one
-    ends the process at once. Outside the main thread signals are left alone, and only the watcher counts.
+    ends the process at once, or see `second`. Outside the main thread signals are left alone, and only the watcher counts.
 
     Args:
         cluster: the job's processes, `strategy.cluster`; None: this one alone.
@@ -147,6 +162,8 @@ def preemption(
         save: called with the step on every process where all stop.
         exit_code: the code to leave with; None: 143 after SIGTERM or the watcher, 130 after SIGINT.
         poll_s: seconds between two calls of the watcher.
+        second: what a later SIGINT does: "end" the process at once, whatever it is at; or "raise" KeyboardInterrupt
+            there, as soon as Python gets to it, for where the process shall live on, as in a notebook.
 
     Yields:
         A `Preemption`: ask it `stops_after(step)` after every step.
@@ -173,13 +190,15 @@ def preemption(
             raise ClusterError(f"`{name}` is {value!r}; it must be a number of seconds, {least:g} or more.")
     if exit_code is not None and (isinstance(exit_code, bool) or exit_code not in range(256)):
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
-    made = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s)
+    made = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
     # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
-    before: dict[signal.Signals, Any] = {each: signal.signal(each, _nothing) for each in _SIGNALS} if in_main else {}
+    before: dict[signal.Signals, Any] = (
+        {each: signal.signal(each, made._handle) for each in _SIGNALS} if in_main else {}
+    )
     _handlers.append(before)
     work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(made._listen, (reader, before_fd))]
     if watcher is not None:
@@ -207,10 +226,6 @@ def preemption(
 def _wake(writer: int) -> None:
     with contextlib.suppress(BlockingIOError):  # full: it is awake
         os.write(writer, b"\0")
-
-
-def _nothing(number: int, frame: object) -> None:
-    """Keeps the signal from its default, which is to end the process."""
 
 
 def _forked() -> None:

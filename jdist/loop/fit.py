@@ -79,7 +79,7 @@ def fit(
     Returns:
         The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt
         (Ctrl-C, a notebook's stop button) ends training in good order after the running step, and what was reached is returned,
-        with `history.stopped`; a second one leaves at once.
+        with `history.stopped`; a second one, more than a second later, is a KeyboardInterrupt.
 
     Raises:
         StepError: the step, its results or an option is not as said.
@@ -132,7 +132,7 @@ def fit(
         if isinstance(feed.batches, DistributedDataset):
             ends.callback(feed.batches.close)
         cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
-        stop = ends.enter_context(preemption(cluster))
+        stop = ends.enter_context(preemption(cluster, second="raise"))
         run.start(train_step.prepare(state, feed.batches.element_spec))
         passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
         try:

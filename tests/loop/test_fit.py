@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,19 @@ class TestEnding:
         state, history = jdist.fit(train_step, state, DATA, steps=2, **options)  # the same cell once more
         assert history.stopped is None
         assert int(state.step) == done + 2
+
+    def test_a_second_interrupt_leaves_at_once_and_the_process_lives_on(self):
+        def wait(moment: jdist.callbacks.Moment) -> None:
+            for after_s in (0.0, 1.3):
+                threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Event().wait(60)
+
+        before, closed = signal.getsignal(signal.SIGINT), []
+        told = [wait, jdist.callbacks.Callback(close=lambda: closed.append(1))]
+        with pytest.raises(KeyboardInterrupt):
+            jdist.fit(train_step, create_state(), DATA, global_batch=16, callbacks=told, **QUIET)
+        assert closed == [1]
+        assert signal.getsignal(signal.SIGINT) is before
 
     def test_sigterm_leaves_with_its_exit_code_after_the_callbacks(self, tmp_path):
         def terminate(moment: jdist.callbacks.Moment) -> None:

@@ -38,7 +38,13 @@ def compiled(topology, strategy, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+# The compiler takes its time: the other two run with `make soak`.
+SMALLEST_AND_LARGEST = [
+    pytest.param(each, marks=() if each in ("v5e:2x4", "v5p:16x16x16") else pytest.mark.soak) for each in TOPOLOGIES
+]
+
+
+@pytest.mark.parametrize("topology", SMALLEST_AND_LARGEST)
 def test_one_device_exchanges_nothing(topology, model):
     strategy, state, _, module = compiled(topology, "one_device", model)
     assert collectives(module, dict(strategy.mesh.shape)) == ()
@@ -47,7 +53,7 @@ def test_one_device_exchanges_nothing(topology, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", SMALLEST_AND_LARGEST)
 def test_central_storage_keeps_the_state_on_the_hosts_and_exchanges_it_on_the_devices(topology, model):
     strategy, state, program, module = compiled(topology, "central_storage", model)
     count, params = TOPOLOGIES[topology], size_bytes(state.params)

@@ -203,6 +203,7 @@ def test_a_result_may_depend_on_what_is_carried_and_on_the_gradients():
     np.testing.assert_allclose(outputs[0], expected, rtol=1e-6)
 
 
+@pytest.mark.soak
 def test_many_workers_do_not_make_a_running_mean_swing():
     """`new - old` of thirty workers, added up, would pull the mean back thirty times for what one of them saw."""
     first, rule = LINEAR["running mean"]

@@ -25,6 +25,10 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: pip install 'jdist[plan-tpu]'"
 )
 MODELS = {"cnn": (digits_step, digits_batch), "transformer": (transformer_step, transformer_batch)}
+# The compiler takes its time: the other two run with `make soak`.
+SMALLEST_AND_LARGEST = [
+    pytest.param(each, marks=() if each in ("v5e:2x4", "v5p:16x16x16") else pytest.mark.soak) for each in TOPOLOGIES
+]
 REDUCES, GATHERS = ("all-reduce", "reduce-scatter"), ("all-gather", "collective-permute")
 
 
@@ -38,12 +42,6 @@ def compiled(topology, strategy, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-# The compiler takes its time: the other two run with `make soak`.
-SMALLEST_AND_LARGEST = [
-    pytest.param(each, marks=() if each in ("v5e:2x4", "v5p:16x16x16") else pytest.mark.soak) for each in TOPOLOGIES
-]
-
-
 @pytest.mark.parametrize("topology", SMALLEST_AND_LARGEST)
 def test_one_device_exchanges_nothing(topology, model):
     strategy, state, _, module = compiled(topology, "one_device", model)

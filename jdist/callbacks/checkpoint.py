@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from pathlib import Path
@@ -13,7 +12,7 @@ from jdist.callbacks.watched import mode_of, need_evaluation, value_of
 from jdist.cluster.together import together
 from jdist.errors import StepError
 from jdist.remote import fetched, shapes_of
-from jdist.report.files import writing
+from jdist.report.files import first_free, writing
 from jdist.train import Checkpointer, CheckpointWarning
 
 PyTree = Any
@@ -65,8 +64,9 @@ def checkpoint(
             need_evaluation("checkpoint", best, moment)
         if not resume:
             with together("setting checkpoints aside", _SET_ASIDE_S, moment.strategy.cluster):
-                if moment.is_chief:
-                    _set_aside(Path(directory))
+                if moment.is_chief and (old := Path(directory).absolute()).exists():
+                    with writing(old):
+                        old.rename(first_free(old))
         opened.append(
             Checkpointer(
                 directory,
@@ -128,10 +128,3 @@ def checkpoint(
 
 def _joined(state: PyTree, kept: dict[str, PyTree]) -> PyTree:
     return {"state": state, "callbacks": kept} if kept else state
-
-
-def _set_aside(directory: Path) -> None:
-    """Renames a directory to the first free of NAME.1, NAME.2, ..."""
-    if directory.exists():
-        with writing(directory):
-            directory.rename(next(p for n in itertools.count(1) if not (p := Path(f"{directory}.{n}")).exists()))

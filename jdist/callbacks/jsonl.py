@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from jdist.callbacks.callback import Callback, Moment
 from jdist.report.files import writing
@@ -39,15 +35,6 @@ def jsonl(path: str | os.PathLike[str]) -> Callback:
 
     def on_row(moment: Moment) -> None:
         if moment.is_chief and moment.row is not None:
-            file.write(moment.step, {name: _plain(value) for name, value in moment.row.items() if name != "step"})
+            file.write(moment.step, {name: value for name, value in moment.row.items() if name != "step"})
 
     return Callback(on_start=on_start, on_row=on_row, close=lambda: file.close())
-
-
-def _plain(value: Any) -> Any:
-    """As JSON holds it; what is not finite, within an array too, as null."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

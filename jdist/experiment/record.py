@@ -11,13 +11,12 @@ runs/NAME/environment.json, result.json, source/    what it takes to repeat the 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from jdist.errors import ConfigError
-from jdist.report.files import writing
+from jdist.report.files import first_free, writing
 from jdist.run_lock import hold
 
 
@@ -132,8 +131,7 @@ def set_aside(path: Path) -> Path | None:
     """
     if not path.exists():
         return None
-    number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
-    aside = path.with_name(f"{path.name}.{number}")
+    aside = first_free(path)
     with open_folder(path), writing(path):  # held, so that no other process is writing there
         path.rename(aside)
     return aside

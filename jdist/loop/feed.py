@@ -50,12 +50,10 @@ class Feed:
         except DatasetError:  # a plain iterable: it says so where it is asked to go on
             return None
 
-    def restore(self, state: Mapping[str, Any] | None) -> bool:
-        """Goes on where `state` says; returns whether it could."""
-        if state is None or not isinstance(self.batches, DistributedDataset):
-            return False
-        self.batches.restore(state)
-        return True
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on where `state` says; of data that cannot, it begins anew."""
+        if state is not None and isinstance(self.batches, DistributedDataset):
+            self.batches.restore(state)
 
 
 def open_feed(

@@ -135,15 +135,15 @@ def fit(
         stop = ends.enter_context(preemption(cluster, second="raise"))
         run.start(train_step.prepare(state, feed.batches.element_spec))
         passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
+
+        def is_over() -> bool:
+            return run.reason is not None or _is_enough(run, feed, steps, passes) or stop.stops_after(run.step)
+
         try:
-            while run.reason is None and not stop.stops_after(run.step) and not _is_enough(run, feed, steps, passes):
+            while not is_over():
                 for batch in feed.batches:
                     run.call(batch)
-                    if (
-                        (steps is not None and run.step >= steps)
-                        or run.reason is not None
-                        or stop.stops_after(run.step)
-                    ):
+                    if is_over():
                         break
                 else:
                     run.end_pass()

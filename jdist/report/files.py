@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,3 +46,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         except OSError:
             partial.unlink(missing_ok=True)
             raise
+
+
+def first_free(path: Path) -> Path:
+    """The first of `NAME.1`, `NAME.2`, ... that is not there, to set `path` aside under."""
+    return next(free for n in itertools.count(1) if not (free := path.with_name(f"{path.name}.{n}")).exists())

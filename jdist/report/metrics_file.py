@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
 
@@ -54,14 +56,14 @@ class MetricsFile:
 
         Args:
             step: the number of steps done.
-            values: plain numbers by name; NaN and infinities are written as null, which JSON lacks.
+            values: numbers and arrays by name; NaN and infinities are written as null, which JSON lacks.
 
         Raises:
             ConfigError: the file system refuses.
         """
         if self._handle is None:
             raise ConfigError(f"{self.path}: the metrics of this run are closed already.")
-        row = {"step": step} | {name: _finite(value) for name, value in values.items()}
+        row = {"step": step} | {name: _plain(value) for name, value in values.items()}
         with writing(self.path):
             self._handle.write(_line(row))
             self._handle.flush()
@@ -114,5 +116,10 @@ def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """As JSON holds it: numpy's as Python's, and what is not finite, within an array too, as null."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,16 +1,22 @@
 """Eight virtual CPU devices for every test, unless the caller chose a platform; and quick compilations.
 
 What is tested is which programs jdist makes, not how well LLVM optimises them: without that a third of the time is saved.
-`make conformance` and `make soak` have XLA_FLAGS=--xla_backend_optimization_level=3, which is XLA's default.
+`make conformance` and `make soak` have XLA_FLAGS=--xla_backend_optimization_level=3, which is XLA's default. All processes
+of a run share a compilation cache, which ends with the run.
 """
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else this is a worker process of pytest-xdist, or the caller's wish
+    _cache = tempfile.TemporaryDirectory(prefix="jdist_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax.monitoring
 import pytest

@@ -16,7 +16,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types docs pytest conformance soak soak-ps bench bench-peers clean
+.PHONY: run test setup lint types docs pytest conformance full soak soak-ps bench bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -55,6 +55,10 @@ pytest: setup
 
 conformance: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/conformance tests/examples -m "full or not full"
+
+# All but the long runs.
+full: setup
+	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not soak"
 
 soak: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m soak

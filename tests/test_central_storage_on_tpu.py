@@ -97,6 +97,7 @@ def test_host_memory_holds_the_state_once(central, state):
     assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes == memory.host_output_size_in_bytes
 
 
+@pytest.mark.full
 def test_devices_hold_less_than_mirrored(central, mirrored):
     def device_bytes(compiled):
         memory = compiled.memory_analysis()
@@ -128,6 +129,7 @@ def test_the_hosts_update_and_the_devices_communicate(central, mirrored):
     assert large_roots(mirrored.as_text())
 
 
+@pytest.mark.full
 def test_several_steps_a_call_keep_the_state_in_host_memory(mirrored, state):
     looped = compiled("central_storage", CENTRAL, BACKEND, state, steps_per_call=3)
     memory = looped.memory_analysis()

@@ -1,9 +1,11 @@
 """Strategies without a name of their own for TPUs, compiled by the real TPU compiler on the topologies of test_tpu.py."""
 
 import importlib.util
+import itertools
 
 import jax
 import pytest
+from by_default import some
 from tpu_steps import (
     COLLECTIVE,
     TOPOLOGIES,
@@ -25,10 +27,10 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed here: pip install 'jdist[plan-tpu]'"
 )
 MODELS = {"cnn": (digits_step, digits_batch), "transformer": (transformer_step, transformer_batch)}
-# The compiler takes its time: the other two run with `make soak`.
-SMALLEST_AND_LARGEST = [
-    pytest.param(each, marks=() if each in ("v5e:2x4", "v5p:16x16x16") else pytest.mark.soak) for each in TOPOLOGIES
-]
+# The compiler takes its time.
+CASES = pytest.mark.parametrize(
+    ("topology", "model"), some(itertools.product(TOPOLOGIES, MODELS), [("v5e:2x4", "cnn"), ("v5p:16x16x16", "cnn")])
+)
 REDUCES, GATHERS = ("all-reduce", "reduce-scatter"), ("all-gather", "collective-permute")
 
 
@@ -41,8 +43,7 @@ def compiled(topology, strategy, model):
     return step.strategy, state, program, parse(program.as_text())
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("topology", SMALLEST_AND_LARGEST)
+@CASES
 def test_one_device_exchanges_nothing(topology, model):
     strategy, state, _, module = compiled(topology, "one_device", model)
     assert collectives(module, dict(strategy.mesh.shape)) == ()
@@ -50,8 +51,7 @@ def test_one_device_exchanges_nothing(topology, model):
     check_donated(module, state)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("topology", SMALLEST_AND_LARGEST)
+@CASES
 def test_central_storage_keeps_the_state_on_the_hosts_and_exchanges_it_on_the_devices(topology, model):
     strategy, state, program, module = compiled(topology, "central_storage", model)
     count, params = TOPOLOGIES[topology], size_bytes(state.params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,10 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
     start = time.perf_counter()
     lowered = planned.step.lower(planned.state, planned.batch)
     try:
-        compiled = lowered.compile()
+        with warnings.catch_warnings():
+            # JAX's compilation cache, where a user has one, keeps what it cannot load without such devices.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as exc:
         if "RESOURCE_EXHAUSTED" not in str(exc):
             raise

@@ -73,7 +73,7 @@ ALGORITHMS = (
 )
 # These compile for several seconds each; they always run where a strategy has a transform of its own, or updates elsewhere.
 SLOW_FAMILIES = ("lstm", "transformer")
-THOROUGH = ("one_device", "mirrored_shard_map", "mirrored_pmap", "mirrored_jit", "central_storage")
+THOROUGH = ("mirrored_shard_map", "mirrored_jit", "central_storage")
 LIGHT_FAMILIES = ("plain_pytree", "gan", "nnx_mlp")
 LIGHT_OPTIONS = ("plain", "accumulate", "steps_per_call", "skip_non_finite")
 

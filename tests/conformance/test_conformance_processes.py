@@ -23,9 +23,9 @@ PROGRAM = Path(__file__).with_name("several_processes.py")
 FULL_BATCHES = ROWS // GLOBAL_BATCH
 LAYOUTS = {"2x4": (2, 4), "4x1": (4, 1)}  # processes, devices of each
 CHOSEN = sorted(pairwise(all_cases(MULTI_WORKER, FAMILIES)))
-# A sixth of them, shared out among the layouts: processes take long to start and to compile. `make conformance` runs all of
+# A twelfth of them, shared out among the layouts: processes take long to start and to compile. `make conformance` runs all of
 # them in each; the whole matrix would take hours, and runs in one process.
-SHARED_OUT = {layout: CHOSEN[i :: 6 * len(LAYOUTS)] for i, layout in enumerate(LAYOUTS)}
+SHARED_OUT = {layout: CHOSEN[i :: 12 * len(LAYOUTS)] for i, layout in enumerate(LAYOUTS)}
 IN_16_BITS = [("shard_map", "plain_pytree", "fp16", "sgd"), ("jit", "transformer", "bf16", "sgd")]
 SHARED_OUT["2x4"].append(IN_16_BITS[0])
 

@@ -111,6 +111,7 @@ def assert_same_end(folder, whole):
     assert rows == whole[1]
 
 
+@pytest.mark.full
 def test_killed_at_random_moments_it_ends_with_the_same_bits(folder, whole):
     draw = random.Random(5)
     moments = ["global batch", *(f"step +{draw.randrange(n, n + 450, 50)}/1500|finished" for n in (50, 500))]

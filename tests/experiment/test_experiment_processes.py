@@ -161,6 +161,7 @@ def test_a_process_whose_peer_does_not_come_asks_for_another_attempt(tmp_path):
     assert "jdist: not all of the 2 processes came in time; missing: process 1 (127.0.0.1:" in done.stderr
 
 
+@pytest.mark.full
 def test_with_a_range_it_goes_on_with_those_that_are_left(tmp_path, monkeypatch):
     code, out = launch(
         tmp_path,
@@ -179,6 +180,7 @@ def test_with_a_range_it_goes_on_with_those_that_are_left(tmp_path, monkeypatch)
     assert_alike(rows_of(tmp_path), rows_of(tmp_path, "other"))
 
 
+@pytest.mark.full
 def test_an_error_that_all_meet_ends_each_with_its_code_and_no_word_of_a_loss(tmp_path):
     code, out = launch(tmp_path, "strategy.name=multi_worker", "task.options.poison_row=40", config=CONFIG)
     assert code == 1, out

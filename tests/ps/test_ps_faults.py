@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from by_default import some
 
 import jdist
 from jdist.errors import ClosureCancelledError, NoWorkersError, ShardLostError
@@ -252,17 +253,18 @@ class TestSynchronousMode:
         assert job.rollbacks == 1
 
 
-def test_8000_closures_count_to_8000_on_every_shard_although_a_worker_is_killed_and_started_again():
+@pytest.mark.parametrize("count", some([800, 8000], [800]))
+def test_every_closure_counts_once_on_every_shard_although_a_worker_is_killed_and_started_again(count):
     strategy = jdist.parameter_server(local_workers=2, local_ps=2, partitioner=jdist.ps.fixed_shards(2))
     job = Job(strategy)
     try:
-        job.schedule(8000)
-        job.totals[2000].result(BOUND_S)
+        job.schedule(count)
+        job.totals[count // 4].result(BOUND_S)
         victim = job.state.job.servers.pids[-1]
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: job.state.job.servers.pids[-1] != victim)
         job.coordinator.join(4 * BOUND_S)
-        assert [n for n, _ in counting.on_shards(job.state)] == [8000, 8000]
+        assert [n for n, _ in counting.on_shards(job.state)] == [count, count]
         job.check()
     finally:
         job.state.job.close()

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+from by_default import some
 from servers import environment
 
 from jdist.ps import local
@@ -110,13 +111,12 @@ def program(body):
             os.close(each)
 
 
+FAILS = ('raise ValueError("the user\'s")', 1, "\nValueError: the user's\n")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched by pidfd_open")
 
 
 @linux
-@pytest.mark.parametrize(
-    ("end", "code", "said"), [("", 0, ""), ('raise ValueError("the user\'s")', 1, "\nValueError: the user's\n")]
-)
+@pytest.mark.parametrize(("end", "code", "said"), some([("", 0, ""), FAILS], [FAILS]))
 def test_a_program_may_end_with_closures_in_flight_and_has_the_last_word(end, code, said):
     with program(f"steps(3000)\n{end}") as (process, _):
         _, err = process.communicate(timeout=120)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from by_default import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,11 @@ LARGE = {
 
 
 @pytest.mark.parametrize(
-    "case", [*EXHAUSTIVE, *(pytest.param(case, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]) for case in LARGE)]
+    "case",
+    [
+        *some(EXHAUSTIVE, list(EXHAUSTIVE)[:8]),
+        *(pytest.param(case, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]) for case in LARGE),
+    ],
 )
 def test_in_every_order_of_a_small_history(case):
     closures, budget = {**EXHAUSTIVE, **LARGE}[case]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from by_default import some
 
 import jdist
 from jdist.errors import StrategyError
@@ -35,7 +36,7 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module", params=["async", "sync"])
+@pytest.fixture(scope="module", params=some(["async", "sync"], ["async"]))
 def strategy(request):
     made = jdist.parameter_server(
         mode=request.param,

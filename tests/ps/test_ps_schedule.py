@@ -164,6 +164,7 @@ def test_a_call_is_cancelled_while_no_worker_has_it(strategy):
     assert all(float(x) == 300.0 for x in [*found[:-2], found[-1]])
 
 
+@pytest.mark.full
 def test_in_synchronous_mode_nothing_is_cancelled():
     made = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
     step, state = jdist.distribute(train_step, made), made.init(lambda: create(optax.sgd(0.1)))

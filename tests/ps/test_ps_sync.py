@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from by_default import some
 
 import jdist
 from jdist.errors import BatchError, ClosureError, StrategyError
@@ -52,7 +53,7 @@ def noiseless(state, batch):
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1, 0.9), optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(0.05))])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", some([{}, {"accumulate": 2}], [{}]))
 def test_two_workers_and_two_servers_do_what_mirrored_does(strategy, tx, options):
     (metrics, state), (expected, one) = (
         trained(s, noiseless, tx, **options) for s in (strategy, jdist.mirrored(jax.devices()[:2]))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from by_default import some
 
 from jdist.ps.update import sort_update
 from jdist.transforms.spread_equations import prepared
@@ -82,7 +83,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", some([1, 4], [1]))
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
 def test_the_update_in_pieces_is_the_update(name, rows):
     update, leaves, grads, expected, _ = traced({**ELEMENTWISE, **WHOLE}[name]())

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from by_default import some
 
 import jdist
 from jdist.errors import ClosureError
@@ -39,7 +40,7 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=some(MODES, ["async"]))
 def strategy(request):
     made = jdist.parameter_server(partitioner=jdist.ps.fixed_shards(2), **MODES[request.param])
     yield made

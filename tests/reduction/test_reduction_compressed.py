@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_default import some
 
 import jdist
 from jdist.errors import StrategyError
@@ -35,7 +36,7 @@ def floats(tree):
     )
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", some([2, 3, 8], [2, 3]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_arrives_and_what_is_left_out_make_the_sum(dtype, n):
     reduction, given = compressed(dtype), trees(n)

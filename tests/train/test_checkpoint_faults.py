@@ -78,6 +78,7 @@ def test_a_kill_at_each_stage_of_a_save(tmp_path):
     assert committed >= len(stages)
 
 
+@pytest.mark.full
 def test_kills_at_random_moments(tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")  # shown if the test fails; the moment within a stage is the scheduler's

@@ -60,7 +60,6 @@ class Moment:
         data: gives the position in the data, to save; None of data that cannot go on where it was.
         notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
         kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
-        evaluates: whether the run has data to evaluate on.
         measure: gives `metrics`.
     """
 
@@ -77,7 +76,6 @@ class Moment:
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
-    evaluates: bool
     measure: Callable[[], dict[str, Any]]
 
     @property
@@ -131,7 +129,8 @@ class Callback:
         on_end: at the end, also after an interrupt or a `Stop`.
         close: at the very end, also after an error; without arguments.
         keeps: what is saved with the state, under `name`.
-        name: names `keeps`; each only once in a run.
+        name: names it in errors, and `keeps`, of which each name is there only once in a run.
+        watches: names of what it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
 
     Example:
         >>> import jdist
@@ -150,3 +149,4 @@ class Callback:
     close: Callable[[], None] | None = None
     keeps: Keeps | None = None
     name: str = "callback"
+    watches: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jdist.callbacks.callback import Callback, Moment, Resume
-from jdist.callbacks.watched import mode_of, need_evaluation, value_of
+from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.cluster.together import together
 from jdist.errors import StepError
 from jdist.remote import fetched, shapes_of
@@ -51,8 +51,8 @@ def checkpoint(
     """
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
-    if best is not None and not best.startswith("eval/"):
-        raise StepError(f"checkpoint: `best` is {best!r}; it must be what an evaluation measures, such as 'eval/loss'.")
+    if best is not None:
+        check_evaluated("checkpoint", "best", best, ("eval/",))
     best_mode = "max" if best is None else mode_of("checkpoint", best, mode)
     opened: list[Checkpointer] = []
     saved = (0, 0)  # step and epochs
@@ -60,8 +60,6 @@ def checkpoint(
     def on_resume(moment: Moment) -> Resume | None:
         nonlocal saved
         saved = (0, 0)
-        if best is not None:
-            need_evaluation("checkpoint", best, moment)
         if not resume:
             with together("setting checkpoints aside", _SET_ASIDE_S, moment.strategy.cluster):
                 if moment.is_chief and (old := Path(directory).absolute()).exists():
@@ -122,7 +120,13 @@ def checkpoint(
             opened.pop().close()
 
     return Callback(
-        on_resume=on_resume, on_eval=None if best is None else on_eval, on_step=on_step, on_end=on_end, close=close
+        on_resume=on_resume,
+        on_eval=None if best is None else on_eval,
+        on_step=on_step,
+        on_end=on_end,
+        close=close,
+        name="checkpoint",
+        watches=() if best is None else (best,),
     )
 
 

@@ -197,7 +197,6 @@ class Run:
             reason=self.history.stopped,
             data=self._feed.state,
             notes=self._notes,
-            evaluates=self._evaluate is not None,
             kept=self._keeps,
             measure=self._tally.newest if measured is None else lambda: measured,
         )

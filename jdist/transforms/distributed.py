@@ -31,6 +31,10 @@ class Distributed(abc.ABC):
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The state as a call takes and returns it; nothing of the step is run."""
 
+    def preview(self, *args: Any, **kwargs: Any) -> dict[str, PyTree] | None:
+        """What a call would return, by role, as shapes, with nothing compiled; None where only a call shows it."""
+        return None
+
     @abc.abstractmethod
     def wait(self) -> None:
         """Waits for every call in flight."""

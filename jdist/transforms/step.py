@@ -175,6 +175,26 @@ class DistributedStep(Distributed):
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
 
+    def preview(self, *args: Any, **kwargs: Any) -> dict[str, PyTree]:
+        """What a call would return, by role, as `jax.ShapeDtypeStruct`s: the step is traced, nothing is compiled or run.
+
+        Args:
+            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
+            **kwargs: as in a call.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        state = self._with_loss_scale(state)
+        try:
+            if self.strategy.keeps_residuals:
+                state = self._with_residuals(call, state, batches, others, lambda x: x)
+            program, traced = self._program(call)
+            _, state, outputs, *_ = program.shapes(self._token, state, _shapes(batches, self._by_rows), others)
+        except Exception as exc:
+            self._explain(exc, call, state, batches)
+            raise
+        told = dict(zip(traced.output_roles, outputs, strict=True))
+        return {"state": state, **told} if "state" in traced.returns else told
+
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
         scaling = self.options.loss_scaling

@@ -117,7 +117,8 @@ class TestEarlyStopping:
         [
             ({"mode": "best"}, "`mode` is 'best'"),
             ({"patience": 0}, "`patience` is 0"),
-            ({"metric": "loss"}, "must begin with 'eval/'"),
+            ({"metric": "loss"}, "must begin with 'eval/' or 'epoch/'. Did you mean 'eval/loss'?"),
+            ({"metric": "val_accuracy"}, "Did you mean 'eval/accuracy'?"),
         ],
     )
     def test_bad_arguments(self, arguments, text):
@@ -135,9 +136,39 @@ class TestEarlyStopping:
         assert after.stopped == before.stopped
         assert int(again.step) == int(first.step) == 14
 
-    def test_a_metric_that_is_not_measured(self):
-        with pytest.raises(StepError, match=r"'eval/acc' was not measured; there are 'eval/loss'"):
-            fit(callbacks.early_stopping("eval/acc"), **EVAL)
+    @pytest.mark.parametrize(
+        ("metric", "text"),
+        [
+            ("eval/acc", r"'eval/acc' will not be measured; there will be 'eval/loss'\."),
+            ("epoch/los", "there will be 'epoch/loss'. Did you mean 'epoch/loss'?"),
+        ],
+    )
+    def test_a_metric_that_will_not_be_measured_is_refused_before_the_first_step(self, metric, text):
+        told = []
+        with pytest.raises(StepError, match=text):
+            fit(callbacks.early_stopping(metric, mode="min"), callbacks.Callback(on_start=told.append), **EVAL)
+        with pytest.raises(StepError, match="'los' will not be measured"):
+            fit(callbacks.nan_guard("los"))
+        assert told == []
+
+    def test_a_metric_that_another_callback_logs_is_waited_for(self):
+        logs = callbacks.Callback(on_eval=lambda moment: moment.log(**{"eval/f1": 0.5}))
+        _, history = fit(logs, callbacks.early_stopping("eval/f1", patience=1), epochs=3, **EVAL)
+        assert history.stopped == "eval/f1 has not improved on 0.5 for 1 evals"
+        with pytest.raises(
+            StepError, match=r"'eval/f2' was not measured; there are .*'eval/f1'\. Did you mean 'eval/f1'"
+        ):
+            fit(logs, callbacks.early_stopping("eval/f2", mode="max"), **EVAL)
+
+    def test_what_a_metric_gives_is_found_by_its_name(self):
+        right = jdist.metrics.accuracy(threshold=0.0)
+
+        def measure(state: Any, batch: Any) -> Any:
+            return {"right": right.update(batch["x"][:, 0], batch["y"] > 0, batch["mask"])}
+
+        stop = callbacks.early_stopping("eval/right", mode="max", patience=1)
+        _, history = fit(stop, epochs=3, eval_data=HELD_OUT, eval_step=measure, metrics={"right": right})
+        assert len(history.evals) == 2
 
 
 class TestCheckpoint:
@@ -239,7 +270,7 @@ class TestCheckpoint:
         assert int(state.step) == 7
 
     @pytest.mark.parametrize(
-        ("arguments", "text"), [({"every": 0}, "`every` is 0"), ({"best": "accuracy"}, "`best` is 'accuracy'")]
+        ("arguments", "text"), [({"every": 0}, "`every` is 0"), ({"best": "val_loss"}, "Did you mean 'eval/loss'")]
     )
     def test_bad_arguments(self, arguments, text, tmp_path):
         with pytest.raises(StepError, match=text):

@@ -42,6 +42,17 @@ class Resume:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Return:
+    """Answered by `on_end`: what `jdist.fit` returns in the place of the newest state.
+
+    Attributes:
+        state: the state.
+    """
+
+    state: PyTree
+
+
 @dataclass(kw_only=True, eq=False)
 class Moment:
     """A moment of a training run, as callbacks are told of it.
@@ -57,6 +68,8 @@ class Moment:
         history: what was measured so far, this moment's row included.
         row: what is logged at this moment, for `on_row`; None where nothing is.
         reason: at "end": why it ended before its time; None if it did not.
+        interrupted: at "end": whether it was asked to from outside, by Ctrl-C or SIGTERM.
+        resumes: whether a callback can go on with a run, `on_resume`.
         data: gives the position in the data, to save; None of data that cannot go on where it was.
         notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
         kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
@@ -73,6 +86,8 @@ class Moment:
     history: History
     row: dict[str, Any] | None
     reason: str | None
+    interrupted: bool
+    resumes: bool
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
@@ -126,7 +141,7 @@ class Callback:
         on_eval: after each evaluation.
         on_epoch: after each epoch.
         on_row: with each row that is logged, complete.
-        on_end: at the end, also after an interrupt or a `Stop`.
+        on_end: at the end, also after an interrupt or a `Stop`; may answer a `Return`.
         close: at the very end, also after an error; without arguments.
         keeps: what is saved with the state, under `name`.
         name: names it in errors, and `keeps`, of which each name is there only once in a run.

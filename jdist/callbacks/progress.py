@@ -43,7 +43,7 @@ def progress(console: Console | None = None) -> Callback:
 
     def on_end(moment: Moment) -> None:
         if reports and moment.reason is not None:
-            reports[0][0].note(f"stopped at step {_of(moment)}: {moment.reason}")
+            reports[0][0].note(f"stopped at step {_of(moment)}: {moment.reason}{_how_to_go_on(moment)}")
 
     def close() -> None:
         while reports:
@@ -53,6 +53,14 @@ def progress(console: Console | None = None) -> Callback:
 
 
 _NOT_SHOWN: Any = ("step", "epoch", "time_s")
+
+
+def _how_to_go_on(moment: Moment) -> str:
+    if not moment.interrupted:
+        return ""
+    if moment.resumes:
+        return "; saved: run the same again to go on from there"
+    return "; nothing is saved: `callbacks=[jdist.callbacks.checkpoint(folder)]` saves, and goes on from there"
 
 
 def _of(moment: Moment) -> str:

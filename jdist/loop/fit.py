@@ -161,7 +161,7 @@ def fit(
                 else:
                     run.end_pass()
             run.history.stopped = run.reason if stop.reason is None else f"by {stop.reason}"
-            run.end()
+            run.end(interrupted=stop.reason is not None)
         except Exception as exc:
             exc.add_note(
                 f"jdist.fit was at step {run.step:,}. The newest state of a step that you distribute yourself, "

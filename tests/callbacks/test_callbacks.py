@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import re
+import signal
 import sys
 import types
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks.watched import mode_of
-from jdist.errors import ConfigError, StepError
+from jdist.errors import CheckpointError, ConfigError, DatasetError, StepError
 from jdist.train import CheckpointWarning
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
@@ -203,6 +205,56 @@ class TestCheckpoint:
         for history in (run(save), run(save)):  # and once more, when there is nothing left to do
             assert [{**row, "time_s": 0} for row in history.rows] == [{**row, "time_s": 0} for row in whole.rows]
 
+    def test_a_checkpoint_does_not_grow_with_the_run(self, tmp_path):
+        def size(step: int) -> int:
+            (folder,) = tmp_path.glob(f"step_{step:08}_save_*")
+            return len((folder / "manifest.json").read_text())
+
+        fit(callbacks.checkpoint(tmp_path, every=7, keep=9), epochs=6, log_every=1)
+        assert size(42) < size(7) + 100
+        assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 41  # the newest row is in the checkpoint
+
+    def test_a_history_that_is_lost_is_told_and_the_run_goes_on(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=1, log_every=1)
+        (tmp_path / "history.jsonl").unlink()
+        with pytest.warns(CheckpointWarning, match="has 0 of the 6 rows up to step 7; the others are lost"):
+            state, history = fit(callbacks.checkpoint(tmp_path), log_every=1)
+        assert int(state.step) == 14
+        assert [row["step"] for row in history.rows] == [*range(7, 15)]
+        again = fit(callbacks.checkpoint(tmp_path), log_every=1)[1]
+        assert again.rows == history.rows
+
+    def test_the_best_is_returned_where_it_is_asked_for(self, tmp_path):
+        worse = lambda state, batch: {"loss": state.step + 0.0}  # noqa: E731 - a function, as users write one
+
+        def run(**options: Any) -> tuple[Any, jdist.History]:
+            save = callbacks.checkpoint(tmp_path, best="eval/loss", restore_best=True)
+            return fit(save, eval_data=HELD_OUT, eval_step=worse, **options)
+
+        state, history = run()
+        assert [row["step"] for row in history.evals] == [7, 14]
+        assert int(state.step) == 7
+        state, history = run(epochs=3)  # goes on from the newest all the same
+        assert [row["step"] for row in history.evals] == [7, 14, 21]
+        assert int(state.step) == 7
+
+    def test_a_checkpoint_that_does_not_fit_says_how_to_begin_anew(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=1, shuffle_seed=0)
+        state = jdist.TrainState.create(params={"v": np.zeros(3, np.float32)}, tx=optax.sgd(0.1))
+        with pytest.raises(CheckpointError, match="does not fit the state") as raised:
+            jdist.fit(
+                lambda state, batch: (state, {}),
+                state,
+                DATA,
+                global_batch=16,
+                callbacks=[callbacks.checkpoint(tmp_path)],
+                **QUIET,
+            )
+        assert "or `resume=False`, which sets this one aside" in "".join(raised.value.__notes__)
+        with pytest.raises(DatasetError, match="shuffle_seed was 0 and is 1") as raised:
+            fit(callbacks.checkpoint(tmp_path), shuffle_seed=1)
+        assert "Give `data`, `global_batch` and `shuffle_seed` as they were" in "".join(raised.value.__notes__)
+
     def test_what_json_lacks_is_saved_too(self, tmp_path):
         matrix = jdist.metrics.confusion_matrix(2)
 
@@ -299,6 +351,35 @@ class TestEma:
             state, _ = fit(callbacks.checkpoint(tmp_path), average, epochs=epochs)
         assert int(state.step) == 28
         np.testing.assert_allclose(average.average()["w"], whole.average()["w"], rtol=1e-6)
+
+    def test_a_checkpoint_without_an_average_begins_it_with_its_state(self, tmp_path):
+        state, _ = fit(callbacks.checkpoint(tmp_path), epochs=1)
+        average = callbacks.ema(0.8)
+        with pytest.warns(
+            CheckpointWarning, match="step 7 was saved without 'ema', which begins with the state of that step"
+        ):
+            fit(callbacks.checkpoint(tmp_path), average, epochs=1)
+        np.testing.assert_array_equal(average.average()["w"], state.params["w"])
+
+    def test_a_state_is_restored_with_the_average_or_without(self, tmp_path):
+        state, _ = fit(callbacks.checkpoint(tmp_path), callbacks.ema(0.8), epochs=1)
+        with jdist.train.Checkpointer(tmp_path) as checkpoints:
+            restored = checkpoints.restore(create_state())
+        assert restored is not None
+        np.testing.assert_array_equal(restored.state.params["w"], state.params["w"])
+        assert int(fit(callbacks.checkpoint(tmp_path))[0].step) == 14
+
+    def test_with_an_average_too_a_run_goes_on_with_other_replicas_and_another_precision(self, tmp_path):
+        def run(epochs: int, replicas: int, precision: str) -> Any:
+            compress = jdist.reduction.compressed("bf16")
+            strategy = jdist.mirrored(jax.devices()[:replicas], all_reduce=compress)
+            step = jdist.distribute(train_step, strategy, precision=jdist.precision(precision))
+            told = [callbacks.checkpoint(tmp_path), callbacks.ema(0.8)]
+            return jdist.fit(step, create_state(), DATA, epochs=epochs, global_batch=16, callbacks=told, **QUIET)[0]
+
+        assert int(run(1, 2, "bf16").step) == 7
+        state = run(2, 4, "fp16")
+        assert int(state.step) + int(state.loss_scale.num_skipped) == 14
 
     def test_several_steps_a_call_take_the_power(self):
         average, seen = callbacks.ema(0.9), []
@@ -440,6 +521,16 @@ class TestOthers:
             step, create_state(), DATA, global_batch=16, log_every=1, callbacks=[callbacks.nan_guard("loss")], **QUIET
         )
         assert history.stopped == "loss is inf at step 4"
+
+    @pytest.mark.parametrize("saves", [True, False])
+    def test_an_interrupted_run_says_how_to_go_on(self, saves, capsys, tmp_path):
+        def interrupt(moment: callbacks.Moment) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+        fit(interrupt, *[callbacks.checkpoint(tmp_path)] * saves, steps=100_000, epochs=None, progress=True)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert re.match(r"stopped at step \d+/100000: by SIGINT; ", last)
+        assert last.endswith("run the same again to go on from there" if saves else "saves, and goes on from there")
 
     def test_lines_of_progress(self, capsys):
         fit(progress=True, log_every=7, **EVAL)

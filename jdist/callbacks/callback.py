@@ -59,7 +59,7 @@ class Moment:
 
     Attributes:
         event: which of a callback's functions is called.
-        step: optimiser updates done.
+        step: steps done, each with a batch; also those that left their update out, as a gradient was not finite.
         steps_in_call: how many of them the newest call of the step has made; 0 before the first.
         total_steps: how many there will be; None: not known.
         epoch: epochs that have ended.

@@ -20,13 +20,23 @@ def progress(console: Console | None = None) -> Callback:
         The callback.
     """
     reports: list[tuple[Reporter, Meter]] = []
+    compiles = True
 
     def on_start(moment: Moment) -> None:
+        nonlocal compiles
+        compiles = True
         if moment.is_chief:
             report = open_report(console or Console(soft_wrap=True), step=moment.step, total=moment.total_steps)
             reports.append((report, Meter(step=moment.step, total=moment.total_steps)))
             if moment.step:
                 report.note(f"going on from step {moment.step:,}")
+
+    def on_step(moment: Moment) -> None:
+        nonlocal compiles
+        if reports and compiles:
+            compiles = False
+            _ = moment.metrics  # waits for the first step, which is a lap of its own: it compiles
+            reports[0][1].lap(moment.step)
 
     def on_row(moment: Moment) -> None:
         if not reports or moment.row is None:
@@ -49,7 +59,7 @@ def progress(console: Console | None = None) -> Callback:
         while reports:
             reports.pop()[0].close()
 
-    return Callback(on_start=on_start, on_row=on_row, on_end=on_end, close=close)
+    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close)
 
 
 _NOT_SHOWN: Any = ("step", "epoch", "time_s")

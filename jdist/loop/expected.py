@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +22,26 @@ def names_of(step: Distributed, state: PyTree, feed: Feed, metrics: Metrics) -> 
 
     Raises:
         StepError: the step does not return what it should.
+
+    Warns:
+        UserWarning: it returns the state that it was given.
     """
-    returned = step.preview(state, feed.batches.element_spec)
-    if returned is None:
+    preview = step.preview(state, feed.batches.element_spec)
+    if preview is None:
         return None
-    if "metrics" not in returned:
+    if "metrics" not in preview.results:
         raise StepError(
             f'{step.__name__} returns the state alone. Let it return its metrics too: `return state, {{"loss": loss}}`.'
         )
     tally = Tally(metrics, steps_per_call=step.options.steps_per_call)
-    return tally.names(returned["metrics"], by=step.__name__)
+    names = tally.names(preview.results["metrics"], by=step.__name__)
+    if "state" in preview.results and not preview.changes_state:
+        warnings.warn(
+            f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
+            "`return state.apply_gradients(grads=grads), metrics`.",
+            stacklevel=4,
+        )
+    return names
 
 
 def check_watched(

@@ -33,10 +33,12 @@ class Traced:
     Attributes:
         returns: the role of each result.
         bare: whether the step returned its one result itself rather than a tuple.
+        changes_state: whether any leaf of the state that it returned is another than the one that it received.
     """
 
     returns: tuple[str, ...] = ()
     bare: bool = False
+    changes_state: bool = False
 
     @property
     def output_roles(self) -> tuple[str, ...]:
@@ -67,7 +69,8 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
         raise StepError(f"the step returned {got}, but `returns` is {returns!r}: write `return {', '.join(returns)}`.")
     if "state" in returns:
         i = returns.index("state")
-        state, result = result[i], result[:i] + result[i + 1 :]
+        before, state, result = state, result[i], result[:i] + result[i + 1 :]
+        traced.changes_state |= list(map(id, jax.tree.leaves(before))) != list(map(id, jax.tree.leaves(state)))
     return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
 
 

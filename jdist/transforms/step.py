@@ -23,7 +23,7 @@ from jdist.global_arrays import put, take_rows, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.distributed import Distributed
+from jdist.transforms.distributed import Distributed, Preview
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
@@ -175,8 +175,8 @@ class DistributedStep(Distributed):
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
 
-    def preview(self, *args: Any, **kwargs: Any) -> dict[str, PyTree]:
-        """What a call would return, by role, as `jax.ShapeDtypeStruct`s: the step is traced, nothing is compiled or run.
+    def preview(self, *args: Any, **kwargs: Any) -> Preview:
+        """What a call would do: the step is traced, nothing is compiled or run.
 
         Args:
             *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
@@ -193,7 +193,7 @@ class DistributedStep(Distributed):
             self._explain(exc, call, state, batches)
             raise
         told = dict(zip(traced.output_roles, outputs, strict=True))
-        return {"state": state, **told} if "state" in traced.returns else told
+        return Preview({"state": state, **told} if "state" in traced.returns else told, traced.changes_state)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""

@@ -243,7 +243,7 @@ class TestCheckpoint:
         state = jdist.TrainState.create(params={"v": np.zeros(3, np.float32)}, tx=optax.sgd(0.1))
         with pytest.raises(CheckpointError, match="does not fit the state") as raised:
             jdist.fit(
-                lambda state, batch: (state, {}),
+                lambda state, batch: (state.replace(step=state.step + 1), {}),
                 state,
                 DATA,
                 global_batch=16,
@@ -401,7 +401,7 @@ class TestEma:
             callbacks.ema(1.0)
         with pytest.raises(StepError, match="Say how"):
             jdist.fit(
-                lambda state, batch: (state, {}),
+                lambda state, batch: ({"w": state["w"] + 1}, {}),
                 {"w": np.zeros(2)},
                 DATA,
                 global_batch=16,
@@ -512,6 +512,23 @@ class TestOthers:
         with pytest.raises(StepError, match="`schedule` is 'cosine'"):
             callbacks.learning_rate_log("cosine")
 
+    @pytest.mark.parametrize("strategy", [jdist.mirrored, jdist.central_storage])
+    def test_the_learning_rate_is_that_of_the_updates_that_were_made(self, strategy):
+        schedule = optax.linear_schedule(0.1, 0.0, 14)
+
+        def create() -> jdist.TrainState:
+            return jdist.TrainState.create(params={"w": np.zeros(3, np.float32)}, tx=optax.sgd(schedule))
+
+        data = {"x": np.copy(DATA["x"]), "y": DATA["y"]}
+        data["x"][[40, 60]] = np.inf  # the third and the fourth step are left out
+        step = jdist.distribute(train_step, strategy(jax.devices()[:2]), non_finite="skip")
+        log = callbacks.learning_rate_log(schedule)
+        state, history = jdist.fit(step, create(), data, global_batch=16, log_every=1, callbacks=[log], **QUIET)
+        updates = np.array([1, 2, 2, 2, 3, 4, 5])
+        np.testing.assert_allclose(history["learning_rate"][1], [float(schedule(n - 1)) for n in updates])
+        _, history = jdist.fit(step, state, data, steps=1, global_batch=16, callbacks=[log], **QUIET)
+        np.testing.assert_allclose(history["learning_rate"][1], [float(schedule(5))])
+
     def test_a_metric_that_is_no_number_ends_it(self):
         def step(state: Any, batch: Any) -> Any:
             state, told = train_step(state, batch)
@@ -521,6 +538,11 @@ class TestOthers:
             step, create_state(), DATA, global_batch=16, log_every=1, callbacks=[callbacks.nan_guard("loss")], **QUIET
         )
         assert history.stopped == "loss is inf at step 4"
+
+    def test_the_first_step_which_compiles_is_no_part_of_the_speed(self, capsys):
+        fit(progress=True, log_every=1)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+        assert [bool(re.search(r"steps/s  ETA \d", line)) for line in lines] == [False] + [True] * 13
 
     @pytest.mark.parametrize("saves", [True, False])
     def test_an_interrupted_run_says_how_to_go_on(self, saves, capsys, tmp_path):

@@ -71,7 +71,7 @@ class TestEpochs:
         source = jdist.data.from_arrays(DATA, global_batch=100, shuffle_seed=1)
 
         def look(state: Any, batch: Any) -> Any:
-            return state, {"first": batch["x"][0, 0]}
+            return {"w": state["w"] + 1}, {"first": batch["x"][0, 0]}
 
         def note(moment: jdist.callbacks.Moment) -> None:
             seen.append(moment.metrics["first"])
@@ -412,12 +412,21 @@ class TestErrors:
             with pytest.raises(StepError, match=r"Give the function itself, with all objects in one argument"):
                 call(step, create_state(), DATA, global_batch=16)
 
+    def test_a_step_that_forgets_the_new_state_is_told_of(self):
+        def step(state: Any, batch: Any) -> Any:
+            _, told = train_step(state, batch)
+            return state, told
+
+        with pytest.warns(UserWarning, match="step returns the state as it was given: nothing is learned") as warned:
+            jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
+        assert [warning.filename for warning in warned] == [__file__]
+
     def test_arrays_without_names_have_no_place_for_a_mask(self):
         with pytest.raises(DatasetError, match=r"100 rows, which do not come out even in batches of 16"):
             jdist.fit(train_step, create_state(), (DATA["x"], DATA["y"]), global_batch=16, **QUIET)
         options = {"global_batch": 20, **QUIET}
         _, history = jdist.fit(
-            lambda state, batch: (state, {"y": batch[1].mean()}), 0.0, tuple(DATA.values()), **options
+            lambda state, batch: (state + 1, {"y": batch[1].mean()}), 0.0, tuple(DATA.values()), **options
         )
         assert history.epochs[0]["y"] == pytest.approx(DATA["y"].mean(), rel=1e-5)
 

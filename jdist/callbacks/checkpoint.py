@@ -161,6 +161,7 @@ def checkpoint(
         close=close,
         name="checkpoint",
         watches=() if best is None else (best,),
+        logs=False,
     )
 
 

@@ -59,7 +59,7 @@ def progress(console: Console | None = None) -> Callback:
         while reports:
             reports.pop()[0].close()
 
-    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close)
+    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=False)
 
 
 _NOT_SHOWN: Any = ("step", "epoch", "time_s")

@@ -84,8 +84,6 @@ def check_watched(
 
 
 def _may_log(callbacks: Sequence[Callback], *, is_eval: bool) -> bool:
-    """Whether a callback may add to a row by `moment.log` before others look: those that look at something do not."""
-    others = [callback for callback in callbacks if not callback.watches]
-    if is_eval:
-        return any(callback.on_eval is not None for callback in others)
-    return any((c.on_eval, c.on_epoch, c.on_step) != (None, None, None) for c in others)
+    """Whether a callback may add to a row, by `moment.log`, before others look at it."""
+    told = [(c.on_eval,) if is_eval else (c.on_eval, c.on_epoch, c.on_step) for c in callbacks if c.logs]
+    return any(function is not None for functions in told for function in functions)

@@ -149,8 +149,8 @@ class TestEarlyStopping:
         told = []
         with pytest.raises(StepError, match=text):
             fit(callbacks.early_stopping(metric, mode="min"), callbacks.Callback(on_start=told.append), **EVAL)
-        with pytest.raises(StepError, match="'los' will not be measured"):
-            fit(callbacks.nan_guard("los"))
+        with pytest.raises(StepError, match="'los' will not be measured; there will be 'loss'"):
+            fit(callbacks.nan_guard("los"), callbacks.ema(), progress=True)
         assert told == []
 
     def test_a_metric_that_another_callback_logs_is_waited_for(self):

@@ -101,10 +101,11 @@ def precision(
 ) -> Precision:
     """The precision that a step computes in, for `jdist.distribute(..., precision=...)`.
 
-    What `jdist.value_and_grad` differentiates by, and the batch but for its "mask", reach the user's loss function in the
-    compute dtype. Gradients come back in float32 to the parameters, which are float32 throughout, as are the optimiser's
-    state, batch statistics, the sums of `jdist.mean`, all-reduces, the loss, what `has_aux` returns, and metrics. Integers,
-    bools and keys are never cast, nor are replicated arguments of the step.
+    The batch, but for its "mask", reaches the step in the compute dtype, and what `jdist.value_and_grad` differentiates by the
+    loss function. What a step computes of the batch elsewhere, such as a metric, is computed from rounded values: `keep` names
+    entries that are not to be. Gradients come back in float32 to the parameters, which are float32 throughout, as are the
+    optimiser's state, batch statistics, the sums of `jdist.mean`, all-reduces, and the loss, what `has_aux` returns and metrics
+    as they are returned. Integers, bools and keys are never cast, nor are replicated arguments of the step.
 
     "fp16" scales the loss (Micikevicius et al. 2018): a step whose all-reduced gradients are not finite is left out on all
     replicas alike, and the scale halved; after `growth_interval` finite ones in a row it doubles. What is still not finite

@@ -122,6 +122,8 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
 class NNXStep:
     """A step over nnx objects that runs on all replicas; `jdist.nnx.distribute` makes it."""
 
+    __name__: str
+
     def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any]):
         functools.update_wrapper(self, step)
         args = ("static", "state", "batch")

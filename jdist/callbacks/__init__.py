@@ -3,6 +3,7 @@
 from jdist.callbacks.callback import Callback as Callback
 from jdist.callbacks.callback import Moment as Moment
 from jdist.callbacks.callback import Resume as Resume
+from jdist.callbacks.callback import Return as Return
 from jdist.callbacks.callback import Stop as Stop
 from jdist.callbacks.checkpoint import checkpoint as checkpoint
 from jdist.callbacks.csv import csv as csv

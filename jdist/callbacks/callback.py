@@ -42,13 +42,24 @@ class Resume:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Return:
+    """Answered by `on_end`: what `jdist.fit` returns in the place of the newest state.
+
+    Attributes:
+        state: the state.
+    """
+
+    state: PyTree
+
+
 @dataclass(kw_only=True, eq=False)
 class Moment:
     """A moment of a training run, as callbacks are told of it.
 
     Attributes:
         event: which of a callback's functions is called.
-        step: optimiser updates done.
+        step: steps done, each with a batch; also those that left their update out, as a gradient was not finite.
         steps_in_call: how many of them the newest call of the step has made; 0 before the first.
         total_steps: how many there will be; None: not known.
         epoch: epochs that have ended.
@@ -57,10 +68,11 @@ class Moment:
         history: what was measured so far, this moment's row included.
         row: what is logged at this moment, for `on_row`; None where nothing is.
         reason: at "end": why it ended before its time; None if it did not.
+        interrupted: at "end": whether it was asked to from outside, by Ctrl-C or SIGTERM.
+        resumes: whether a callback can go on with a run, `on_resume`.
         data: gives the position in the data, to save; None of data that cannot go on where it was.
         notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
         kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
-        evaluates: whether the run has data to evaluate on.
         measure: gives `metrics`.
     """
 
@@ -74,10 +86,11 @@ class Moment:
     history: History
     row: dict[str, Any] | None
     reason: str | None
+    interrupted: bool
+    resumes: bool
     data: Callable[[], dict[str, Any] | None]
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
-    evaluates: bool
     measure: Callable[[], dict[str, Any]]
 
     @property
@@ -128,10 +141,12 @@ class Callback:
         on_eval: after each evaluation.
         on_epoch: after each epoch.
         on_row: with each row that is logged, complete.
-        on_end: at the end, also after an interrupt or a `Stop`.
+        on_end: at the end, also after an interrupt or a `Stop`; may answer a `Return`.
         close: at the very end, also after an error; without arguments.
         keeps: what is saved with the state, under `name`.
-        name: names `keeps`; each only once in a run.
+        name: names it in errors, and `keeps`, of which each name is there only once in a run.
+        watches: names of what it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
+        logs: whether it may add to rows by `moment.log`, so that others may look at what no step returns.
 
     Example:
         >>> import jdist
@@ -150,3 +165,5 @@ class Callback:
     close: Callable[[], None] | None = None
     keeps: Keeps | None = None
     name: str = "callback"
+    watches: tuple[str, ...] = ()
+    logs: bool = True

@@ -7,16 +7,22 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from jdist.callbacks.callback import Callback, Moment, Resume
-from jdist.callbacks.watched import mode_of, need_evaluation, value_of
+import jax
+
+from jdist.callbacks.callback import Callback, Moment, Resume, Return
+from jdist.callbacks.rows_file import RowsFile
+from jdist.callbacks.watched import check_evaluated, mode_of, value_of
+from jdist.cluster.runtime import alone
 from jdist.cluster.together import together
-from jdist.errors import StepError
+from jdist.errors import CheckpointError, StepError
 from jdist.remote import fetched, shapes_of
 from jdist.report.files import first_free, writing
 from jdist.train import Checkpointer, CheckpointWarning
+from jdist.train.checkpoint import Restored
+from jdist.train.checkpoint_codec import WithKept
 
-PyTree = Any
-_SET_ASIDE_S = 600.0
+_HISTORY = "history.jsonl"
+_WAIT_S = 600.0
 
 
 def checkpoint(
@@ -26,6 +32,7 @@ def checkpoint(
     keep: int = 3,
     best: str | None = None,
     mode: Literal["max", "min"] | None = None,
+    restore_best: bool = False,
     resume: bool = True,
 ) -> Callback:
     """Saves state and data position, and goes on from the newest checkpoint where an earlier run left one.
@@ -37,11 +44,13 @@ def checkpoint(
         keep: how many of the newest are kept.
         best: an evaluation's metric, such as "eval/accuracy": after each evaluation the state is saved, and the best is kept.
         mode: whether more ("max") or less ("min") of it is better; None: as the name says ("loss", "accuracy", "auc", ...).
+        restore_best: at the end `jdist.fit` returns the state that is the best by `best`, read from its checkpoint; after an
+            interrupt the newest. Under a parameter server it is on this process's host.
         resume: False begins anew; a directory that is there is kept under another name, DIRECTORY.1.
 
     Returns:
-        The callback. `jdist.train.Checkpointer(directory)` reads what it saved; where another callback keeps something with
-        the state (`ema`), as {"state": ..., "callbacks": {name: ...}}.
+        The callback. `jdist.train.Checkpointer(directory)` reads what it saved. The rows of the run's history are beside the
+        checkpoints, in `history.jsonl`.
 
     Raises:
         StepError: an argument is not allowed; while training: `best` was not measured.
@@ -51,57 +60,76 @@ def checkpoint(
     """
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
-    if best is not None and not best.startswith("eval/"):
-        raise StepError(f"checkpoint: `best` is {best!r}; it must be what an evaluation measures, such as 'eval/loss'.")
+    if best is not None:
+        check_evaluated("checkpoint", "best", best, ("eval/",))
     best_mode = "max" if best is None else mode_of("checkpoint", best, mode)
+    if restore_best and best is None:
+        raise StepError(
+            "checkpoint: `restore_best` is given without `best`. Say by which metric, such as best='eval/loss'."
+        )
+    folder = Path(directory).expanduser().absolute()
     opened: list[Checkpointer] = []
+    history = RowsFile(folder / _HISTORY)
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
         nonlocal saved
         saved = (0, 0)
-        if best is not None:
-            need_evaluation("checkpoint", best, moment)
+        cluster = moment.strategy.cluster or alone()
         if not resume:
-            with together("setting checkpoints aside", _SET_ASIDE_S, moment.strategy.cluster):
-                if moment.is_chief and (old := Path(directory).absolute()).exists():
-                    with writing(old):
-                        old.rename(first_free(old))
-        opened.append(
-            Checkpointer(
-                directory,
-                keep=keep,
-                best_metric=best,
-                best_mode=best_mode,
-                cluster=moment.strategy.cluster,
-            )
-        )
+            with together("setting checkpoints aside", _WAIT_S, cluster):
+                if moment.is_chief and folder.exists():
+                    with writing(folder):
+                        folder.rename(first_free(folder))
+        opened.append(Checkpointer(directory, keep=keep, best_metric=best, best_mode=best_mode, cluster=cluster))
         kept = {name: each.get() for name, each in moment.kept.items()}
-        restored = opened[0].restore(_joined(shapes_of(moment.state), kept))
+        try:
+            restored = opened[0].restore(WithKept(shapes_of(moment.state), kept))
+        except CheckpointError as exc:
+            exc.add_note(
+                "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
+            )
+            raise
+        rows = _rows_of(restored, history, folder)
+        with together("opening the history", _WAIT_S, cluster):
+            if moment.is_chief:
+                history.begin(rows[:-1])
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
-        state = restored.state
-        if kept:
-            for name, each in moment.kept.items():
-                each.put(state["callbacks"][name])
-            state = state["state"]
+        state, found = restored.state.state, restored.state.kept
+        for name, each in moment.kept.items():
+            # What a checkpoint lacks is left as it was given.
+            pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(kept[name]), strict=True)
+            if any(leaf is given for leaf, given in pairs):
+                _warn(
+                    folder,
+                    f"step {restored.step} was saved without {name!r}, which begins with the state of that step.",
+                )
+                each.begin(state)
+            else:
+                each.put(found[name])
         if restored.data is None:
-            warnings.warn(
-                f"{os.fspath(directory)}: step {restored.step} was saved without a position in the data, which a plain "
-                "iterable does not have; the data begins anew.",
-                CheckpointWarning,
-                stacklevel=2,
+            _warn(
+                folder,
+                f"step {restored.step} was saved without a position in the data, which a plain iterable does not have; the "
+                "data begins anew.",
             )
-        return Resume(state=state, step=restored.step, data=restored.data, notes=restored.metadata)
+        return Resume(state=state, step=restored.step, data=restored.data, notes={**restored.metadata, "rows": rows})
 
     def save(moment: Moment, metrics: dict[str, float]) -> None:
         nonlocal saved
         saved = (moment.step, moment.epoch)
-        kept = {name: each.get() for name, each in moment.kept.items()}
-        moment.strategy.check(moment.state)
-        state = _joined(fetched(moment.state), kept) if kept else moment.state
-        opened[0].save(moment.step, state, data=moment.data(), metrics=metrics, metadata=moment.notes())
+        state, notes = moment.state, moment.notes()
+        moment.strategy.check(state)
+        if moment.kept:
+            state = WithKept(fetched(state), {name: each.get() for name, each in moment.kept.items()})
+        before, newest = notes["rows"][:-1], notes["rows"][-1:]  # later callbacks of this moment may add to the newest
+        with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
+            if moment.is_chief:
+                history.extend(before)
+        notes |= {"rows": newest, "rows_before": len(before)}
+        opened[0].save(moment.step, state, data=moment.data(), metrics=metrics, metadata=notes)
 
     def on_eval(moment: Moment) -> None:
         assert best is not None
@@ -112,19 +140,44 @@ def checkpoint(
         if every is not None and moment.step // every > before // every and moment.step > saved[0]:
             save(moment, {})
 
-    def on_end(moment: Moment) -> None:
+    def on_end(moment: Moment) -> Return | None:
         if (moment.step, moment.epoch) > saved:
             save(moment, {})
         opened[0].wait()
+        if not restore_best or moment.interrupted or opened[0].best_step in (None, moment.step):
+            return None
+        found = opened[0].restore(shapes_of(moment.state), step=opened[0].best_step)
+        return None if found is None else Return(found.state)
 
     def close() -> None:
         while opened:
             opened.pop().close()
 
     return Callback(
-        on_resume=on_resume, on_eval=None if best is None else on_eval, on_step=on_step, on_end=on_end, close=close
+        on_resume=on_resume,
+        on_eval=None if best is None else on_eval,
+        on_step=on_step,
+        on_end=on_end,
+        close=close,
+        name="checkpoint",
+        watches=() if best is None else (best,),
+        logs=False,
     )
 
 
-def _joined(state: PyTree, kept: dict[str, PyTree]) -> PyTree:
-    return {"state": state, "callbacks": kept} if kept else state
+def _rows_of(restored: Restored | None, history: RowsFile, folder: Path) -> list[dict[str, Any]]:
+    """The rows of the history up to a checkpoint."""
+    if restored is None:
+        return []
+    count = int(restored.metadata.get("rows_before", 0))
+    rows = history.read(count)
+    if len(rows) < count:
+        _warn(
+            folder / _HISTORY,
+            f"has {len(rows):,} of the {count:,} rows up to step {restored.step}; the others are lost.",
+        )
+    return [*rows, *restored.metadata.get("rows", [])]
+
+
+def _warn(path: Path, text: str) -> None:
+    warnings.warn(f"{path}: {text}", CheckpointWarning, stacklevel=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jdist.callbacks.callback import Callback, Moment, Stop
-from jdist.callbacks.watched import mode_of, need_evaluation, value_of
+from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.errors import StepError
 
 
@@ -37,10 +37,7 @@ def early_stopping(
     """
     if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
         raise StepError(f"early_stopping: `patience` is {patience!r}; it must be a whole number, 1 or more.")
-    if not metric.startswith(("eval/", "epoch/")):
-        raise StepError(
-            f"early_stopping: `metric` is {metric!r}; it must begin with 'eval/' or 'epoch/', such as 'eval/loss'."
-        )
+    check_evaluated("early_stopping", "metric", metric, ("eval/", "epoch/"))
     sign = 1.0 if mode_of("early_stopping", metric, mode) == "min" else -1.0
 
     def look(moment: Moment) -> Stop | None:
@@ -56,10 +53,15 @@ def early_stopping(
         return Stop(f"{metric} has not improved on {sign * best:.6g} for {waited} {metric.partition('/')[0]}s")
 
     def on_start(moment: Moment) -> Stop | None:
-        need_evaluation("early_stopping", metric, moment)
         is_over = metric in (moment.history.rows[-1] if moment.history.rows else {})
         return look(moment) if is_over else None  # a run that had ended by it, and is started again
 
-    if metric.startswith("eval/"):
-        return Callback(on_start=on_start, on_eval=look)
-    return Callback(on_start=on_start, on_epoch=look)
+    is_eval = metric.startswith("eval/")
+    return Callback(
+        on_start=on_start,
+        on_eval=look if is_eval else None,
+        on_epoch=None if is_eval else look,
+        name="early_stopping",
+        watches=(metric,),
+        logs=False,
+    )

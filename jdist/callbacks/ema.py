@@ -84,7 +84,7 @@ def ema(
     def get() -> PyTree:
         return average
 
-    return Ema(on_step=on_step, keeps=Keeps(begin=begin, get=get, put=put), name=name, average=get)
+    return Ema(on_step=on_step, keeps=Keeps(begin=begin, get=get, put=put), name=name, average=get, logs=False)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import optax
+
 from jdist.callbacks.callback import Callback, Moment
 from jdist.errors import StepError
+from jdist.global_arrays import to_host
 
 
 def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "learning_rate") -> Callback:
-    """Logs what a schedule of optax gives for the step that each row is of.
+    """Logs the learning rate that the newest update was made with.
+
+    The count of updates is the optimiser's own, where it keeps one for its schedule: steps that were left out, as a gradient
+    was not finite, do not count, and those behind the state that a run began with do. Where it is not at hand (an optimiser of
+    another kind, parameter servers) the run's steps are counted.
 
     Args:
         schedule: `(step) -> learning rate`, the one that the optimiser was made with; or a constant.
@@ -32,7 +40,17 @@ def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "le
 
     def on_step(moment: Moment) -> None:
         if moment.row is not None:
-            # optax counts from 0: the update that led to step n was made with the schedule's value at n - 1.
-            moment.log(**{name: float(schedule(moment.step - 1) if callable(schedule) else schedule)})
+            moment.log(**{name: float(schedule(_updates(moment) - 1) if callable(schedule) else schedule)})
 
     return Callback(on_step=on_step)
+
+
+def _updates(moment: Moment) -> int:
+    """How many updates were made, at least 1: optax counts from 0, so the n-th is made with the schedule's value at n - 1."""
+    nodes = jax.tree.leaves(moment.state, is_leaf=_counts)
+    counts = [int(to_host(node.count)) for node in nodes if _counts(node)]
+    return max(1, counts[0] if counts else moment.step)
+
+
+def _counts(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)

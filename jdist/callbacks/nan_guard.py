@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from jdist.callbacks.callback import Callback, Moment, Stop
-from jdist.callbacks.watched import need_evaluation
 
 
 def nan_guard(*metrics: str) -> Callback:
@@ -27,8 +26,4 @@ def nan_guard(*metrics: str) -> Callback:
                 return Stop(f"{name} is {value} at step {moment.step:,}")
         return None
 
-    def on_start(moment: Moment) -> None:
-        for name in metrics:
-            need_evaluation("nan_guard", name, moment)
-
-    return Callback(on_start=on_start, on_row=on_row)
+    return Callback(on_row=on_row, name="nan_guard", watches=metrics)

@@ -20,13 +20,23 @@ def progress(console: Console | None = None) -> Callback:
         The callback.
     """
     reports: list[tuple[Reporter, Meter]] = []
+    compiles = True
 
     def on_start(moment: Moment) -> None:
+        nonlocal compiles
+        compiles = True
         if moment.is_chief:
             report = open_report(console or Console(soft_wrap=True), step=moment.step, total=moment.total_steps)
             reports.append((report, Meter(step=moment.step, total=moment.total_steps)))
             if moment.step:
                 report.note(f"going on from step {moment.step:,}")
+
+    def on_step(moment: Moment) -> None:
+        nonlocal compiles
+        if reports and compiles:
+            compiles = False
+            _ = moment.metrics  # waits for the first step, which is a lap of its own: it compiles
+            reports[0][1].lap(moment.step)
 
     def on_row(moment: Moment) -> None:
         if not reports or moment.row is None:
@@ -43,16 +53,24 @@ def progress(console: Console | None = None) -> Callback:
 
     def on_end(moment: Moment) -> None:
         if reports and moment.reason is not None:
-            reports[0][0].note(f"stopped at step {_of(moment)}: {moment.reason}")
+            reports[0][0].note(f"stopped at step {_of(moment)}: {moment.reason}{_how_to_go_on(moment)}")
 
     def close() -> None:
         while reports:
             reports.pop()[0].close()
 
-    return Callback(on_start=on_start, on_row=on_row, on_end=on_end, close=close)
+    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=False)
 
 
 _NOT_SHOWN: Any = ("step", "epoch", "time_s")
+
+
+def _how_to_go_on(moment: Moment) -> str:
+    if not moment.interrupted:
+        return ""
+    if moment.resumes:
+        return "; saved: run the same again to go on from there"
+    return "; nothing is saved: `callbacks=[jdist.callbacks.checkpoint(folder)]` saves, and goes on from there"
 
 
 def _of(moment: Moment) -> str:

@@ -57,14 +57,15 @@ def value_of(callback: str, metric: str, moment: Moment) -> float:
     return float(row[metric])
 
 
-def need_evaluation(callback: str, metric: str, moment: Moment) -> None:
-    """Refuses a metric of evaluations in a run that makes none.
+def check_evaluated(callback: str, argument: str, metric: str, prefixes: tuple[str, ...]) -> None:
+    """Refuses the name of a metric that does not begin as those of a row do.
 
     Raises:
-        StepError: it has nothing to evaluate on.
+        StepError: says the name that was probably meant: Keras has "val_loss".
     """
-    if metric.startswith("eval/") and not moment.evaluates:
+    if not metric.startswith(prefixes):
+        allowed = " or ".join(map(repr, prefixes))
         raise StepError(
-            f"{callback}: {metric!r} is never measured, as this run does not evaluate. Give `eval_data` and `eval_step`, or "
-            "take a metric of training, such as 'epoch/loss'."
+            f"{callback}: `{argument}` is {metric!r}; it must begin with {allowed}. Did you mean "
+            f"{'eval/' + metric.removeprefix('val_')!r}?"
         )

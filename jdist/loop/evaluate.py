@@ -11,6 +11,7 @@ import numpy as np
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
 from jdist.global_arrays import to_host
+from jdist.loop.elsewhere import explained
 from jdist.loop.feed import open_feed
 from jdist.loop.measure import measure
 from jdist.loop.steps import eval_step_of, strategy_of
@@ -22,6 +23,7 @@ PyTree = Any
 _AHEAD = 8  # batches whose results may wait to be read
 
 
+@explained
 def evaluate(
     step: Any,
     state: PyTree,
@@ -70,6 +72,7 @@ def evaluate(
     return measured
 
 
+@explained
 def predict(
     step: Any, state: PyTree, data: Any, *, strategy: Strategy | None = None, global_batch: int | None = None
 ) -> PyTree:

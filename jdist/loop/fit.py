@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jdist import callbacks as ready_made
 from jdist.callbacks.callback import Callback, Moment
 from jdist.callbacks.jsonl import jsonl
 from jdist.callbacks.progress import progress as progress_bar
 from jdist.cluster.stop import preemption
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import StepError
+from jdist.loop.elsewhere import explained
+from jdist.loop.evaluation import Evaluation
+from jdist.loop.expected import check_watched, names_of
 from jdist.loop.feed import Feed, is_arrays, open_feed
-from jdist.loop.measure import measure
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, strategy_of, train_step_of
-from jdist.loop.tally import Measured, Metrics
+from jdist.loop.tally import Metrics
 from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.report.history import History
@@ -28,6 +32,7 @@ from jdist.strategy import Strategy
 PyTree = Any
 
 
+@explained
 def fit(
     step: Any,
     state: PyTree,
@@ -114,6 +119,7 @@ def fit(
         shuffle_seed=shuffle_seed,
         steps_per_call=per_call,
     )
+    evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_strategy, global_batch, metrics)
     run = Run(
         strategy=strategy,
         train_step=train_step,
@@ -122,7 +128,7 @@ def fit(
         callbacks=(told := _callbacks(callbacks, log_to=log_to, progress=progress)),
         total=steps if steps is not None else feed.num_steps,
         log_every=log_every,
-        evaluate=_evaluation(step, eval_step, eval_data, strategy, eval_strategy, global_batch, metrics),
+        evaluate=evaluation,
         eval_every=eval_every,
     )
     with contextlib.ExitStack() as ends:
@@ -133,7 +139,14 @@ def fit(
             ends.callback(feed.batches.close)
         cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
         stop = ends.enter_context(preemption(cluster, second="raise"))
-        run.start(train_step.prepare(state, feed.batches.element_spec))
+        state = train_step.prepare(state, feed.batches.element_spec)
+        check_watched(
+            told,
+            trained=names_of(train_step, state, feed, metrics),
+            evaluated=None if evaluation is None else evaluation.names(state),
+            evaluates=evaluation is not None,
+        )
+        run.start(state)
         passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
 
         def is_over() -> bool:
@@ -148,7 +161,7 @@ def fit(
                 else:
                     run.end_pass()
             run.history.stopped = run.reason if stop.reason is None else f"by {stop.reason}"
-            run.end()
+            run.end(interrupted=stop.reason is not None)
         except Exception as exc:
             exc.add_note(
                 f"jdist.fit was at step {run.step:,}. The newest state of a step that you distribute yourself, "
@@ -177,8 +190,8 @@ def _evaluation(
     elsewhere: Strategy | None,
     global_batch: int | None,
     metrics: Metrics,
-) -> Callable[[PyTree], Measured] | None:
-    """The function that evaluates a state; None without data for it."""
+) -> Evaluation | None:
+    """How to evaluate a state; None without data for it."""
     if data is None:
         for name, value in (("eval_step", eval_step), ("eval_strategy", elsewhere)):
             if value is not None:
@@ -189,15 +202,14 @@ def _evaluation(
             "`eval_data` is given without `eval_step`, a function `(state, batch) -> metrics`. Give that as well."
         )
     place = strategy if elsewhere is None else elsewhere
-    own_step = eval_step_of(step if eval_step is None else eval_step, place, call="jdist.fit")
     rows = global_batch if is_arrays(data) else None
-    feed = open_feed(data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None)
-
-    def evaluate(state: PyTree) -> Measured:
-        own = state if place is strategy else strategy.fetch(state)
-        return measure(own_step, own, feed.batches, place.cluster, metrics)
-
-    return evaluate
+    return Evaluation(
+        step=eval_step_of(step if eval_step is None else eval_step, place, call="jdist.fit"),
+        feed=open_feed(data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None),
+        strategy=place,
+        trained_by=strategy,
+        metrics=metrics,
+    )
 
 
 def _callbacks(
@@ -206,18 +218,40 @@ def _callbacks(
     """Those given, then those that report."""
     if isinstance(given, Callback) or callable(given):
         raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
-    made = []
-    for each in given:
-        if not isinstance(each, Callback) and not callable(each):
-            raise StepError(
-                f"`callbacks` has {each!r:.80}, which is no callback: give what a function of `jdist.callbacks` returns, or a "
-                "function of a moment."
-            )
-        made.append(each if isinstance(each, Callback) else Callback(on_step=each))
+    if not isinstance(given, Sequence):
+        raise StepError(f"`callbacks` is {given!r:.80}; give a list, [] for none.")
+    made = [each if isinstance(each, Callback) else _on_step(each) for each in given]
     if log_to is not None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         made.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
     return [*made, progress_bar()] if progress else made
+
+
+def _on_step(function: Any) -> Callback:
+    """A function of a moment as a callback."""
+    if callable(function) and function in vars(ready_made).values():
+        raise StepError(
+            f"`callbacks` has `jdist.callbacks.{function.__name__}` itself. Call it: `{function.__name__}(...)` makes the "
+            "callback."
+        )
+    if not callable(function) or not _takes_a_moment(function):
+        raise StepError(
+            f"`callbacks` has {function!r:.80}, which is no callback: give what a function of `jdist.callbacks` returns, or a "
+            "function of a moment."
+        )
+    return Callback(on_step=function)
+
+
+def _takes_a_moment(function: Callable[..., Any]) -> bool:
+    if isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of one that is written in C it is not known
+        return True
+    return True
 
 
 def _check_counts(**counts: int | None) -> None:

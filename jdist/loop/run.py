@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Stop
-from jdist.errors import StepError
+from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Return, Stop
+from jdist.errors import DatasetError, StepError
 from jdist.loop.feed import Feed
 from jdist.loop.tally import Measured, Metrics, Tally
 from jdist.report.history import History
@@ -69,6 +69,7 @@ class Run:
         self._evaluated: int | None = None
         self.history = History()
         self.reason: str | None = None
+        self._interrupted = False
         self._start_s = time.monotonic()
 
     def start(self, state: PyTree) -> None:
@@ -80,11 +81,21 @@ class Run:
             answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
-                self._feed.restore(answer.data)
+                self._restore_feed(answer.data)
                 self._go_on(answer.notes)
         self._tell("start", None)
         if self._strategy.cluster is not None:
             self._strategy.cluster.at_step(self.step)
+
+    def _restore_feed(self, position: dict[str, Any] | None) -> None:
+        try:
+            self._feed.restore(position)
+        except DatasetError as exc:
+            exc.add_note(
+                "jdist.fit found a checkpoint to go on from. Give `data`, `global_batch` and `shuffle_seed` as they were then; "
+                "or begin anew, in another directory or with `checkpoint(directory, resume=False)`."
+            )
+            raise
 
     def _go_on(self, notes: Mapping[str, Any]) -> None:
         """Takes up what `Moment.notes` has noted."""
@@ -120,8 +131,9 @@ class Run:
             self._before = self.step  # no step is told of twice
             self._settle((self.epoch,))
 
-    def end(self) -> None:
+    def end(self, *, interrupted: bool) -> None:
         """Evaluates what is left to evaluate, and tells the callbacks that it is over."""
+        self._interrupted = interrupted
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
@@ -173,11 +185,13 @@ class Run:
         if self._told[event]:
             moment = self._moment(event, row, measured)
             for function in self._told[event]:
-                self._heed(function(moment))
+                self._heed(event, function(moment))
 
-    def _heed(self, answer: Any) -> None:
+    def _heed(self, event: Event, answer: Any) -> None:
         if isinstance(answer, Stop):
             self.reason = self.reason or answer.reason
+        elif isinstance(answer, Return) and event == "end":
+            self.state = answer.state
         elif answer is not None:
             raise StepError(
                 f"a callback returned {answer!r:.80}; it returns nothing, or `jdist.callbacks.Stop(reason)` to end training."
@@ -195,9 +209,10 @@ class Run:
             history=self.history,
             row=row,
             reason=self.history.stopped,
+            interrupted=self._interrupted,
+            resumes=bool(self._told["resume"]),
             data=self._feed.state,
             notes=self._notes,
-            evaluates=self._evaluate is not None,
             kept=self._keeps,
             measure=self._tally.newest if measured is None else lambda: measured,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from jdist.errors import StepError, StrategyError
 from jdist.loop.task import Task
+from jdist.nnx import NNXStep
 from jdist.strategies.default import get_strategy
 from jdist.strategy import Strategy
 from jdist.transforms.distribute import distribute
@@ -41,7 +42,8 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
     if isinstance(step, Task):
         step = step.train_step
     if not isinstance(step, Distributed):
-        return distribute(_callable(step, "jdist.fit"), strategy, steps_per_call=steps_per_call or 1)
+        step = _callable(step, "jdist.fit")
+        return distribute(step, strategy, returns=("state", "metrics"), steps_per_call=steps_per_call or 1)
     if steps_per_call not in (None, step.options.steps_per_call):
         raise StepError(
             f"`steps_per_call` is {steps_per_call}, but {step.__name__} was distributed with "
@@ -51,6 +53,11 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
         raise StepError(
             f"{step.__name__} has args={step.options.args!r}; `jdist.fit` calls a step with a state and a batch. Write a step "
             "`(state, batch) -> (state, metrics)` that keeps what else it needs in its state, or closes over it."
+        )
+    if step.options.returns not in (None, ("state", "metrics")):
+        raise StepError(
+            f"{step.__name__} has returns={step.options.returns!r}; `jdist.fit` needs a step that returns `state, metrics`, "
+            "metrics a dict of scalars. Distribute it without `returns`."
         )
     return step
 
@@ -80,6 +87,13 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: str = "me
 
 
 def _callable(step: Any, call: str) -> Callable[..., Any]:
+    if isinstance(step, NNXStep):
+        raise StepError(
+            f"{call} got {step.__name__} as jdist.nnx.distribute made it, which changes its objects in place. Give the "
+            "function itself, with all objects in one argument that it returns: `def step(objects, batch): model, optimizer "
+            "= objects; ...; return objects, metrics`, and call `jdist.fit(step, (model, optimizer), data, "
+            f"strategy=strategy)`. Or call {step.__name__} in a loop of your own."
+        )
     if not callable(step):
         raise StepError(
             f"{call} needs a step, it got {step!r:.80}: a function of a state and a batch, or a `jdist.tasks.Task`."

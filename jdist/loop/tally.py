@@ -16,6 +16,7 @@ from jdist.errors import StepError
 from jdist.global_arrays import local_rows
 from jdist.metrics import Metric
 from jdist.report.plain import from_plain, to_plain
+from jdist.transforms.trees import kind_of
 from jdist.values import PerReplica
 
 PyTree = Any
@@ -63,11 +64,26 @@ class Tally:
         if self._whole is not None and jax.tree.structure(measured) == jax.tree.structure(self._whole.zero):
             measured = {_WHOLE: measured}
         if not self._checked:
-            self._check(measured)
+            self._check(measured, "the step")
         self._newest = measured
         self._waiting.append((measured, _weights(batch), epochs))
         if len(self._waiting) > 2 * _READ_AHEAD:
             self._read(_READ_AHEAD)
+
+    def names(self, measured: Any, *, by: str) -> frozenset[str] | None:
+        """The names of what a step returns for metrics; None where one metric stands for all.
+
+        Args:
+            measured: as for `add`, or the shapes of that.
+            by: the step's name, for errors.
+
+        Raises:
+            StepError: `measured` is no dict of scalars and contributions by name.
+        """
+        if self._whole is not None and jax.tree.structure(measured) == jax.tree.structure(self._whole.zero):
+            return None
+        self._check(measured, by)
+        return frozenset(measured)
 
     def newest(self) -> Measured:
         """What the last step has measured: plain numbers by name, the loss first. Waits for it."""
@@ -120,18 +136,18 @@ class Tally:
                     ]
                     totals.contributed[name] = jax.tree.unflatten(structure, arrays)
 
-    def _check(self, measured: Any) -> None:
+    def _check(self, measured: Any, by: str) -> None:
         self._checked = True
         if not isinstance(measured, Mapping):
             raise StepError(
-                f"the step returned {type(measured).__name__} for metrics; return a dict of scalars by name, such as "
+                f"{by} returned {kind_of(measured)} for metrics; return a dict of scalars by name, such as "
                 '`{"loss": loss}`.'
             )
         lead = 1 if self._steps_per_call > 1 else 0
         for name, value in measured.items():
             if isinstance(value, PerReplica):
                 raise StepError(
-                    f"the step returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
+                    f"{by} returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
                     "itself, which is averaged, or `jdist.all_reduce(value, ...)`."
                 )
             if name not in self._metrics and (isinstance(value, Mapping | list | tuple) or np.ndim(value) != lead):
@@ -139,7 +155,7 @@ class Tally:
                     type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
                 )
                 raise StepError(
-                    f"the step returned metric {name!r} of {shape}, not a scalar. If it is what a `jdist.metrics` metric "
+                    f"{by} returned metric {name!r} of {shape}, not a scalar. If it is what a `jdist.metrics` metric "
                     f"contributes, say which: `metrics={{{name!r}: metric}}`."
                 )
 

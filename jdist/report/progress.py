@@ -11,6 +11,7 @@ from typing import IO, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,8 @@ class Bar:
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Move the bar."""
-        self._progress.update(self._bar, completed=step, figures="  ".join(_parts(metrics, speed)))
+        *figures, eta = _parts(metrics, speed)  # what does not fit is cut at the end
+        self._progress.update(self._bar, completed=step, figures="  ".join([eta, *figures]))
 
     def note(self, text: str) -> None:
         """Print above the bar."""
@@ -148,8 +150,12 @@ def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
     """
     if not console.is_terminal:
         return Lines(total, console.file)
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn())
-    progress = Progress(*columns, TextColumn("{task.fields[figures]}", markup=False), console=console)
+    digits = len(str(step if total is None else total))
+    counter = Column(no_wrap=True, min_width=2 * digits + 1)
+    columns = (TextColumn("step", table_column=Column(min_width=4)), MofNCompleteColumn(table_column=counter))
+    bar = BarColumn(table_column=Column(min_width=8))
+    figures = TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    progress = Progress(*columns, bar, figures, console=console)
     progress.start()
     return Bar(progress, step=step, total=total)
 

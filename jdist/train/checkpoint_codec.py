@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,31 @@ from jdist.loss_scale import WithLossScale
 from jdist.train.checkpoint_disk import Damaged
 from jdist.train.checkpoint_pieces import Held
 from jdist.transforms.spread import Spread, is_spread, restored, spread_like
-from jdist.values import WithResiduals
+from jdist.values import AroundState, WithResiduals
 
 PyTree = Any
-_RESIDUALS, _LOSS_SCALE = "residuals of ", "loss scale"
+_RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithKept(AroundState):
+    """A state, and trees that are saved with it. Either can be restored without the other's being there.
+
+    Attributes:
+        state: the state, with what steps keep beside it.
+        kept: trees by name; a leaf that a checkpoint lacks is left as it is.
+    """
+
+    state: PyTree
+    kept: Mapping[str, PyTree]
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths; a user's own state by the paths that it has without what steps keep beside it."""
+    if isinstance(tree, WithKept):
+        return {**flatten(tree.state), **{f"{_KEPT}{path}": leaf for path, leaf in flatten(tree.kept).items()}}
     if isinstance(tree, WithLossScale):
         scale = {f"{_LOSS_SCALE}{path}": leaf for path, leaf in flatten(tree.loss_scale).items()}
         return {**flatten(tree.state), **scale}
@@ -139,7 +157,8 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one.
 
     Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
-    another all-reduce or on another number of devices. So does a loss scale that was not saved, of a run in another precision.
+    another all-reduce or on another number of devices. So does a loss scale that was not saved, of a run in another precision,
+    and what was not kept beside the state.
     """
     places = {leaf["path"]: i for i, leaf in enumerate(saved)}
     names = {leaf["path"] for leaf in wanted}
@@ -147,23 +166,26 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     required = [leaf for leaf in wanted if leaf["path"] not in anew]
     problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in required if leaf["path"] not in places]
     unasked = [name for name in places if name not in names and not _may_begin_anew(name)]
-    problems += [f"leaf {name}: in the checkpoint, not in `like`" for name in unasked]
+    problems += [f"leaf {name}: in the checkpoint, not in the state" for name in unasked]
     for leaf in required:
         there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
         shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
         # A counter that starts as Python's 0 comes back from the first step as an array: `placed` converts it.
         number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
         if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
-            problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, `like` has {dtypes[1]}{shapes[1]}")
+            problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         text = "\n  ".join([*problems[:5], *more])
-        raise CheckpointError(f"{path}: does not fit `like`, which is left as it is:\n  {text}")
+        raise CheckpointError(
+            f"{path}: does not fit the state, which is left as it is. Make it as it was when that was saved, or save in "
+            f"another directory:\n  {text}"
+        )
     return [None if leaf["path"] in anew else places[leaf["path"]] for leaf in wanted]
 
 
 def _may_begin_anew(path: str) -> bool:
-    return path.startswith((_RESIDUALS, _LOSS_SCALE))
+    return path.startswith((_RESIDUALS, _LOSS_SCALE, _KEPT))
 
 
 def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict[str, Any]) -> list[int] | None:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
 
 PyTree = Any
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a call of a step would do.
+
+    Attributes:
+        results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
+        changes_state: whether the state that it returns is another than the one that it is given.
+    """
+
+    results: Mapping[str, PyTree]
+    changes_state: bool
 
 
 class Distributed(abc.ABC):
@@ -30,6 +45,10 @@ class Distributed(abc.ABC):
     @abc.abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The state as a call takes and returns it; nothing of the step is run."""
+
+    def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
+        """What a call would do, known with nothing compiled; None where only a call shows it."""
+        return None
 
     @abc.abstractmethod
     def wait(self) -> None:

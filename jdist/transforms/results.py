@@ -33,10 +33,12 @@ class Traced:
     Attributes:
         returns: the role of each result.
         bare: whether the step returned its one result itself rather than a tuple.
+        changes_state: whether any leaf of the state that it returned is another than the one that it received.
     """
 
     returns: tuple[str, ...] = ()
     bare: bool = False
+    changes_state: bool = False
 
     @property
     def output_roles(self) -> tuple[str, ...]:
@@ -56,17 +58,31 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
         StepError: the results do not fit their roles, or have a leaf that is no array of numbers.
     """
     returns = options.returns or _guess_roles(result, state, options)
+    if returns == ("state", "metrics"):
+        _check_pair(result, state)
     one = isinstance(result, tuple) and len(result) == 1
     traced.returns, traced.bare = returns, len(returns) == 1 and not one
     if traced.bare:
         result = (result,)
     if not isinstance(result, tuple) or len(result) != len(returns):
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise StepError(f"the step returned {got}, but `returns` is {returns!r}.")
+        raise StepError(f"the step returned {got}, but `returns` is {returns!r}: write `return {', '.join(returns)}`.")
     if "state" in returns:
         i = returns.index("state")
-        state, result = result[i], result[:i] + result[i + 1 :]
+        before, state, result = state, result[i], result[:i] + result[i + 1 :]
+        traced.changes_state |= list(map(id, jax.tree.leaves(before))) != list(map(id, jax.tree.leaves(state)))
     return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
+
+
+def _check_pair(result: Any, state: PyTree) -> None:
+    """Refuses a state without its metrics, and both in the other order: their trees tell."""
+    tree = jax.tree.structure(state)
+    if jax.tree.structure(result) == tree:
+        raise StepError('the step returned the state alone. Return its metrics too: `return state, {"loss": loss}`.')
+    if isinstance(result, tuple) and len(result) == 2:
+        first, second = map(jax.tree.structure, result)
+        if first != tree and second == tree:
+            raise StepError("the step returned the state second. It comes first: `return state, metrics`.")
 
 
 def _numbers(role: str, tree: PyTree) -> PyTree:

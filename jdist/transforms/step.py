@@ -23,7 +23,7 @@ from jdist.global_arrays import put, take_rows, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.distributed import Distributed
+from jdist.transforms.distributed import Distributed, Preview
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
@@ -174,6 +174,26 @@ class DistributedStep(Distributed):
         call, state, batches, others = self._signature.bind(args, kwargs)
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
+
+    def preview(self, *args: Any, **kwargs: Any) -> Preview:
+        """What a call would do: the step is traced, nothing is compiled or run.
+
+        Args:
+            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
+            **kwargs: as in a call.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        state = self._with_loss_scale(state)
+        try:
+            if self.strategy.keeps_residuals:
+                state = self._with_residuals(call, state, batches, others, lambda x: x)
+            program, traced = self._program(call)
+            _, state, outputs, *_ = program.shapes(self._token, state, _shapes(batches, self._by_rows), others)
+        except Exception as exc:
+            self._explain(exc, call, state, batches)
+            raise
+        told = dict(zip(traced.output_roles, outputs, strict=True))
+        return Preview({"state": state, **told} if "state" in traced.returns else told, traced.changes_state)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""

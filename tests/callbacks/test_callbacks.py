@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import re
+import signal
 import sys
 import types
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 import jdist
 from jdist import callbacks
 from jdist.callbacks.watched import mode_of
-from jdist.errors import ConfigError, StepError
+from jdist.errors import CheckpointError, ConfigError, DatasetError, StepError
 from jdist.train import CheckpointWarning
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
@@ -117,7 +119,8 @@ class TestEarlyStopping:
         [
             ({"mode": "best"}, "`mode` is 'best'"),
             ({"patience": 0}, "`patience` is 0"),
-            ({"metric": "loss"}, "must begin with 'eval/'"),
+            ({"metric": "loss"}, "must begin with 'eval/' or 'epoch/'. Did you mean 'eval/loss'?"),
+            ({"metric": "val_accuracy"}, "Did you mean 'eval/accuracy'?"),
         ],
     )
     def test_bad_arguments(self, arguments, text):
@@ -135,9 +138,39 @@ class TestEarlyStopping:
         assert after.stopped == before.stopped
         assert int(again.step) == int(first.step) == 14
 
-    def test_a_metric_that_is_not_measured(self):
-        with pytest.raises(StepError, match=r"'eval/acc' was not measured; there are 'eval/loss'"):
-            fit(callbacks.early_stopping("eval/acc"), **EVAL)
+    @pytest.mark.parametrize(
+        ("metric", "text"),
+        [
+            ("eval/acc", r"'eval/acc' will not be measured; there will be 'eval/loss'\."),
+            ("epoch/los", "there will be 'epoch/loss'. Did you mean 'epoch/loss'?"),
+        ],
+    )
+    def test_a_metric_that_will_not_be_measured_is_refused_before_the_first_step(self, metric, text):
+        told = []
+        with pytest.raises(StepError, match=text):
+            fit(callbacks.early_stopping(metric, mode="min"), callbacks.Callback(on_start=told.append), **EVAL)
+        with pytest.raises(StepError, match="'los' will not be measured; there will be 'loss'"):
+            fit(callbacks.nan_guard("los"), callbacks.ema(), progress=True)
+        assert told == []
+
+    def test_a_metric_that_another_callback_logs_is_waited_for(self):
+        logs = callbacks.Callback(on_eval=lambda moment: moment.log(**{"eval/f1": 0.5}))
+        _, history = fit(logs, callbacks.early_stopping("eval/f1", patience=1), epochs=3, **EVAL)
+        assert history.stopped == "eval/f1 has not improved on 0.5 for 1 evals"
+        with pytest.raises(
+            StepError, match=r"'eval/f2' was not measured; there are .*'eval/f1'\. Did you mean 'eval/f1'"
+        ):
+            fit(logs, callbacks.early_stopping("eval/f2", mode="max"), **EVAL)
+
+    def test_what_a_metric_gives_is_found_by_its_name(self):
+        right = jdist.metrics.accuracy(threshold=0.0)
+
+        def measure(state: Any, batch: Any) -> Any:
+            return {"right": right.update(batch["x"][:, 0], batch["y"] > 0, batch["mask"])}
+
+        stop = callbacks.early_stopping("eval/right", mode="max", patience=1)
+        _, history = fit(stop, epochs=3, eval_data=HELD_OUT, eval_step=measure, metrics={"right": right})
+        assert len(history.evals) == 2
 
 
 class TestCheckpoint:
@@ -171,6 +204,56 @@ class TestCheckpoint:
         run(save, lambda moment: callbacks.Stop("here") if moment.step == at else None)
         for history in (run(save), run(save)):  # and once more, when there is nothing left to do
             assert [{**row, "time_s": 0} for row in history.rows] == [{**row, "time_s": 0} for row in whole.rows]
+
+    def test_a_checkpoint_does_not_grow_with_the_run(self, tmp_path):
+        def size(step: int) -> int:
+            (folder,) = tmp_path.glob(f"step_{step:08}_save_*")
+            return len((folder / "manifest.json").read_text())
+
+        fit(callbacks.checkpoint(tmp_path, every=7, keep=9), epochs=6, log_every=1)
+        assert size(42) < size(7) + 100
+        assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 41  # the newest row is in the checkpoint
+
+    def test_a_history_that_is_lost_is_told_and_the_run_goes_on(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=1, log_every=1)
+        (tmp_path / "history.jsonl").unlink()
+        with pytest.warns(CheckpointWarning, match="has 0 of the 6 rows up to step 7; the others are lost"):
+            state, history = fit(callbacks.checkpoint(tmp_path), log_every=1)
+        assert int(state.step) == 14
+        assert [row["step"] for row in history.rows] == [*range(7, 15)]
+        again = fit(callbacks.checkpoint(tmp_path), log_every=1)[1]
+        assert again.rows == history.rows
+
+    def test_the_best_is_returned_where_it_is_asked_for(self, tmp_path):
+        worse = lambda state, batch: {"loss": state.step + 0.0}  # noqa: E731 - a function, as users write one
+
+        def run(**options: Any) -> tuple[Any, jdist.History]:
+            save = callbacks.checkpoint(tmp_path, best="eval/loss", restore_best=True)
+            return fit(save, eval_data=HELD_OUT, eval_step=worse, **options)
+
+        state, history = run()
+        assert [row["step"] for row in history.evals] == [7, 14]
+        assert int(state.step) == 7
+        state, history = run(epochs=3)  # goes on from the newest all the same
+        assert [row["step"] for row in history.evals] == [7, 14, 21]
+        assert int(state.step) == 7
+
+    def test_a_checkpoint_that_does_not_fit_says_how_to_begin_anew(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=1, shuffle_seed=0)
+        state = jdist.TrainState.create(params={"v": np.zeros(3, np.float32)}, tx=optax.sgd(0.1))
+        with pytest.raises(CheckpointError, match="does not fit the state") as raised:
+            jdist.fit(
+                lambda state, batch: (state.replace(step=state.step + 1), {}),
+                state,
+                DATA,
+                global_batch=16,
+                callbacks=[callbacks.checkpoint(tmp_path)],
+                **QUIET,
+            )
+        assert "or `resume=False`, which sets this one aside" in "".join(raised.value.__notes__)
+        with pytest.raises(DatasetError, match="shuffle_seed was 0 and is 1") as raised:
+            fit(callbacks.checkpoint(tmp_path), shuffle_seed=1)
+        assert "Give `data`, `global_batch` and `shuffle_seed` as they were" in "".join(raised.value.__notes__)
 
     def test_what_json_lacks_is_saved_too(self, tmp_path):
         matrix = jdist.metrics.confusion_matrix(2)
@@ -239,7 +322,7 @@ class TestCheckpoint:
         assert int(state.step) == 7
 
     @pytest.mark.parametrize(
-        ("arguments", "text"), [({"every": 0}, "`every` is 0"), ({"best": "accuracy"}, "`best` is 'accuracy'")]
+        ("arguments", "text"), [({"every": 0}, "`every` is 0"), ({"best": "val_loss"}, "Did you mean 'eval/loss'")]
     )
     def test_bad_arguments(self, arguments, text, tmp_path):
         with pytest.raises(StepError, match=text):
@@ -269,6 +352,35 @@ class TestEma:
         assert int(state.step) == 28
         np.testing.assert_allclose(average.average()["w"], whole.average()["w"], rtol=1e-6)
 
+    def test_a_checkpoint_without_an_average_begins_it_with_its_state(self, tmp_path):
+        state, _ = fit(callbacks.checkpoint(tmp_path), epochs=1)
+        average = callbacks.ema(0.8)
+        with pytest.warns(
+            CheckpointWarning, match="step 7 was saved without 'ema', which begins with the state of that step"
+        ):
+            fit(callbacks.checkpoint(tmp_path), average, epochs=1)
+        np.testing.assert_array_equal(average.average()["w"], state.params["w"])
+
+    def test_a_state_is_restored_with_the_average_or_without(self, tmp_path):
+        state, _ = fit(callbacks.checkpoint(tmp_path), callbacks.ema(0.8), epochs=1)
+        with jdist.train.Checkpointer(tmp_path) as checkpoints:
+            restored = checkpoints.restore(create_state())
+        assert restored is not None
+        np.testing.assert_array_equal(restored.state.params["w"], state.params["w"])
+        assert int(fit(callbacks.checkpoint(tmp_path))[0].step) == 14
+
+    def test_with_an_average_too_a_run_goes_on_with_other_replicas_and_another_precision(self, tmp_path):
+        def run(epochs: int, replicas: int, precision: str) -> Any:
+            compress = jdist.reduction.compressed("bf16")
+            strategy = jdist.mirrored(jax.devices()[:replicas], all_reduce=compress)
+            step = jdist.distribute(train_step, strategy, precision=jdist.precision(precision))
+            told = [callbacks.checkpoint(tmp_path), callbacks.ema(0.8)]
+            return jdist.fit(step, create_state(), DATA, epochs=epochs, global_batch=16, callbacks=told, **QUIET)[0]
+
+        assert int(run(1, 2, "bf16").step) == 7
+        state = run(2, 4, "fp16")
+        assert int(state.step) + int(state.loss_scale.num_skipped) == 14
+
     def test_several_steps_a_call_take_the_power(self):
         average, seen = callbacks.ema(0.9), []
         fit(average, lambda moment: seen.append(np.array(moment.state.params["w"])), steps_per_call=7)
@@ -289,7 +401,7 @@ class TestEma:
             callbacks.ema(1.0)
         with pytest.raises(StepError, match="Say how"):
             jdist.fit(
-                lambda state, batch: (state, {}),
+                lambda state, batch: ({"w": state["w"] + 1}, {}),
                 {"w": np.zeros(2)},
                 DATA,
                 global_batch=16,
@@ -400,6 +512,23 @@ class TestOthers:
         with pytest.raises(StepError, match="`schedule` is 'cosine'"):
             callbacks.learning_rate_log("cosine")
 
+    @pytest.mark.parametrize("strategy", [jdist.mirrored, jdist.central_storage])
+    def test_the_learning_rate_is_that_of_the_updates_that_were_made(self, strategy):
+        schedule = optax.linear_schedule(0.1, 0.0, 14)
+
+        def create() -> jdist.TrainState:
+            return jdist.TrainState.create(params={"w": np.zeros(3, np.float32)}, tx=optax.sgd(schedule))
+
+        data = {"x": np.copy(DATA["x"]), "y": DATA["y"]}
+        data["x"][[40, 60]] = np.inf  # the third and the fourth step are left out
+        step = jdist.distribute(train_step, strategy(jax.devices()[:2]), non_finite="skip")
+        log = callbacks.learning_rate_log(schedule)
+        state, history = jdist.fit(step, create(), data, global_batch=16, log_every=1, callbacks=[log], **QUIET)
+        updates = np.array([1, 2, 2, 2, 3, 4, 5])
+        np.testing.assert_allclose(history["learning_rate"][1], [float(schedule(n - 1)) for n in updates])
+        _, history = jdist.fit(step, state, data, steps=1, global_batch=16, callbacks=[log], **QUIET)
+        np.testing.assert_allclose(history["learning_rate"][1], [float(schedule(5))])
+
     def test_a_metric_that_is_no_number_ends_it(self):
         def step(state: Any, batch: Any) -> Any:
             state, told = train_step(state, batch)
@@ -409,6 +538,21 @@ class TestOthers:
             step, create_state(), DATA, global_batch=16, log_every=1, callbacks=[callbacks.nan_guard("loss")], **QUIET
         )
         assert history.stopped == "loss is inf at step 4"
+
+    def test_the_first_step_which_compiles_is_no_part_of_the_speed(self, capsys):
+        fit(progress=True, log_every=1)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+        assert [bool(re.search(r"steps/s  ETA \d", line)) for line in lines] == [False] + [True] * 13
+
+    @pytest.mark.parametrize("saves", [True, False])
+    def test_an_interrupted_run_says_how_to_go_on(self, saves, capsys, tmp_path):
+        def interrupt(moment: callbacks.Moment) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+        fit(interrupt, *[callbacks.checkpoint(tmp_path)] * saves, steps=100_000, epochs=None, progress=True)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert re.match(r"stopped at step \d+/100000: by SIGINT; ", last)
+        assert last.endswith("run the same again to go on from there" if saves else "saves, and goes on from there")
 
     def test_lines_of_progress(self, capsys):
         fit(progress=True, log_every=7, **EVAL)

@@ -2,6 +2,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -84,6 +85,17 @@ def test_a_bar_on_a_terminal():
     assert "loss 0.3124" in shown
     assert "12,345 examples/s" in shown
     assert "a note [not markup]" in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_bar_keeps_its_counter_whatever_is_beside_it(width):
+    out = io.StringIO()
+    metrics = {"loss": 0.31239, "accuracy": 0.912345, "learning_rate": 0.0012345, "top_5_accuracy": 0.99}
+    with contextlib.closing(
+        open_report(Console(file=out, force_terminal=True, width=width), step=0, total=100_000)
+    ) as report:
+        report.train(30_000, metrics, Speed(examples_per_s=12345.4, steps_per_s=96.4, eta_s=80))
+    assert re.search(r"30000/100000.*ETA 0:01:20  loss 0\.3124", out.getvalue())
 
 
 def test_flags_that_are_there_are_kept_and_the_configs_win():

@@ -91,5 +91,5 @@ class TestErrors:
             jdist.evaluate(eval_step, state(), {"x": DATA["x"][:0], "y": DATA["y"][:0]}, global_batch=16)
 
     def test_metrics_that_are_no_dict(self):
-        with pytest.raises(StepError, match="returned ArrayImpl for metrics; return a dict"):
+        with pytest.raises(StepError, match=r"returned float32\[\] for metrics; return a dict"):
             jdist.evaluate(lambda own, batch: batch["x"].mean(), state(), DATA, global_batch=16)

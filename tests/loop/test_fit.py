@@ -71,7 +71,7 @@ class TestEpochs:
         source = jdist.data.from_arrays(DATA, global_batch=100, shuffle_seed=1)
 
         def look(state: Any, batch: Any) -> Any:
-            return state, {"first": batch["x"][0, 0]}
+            return {"w": state["w"] + 1}, {"first": batch["x"][0, 0]}
 
         def note(moment: jdist.callbacks.Moment) -> None:
             seen.append(moment.metrics["first"])
@@ -331,6 +331,15 @@ class TestErrors:
             ({"strategy": "mirrored"}, StrategyError, "`strategy` is 'mirrored'"),
             ({"callbacks": ["early"]}, StepError, "'early', which is no callback"),
             ({"callbacks": jdist.callbacks.nan_guard()}, StepError, "give a list"),
+            ({"callbacks": None}, StepError, "`callbacks` is None; give a list"),
+            ({"callbacks": [jdist.callbacks.early_stopping]}, StepError, r"Call it: `early_stopping\(\.\.\.\)`"),
+            ({"callbacks": [jdist.callbacks.Callback]}, StepError, r"Call it: `Callback\(\.\.\.\)`"),
+            ({"callbacks": [dict]}, StepError, "<class 'dict'>, which is no callback"),
+            ({"callbacks": [lambda epoch, logs: None]}, StepError, "which is no callback"),
+            ({"batch_size": 16}, StepError, "has no argument `batch_size`; here it is `global_batch`"),
+            ({"precision": "bf16"}, StepError, r"here it is `jdist\.distribute\(step, strategy, precision="),
+            ({"validation_data": HELD_OUT}, StepError, "here it is `eval_data`"),
+            ({"epoch": 1}, TypeError, "unexpected keyword argument 'epoch'"),
             ({"callbacks": [lambda moment: True]}, StepError, "a callback returned True"),
         ],
     )
@@ -339,12 +348,85 @@ class TestErrors:
         with pytest.raises(error, match=text):
             jdist.fit(train_step, create_state(), DATA, **given)
 
+    def test_x_and_y_are_one_tree(self):
+        with pytest.raises(StepError, match=r'The data is one tree, \{"x": x, "y": y\}'):
+            jdist.fit(train_step, create_state(), DATA["x"], DATA["y"], global_batch=16, **QUIET)
+
+    @pytest.mark.parametrize(
+        ("step", "text"),
+        [
+            (lambda state, batch: train_step(state, batch)[0], "the step returned the state alone"),
+            (lambda state, batch: train_step(state, batch)[::-1], "the step returned the state second"),
+            (lambda state, batch: train_step(state, batch)[1], "a dict, but .*: write `return state, metrics`"),
+            (lambda state, batch: (state, train_step(state, batch)[1]["loss"]), r"returned float32\[\] for metrics"),
+            (
+                jdist.distribute(lambda state, batch: train_step(state, batch)[0], jdist.one_device()),
+                "returns the state alone",
+            ),
+            (
+                jdist.distribute(train_step, jdist.one_device(), returns=("state", "examples")),
+                r"has returns=\('state', 'examples'\)",
+            ),
+        ],
+    )
+    def test_a_step_that_returns_something_else_is_refused_before_it_is_compiled(self, step, text):
+        told = []
+        start = jdist.callbacks.Callback(on_start=told.append)
+        with pytest.raises(StepError, match=text):
+            jdist.fit(step, create_state(), DATA, global_batch=16, callbacks=[start], **QUIET)
+        assert told == []
+
+    @pytest.mark.parametrize(
+        ("step", "text"),
+        [
+            (lambda state, batch: eval_step(state, batch)["loss"], r"returned float32\[\] for metrics"),
+            (train_step, "train_step returned tuple for metrics"),
+            (lambda state, batch: {"y": batch["y"]}, r"returned metric 'y' of shape \(16,\), not a scalar"),
+        ],
+    )
+    def test_an_evaluation_that_returns_something_else_is_refused_before_the_first_step(self, step, text):
+        told = []
+        options = {"eval_data": HELD_OUT, "eval_step": step, "callbacks": [told.append], "global_batch": 16}
+        with pytest.raises(StepError, match=text):
+            jdist.fit(train_step, create_state(), DATA, **options, **QUIET)
+        assert told == []
+
+    def test_looking_at_the_steps_before_costs_no_second_tracing(self):
+        traced = []
+
+        def train(state: Any, batch: Any) -> Any:
+            traced.append("train")
+            return train_step(state, batch)
+
+        def evaluate(state: Any, batch: Any) -> Any:
+            traced.append("eval")
+            return eval_step(state, batch)
+
+        options = {"eval_data": HELD_OUT, "eval_step": evaluate, "global_batch": 16, "strategy": mirrored()}
+        jdist.fit(train, create_state(), DATA, **options, **QUIET)
+        assert sorted(traced) == ["eval", "train"]
+
+    def test_a_step_over_nnx_objects_comes_undistributed(self):
+        step = jdist.nnx.distribute(jdist.one_device())(train_step)
+        for call in (jdist.fit, jdist.evaluate, jdist.predict):
+            with pytest.raises(StepError, match=r"Give the function itself, with all objects in one argument"):
+                call(step, create_state(), DATA, global_batch=16)
+
+    def test_a_step_that_forgets_the_new_state_is_told_of(self):
+        def step(state: Any, batch: Any) -> Any:
+            _, told = train_step(state, batch)
+            return state, told
+
+        with pytest.warns(UserWarning, match="step returns the state as it was given: nothing is learned") as warned:
+            jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
+        assert [warning.filename for warning in warned] == [__file__]
+
     def test_arrays_without_names_have_no_place_for_a_mask(self):
         with pytest.raises(DatasetError, match=r"100 rows, which do not come out even in batches of 16"):
             jdist.fit(train_step, create_state(), (DATA["x"], DATA["y"]), global_batch=16, **QUIET)
         options = {"global_batch": 20, **QUIET}
         _, history = jdist.fit(
-            lambda state, batch: (state, {"y": batch[1].mean()}), 0.0, tuple(DATA.values()), **options
+            lambda state, batch: (state + 1, {"y": batch[1].mean()}), 0.0, tuple(DATA.values()), **options
         )
         assert history.epochs[0]["y"] == pytest.approx(DATA["y"].mean(), rel=1e-5)
 

@@ -188,7 +188,7 @@ def test_a_resumed_step_does_not_compile_again(tmp_path):
         ({"w": jnp.zeros((2, 3)), "n": jnp.int32(0)}, ["['w']", "float32[3, 2]", "float32[2, 3]"]),
         ({"w": jnp.zeros((3, 2), jnp.bfloat16), "n": jnp.int32(0)}, ["['w']", "float32[3, 2]", "bfloat16[3, 2]"]),
         ({"w": jnp.zeros((3, 2)), "n": jnp.int32(0), "v": jnp.zeros(1)}, ["['v']", "not in the checkpoint"]),
-        ({"w": jnp.zeros((3, 2))}, ["['n']", "not in `like`"]),
+        ({"w": jnp.zeros((3, 2))}, ["['n']", "not in the state"]),
         ({"w": jnp.zeros((3, 2)), "n": jax.random.key(0)}, ["['n']", "int32[]", "key<fry>[]"]),
         ({"w": jnp.zeros((3, 2)), "n": "four"}, ["['n']", "str"]),
     ],

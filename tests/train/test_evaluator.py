@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_left_out_and_one_that_does_not_fit_is_an_error(
     (damaged,) = tmp_path.glob("step_00000003*")
     shutil.rmtree(damaged / "arrays")
     assert [restored.step for restored in follow(tmp_path)] == [9]
-    with pytest.raises(CheckpointError, match="does not fit `like`"):
+    with pytest.raises(CheckpointError, match="does not fit the state"):
         list(follow(tmp_path, like={"v": jnp.zeros(3)}))
 
 

@@ -1,0 +1,51 @@
+"""Arguments as other libraries have them, and what they are here."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from jdist.errors import StepError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Keras' names of `fit`, `evaluate` and `predict`, and options that are the step's.
+_HERE = {
+    "batch_size": "`global_batch`: the rows of a step over all replicas",
+    "validation_data": "`eval_data`, with `eval_step`",
+    "validation_split": "`eval_data`, with `eval_step`: split the arrays before",
+    "validation_freq": "`eval_every`, a number of steps",
+    "steps_per_epoch": "`steps`, of the whole run",
+    "steps_per_execution": "`steps_per_call`",
+    "initial_epoch": "`jdist.callbacks.checkpoint(folder)`, which goes on where a run ended",
+    "shuffle": "`shuffle_seed`, a number",
+    "verbose": "`progress`, True or False",
+    "x": '`data`: a dict of arrays, such as {"x": x, "y": y}',
+    "y": '`data`: a dict of arrays, such as {"x": x, "y": y}',
+    "precision": '`jdist.distribute(step, strategy, precision=jdist.precision("bf16"))`, which makes the step',
+    "accumulate": "`jdist.distribute(step, strategy, accumulate=...)`, which makes the step",
+    "optimizer": "part of the state: `jdist.TrainState.create(params=..., tx=optimizer)`",
+}
+
+
+def explained(call: Callable[P, R], /) -> Callable[P, R]:
+    """The function itself, which says what to write instead of another library's arguments."""
+
+    known = inspect.signature(call).parameters
+
+    @functools.wraps(call)
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > 3:
+            raise StepError(
+                f"jdist.{call.__name__} takes a step, a state and the data by position, it got {len(args)} arguments. The data "
+                'is one tree, {"x": x, "y": y}; all else is given by name.'
+            )
+        for name in kwargs.keys() - known.keys():
+            if name in _HERE:
+                raise StepError(f"jdist.{call.__name__} has no argument `{name}`; here it is {_HERE[name]}.")
+        return call(*args, **kwargs)
+
+    return explaining

@@ -1,0 +1,89 @@
+"""What a run will measure, known from its traced steps before anything is compiled, and who looks at something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from jdist.callbacks.callback import Callback
+from jdist.errors import StepError
+from jdist.loop.feed import Feed
+from jdist.loop.tally import Metrics, Tally
+from jdist.near import did_you_mean
+from jdist.transforms.distributed import Distributed
+
+PyTree = Any
+_EVAL, _EPOCH = "eval/", "epoch/"
+
+
+def names_of(step: Distributed, state: PyTree, feed: Feed, metrics: Metrics) -> frozenset[str] | None:
+    """The names of what a step measures, of metrics those that they have among its results; None where only a call shows them.
+
+    Raises:
+        StepError: the step does not return what it should.
+
+    Warns:
+        UserWarning: it returns the state that it was given.
+    """
+    preview = step.preview(state, feed.batches.element_spec)
+    if preview is None:
+        return None
+    if "metrics" not in preview.results:
+        raise StepError(
+            f'{step.__name__} returns the state alone. Let it return its metrics too: `return state, {{"loss": loss}}`.'
+        )
+    tally = Tally(metrics, steps_per_call=step.options.steps_per_call)
+    names = tally.names(preview.results["metrics"], by=step.__name__)
+    if "state" in preview.results and not preview.changes_state:
+        warnings.warn(
+            f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
+            "`return state.apply_gradients(grads=grads), metrics`.",
+            stacklevel=4,
+        )
+    return names
+
+
+def check_watched(
+    callbacks: Sequence[Callback],
+    *,
+    trained: frozenset[str] | None,
+    evaluated: frozenset[str] | None,
+    evaluates: bool,
+) -> None:
+    """Refuses callbacks that look at what is never measured.
+
+    Args:
+        callbacks: all of the run.
+        trained: the names of what the train step measures; None: not known yet.
+        evaluated: those of an evaluation.
+        evaluates: whether the run evaluates.
+
+    Raises:
+        StepError: says what there will be.
+    """
+    for callback in callbacks:
+        for metric in callback.watches:
+            is_eval = metric.startswith(_EVAL)
+            if is_eval and not evaluates:
+                raise StepError(
+                    f"{callback.name}: {metric!r} is never measured, as this run does not evaluate. Give `eval_data` and "
+                    "`eval_step`, or take a metric of training, such as 'epoch/loss'."
+                )
+            names = evaluated if is_eval else trained
+            if names is None or _may_log(callbacks, is_eval=is_eval):
+                continue
+            prefix = _EVAL if is_eval else _EPOCH if metric.startswith(_EPOCH) else ""
+            name = metric.removeprefix(prefix)
+            if name not in names and name.partition("/")[0] not in names:
+                there = sorted(prefix + each for each in names)
+                raise StepError(
+                    f"{callback.name}: {metric!r} will not be measured; there will be "
+                    f"{', '.join(map(repr, there)) or 'none'}.{did_you_mean(metric, there)}"
+                )
+
+
+def _may_log(callbacks: Sequence[Callback], *, is_eval: bool) -> bool:
+    """Whether a callback may add to a row, by `moment.log`, before others look at it."""
+    told = [(c.on_eval,) if is_eval else (c.on_eval, c.on_epoch, c.on_step) for c in callbacks if c.logs]
+    return any(function is not None for functions in told for function in functions)

@@ -16,7 +16,7 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.describe import describe
 from jdist.experiment.load import Document
-from jdist.experiment.measured import check_best
+from jdist.experiment.measured import check_best_of_shapes
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder
 from jdist.experiment.resume import check_same_run
@@ -66,7 +66,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(f"parameters: {_numbers(shapes.parameters)}")
     say(f"state: {_numbers(shapes.state)}")
     say(f"batch: {_batch(shapes.batch)}")
-    check_best(config, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
+    check_best_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
     say(_compiled("evaluation", make_eval_step(parts).lower(shapes.state, eval_batch)))

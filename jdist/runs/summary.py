@@ -16,9 +16,10 @@ from jdist.experiment.load import load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
-from jdist.report.curves import EVAL
+from jdist.report.curves import EVAL, points_of
 from jdist.report.metrics_file import Row, read_rows
 from jdist.report.plain import to_plain
+from jdist.report.progress import numbers
 from jdist.run_lock import is_held
 
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
@@ -62,11 +63,11 @@ class RunSummary:
 
     def evaluated(self, metric: str) -> list[tuple[int, float]]:
         """The step and the value of each evaluation, where the value is finite."""
-        return [(row["step"], row[EVAL + metric]) for row in self.rows if row.get(EVAL + metric) is not None]
+        return points_of(self.rows, EVAL + metric)
 
     def last(self, metric: str) -> float | None:
         """The value of the last evaluation; NaN where it was not finite, None without one."""
-        found = [row[EVAL + metric] for row in self.rows if EVAL + metric in row]
+        found = [row[EVAL + metric] for row in self.rows if not isinstance(row.get(EVAL + metric, []), list)]
         return None if not found else math.nan if found[-1] is None else found[-1]
 
     def best(self, metric: str, mode: Literal["max", "min"] | None = None) -> float | None:
@@ -76,8 +77,8 @@ class RunSummary:
         return choose(found) if found else None
 
     def last_metrics(self) -> dict[str, float]:
-        """Every metric's last value, those of training first."""
-        return {k: v for row in self.rows for k, v in row.items() if k not in ("step", "examples") and v is not None}
+        """Every metric's last value, those of training first; arrays are left out."""
+        return {k: v for row in self.rows for k, v in numbers(row).items() if k not in ("step", "examples")}
 
     def as_json(self) -> dict[str, Any]:
         """The run as plain values."""

@@ -117,7 +117,7 @@ def run(
                 folder.checkpoints,
                 keep=config.checkpoint.keep,
                 best_metric=config.checkpoint.best,
-                best_mode=config.checkpoint.mode,
+                best_mode=config.checkpoint.mode or "max",  # without a best it means nothing
                 check=strategy.check,
                 cluster=cluster,
             )

@@ -17,7 +17,7 @@ from jdist.report.progress import duration
 from jdist.runs.child import Stop, run_child
 from jdist.runs.grid import Point, parse_grid, points
 from jdist.runs.outcome import Ranking, write_outcome
-from jdist.runs.summary import RunSummary, read_run
+from jdist.runs.summary import RunSummary, mode_of, read_run
 from jdist.runs.table import figure
 
 # A run works these out, and writes them down with its config.
@@ -42,7 +42,7 @@ def sweep(
         grid: `KEY=V1,V2,...` each.
         name: of the sweep; NAME-sweep of the config if None.
         metric: evaluation metric to sort by; `checkpoint.best` of the config, else the loss, if None.
-        mode: "max" or "min"; as the config says of `checkpoint.best`, else "min", if None.
+        mode: "max" or "min"; as the config says of `checkpoint.best`, else as the metric's name says, if None.
         fresh: run those again that have finished.
 
     Returns:
@@ -98,11 +98,14 @@ def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
     """What the command line says, else the config.
 
     Raises:
-        ConfigError: the mode is neither of the two.
+        ConfigError: the mode is neither of the two, or nobody says which.
     """
-    best = config.checkpoint.best
-    metric = metric or best or "loss"
-    found = mode or (config.checkpoint.mode if metric == best else "min")
+    metric = metric or config.checkpoint.best or "loss"
+    found = mode or mode_of(config, metric)
+    if found is None:
+        raise ConfigError(
+            f"--metric {metric}: its name does not say whether more or less is better. Say --mode max or min."
+        )
     if found not in ("max", "min"):
         raise ConfigError(f"--mode is {mode!r}; it must be max or min.")
     return Ranking(metric=metric, mode=found)

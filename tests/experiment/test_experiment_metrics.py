@@ -61,11 +61,14 @@ def test_metrics_are_exact_over_all_rows_and_the_run_repeats_to_the_bit(run, how
     ("arguments", "said"),
     [
         (
-            ["checkpoint.best=acuracy", "--dry-run"],
+            ["checkpoint.best=acuracy", "checkpoint.mode=max", "--dry-run"],
             'no metric "acuracy" (override checkpoint.best=acuracy). Did you mean accur',
         ),
         (["task.options.how=undeclared", "--dry-run"], "the step returned metric 'accuracy' of dict, not a scalar"),
-        (["task.options.how='all at once'", "checkpoint.best=acuracy"], "Did you mean accuracy?"),
+        (
+            ["task.options.how='all at once'", "checkpoint.best=acuracy", "checkpoint.mode=max"],
+            "Did you mean accuracy?",
+        ),
     ],
 )
 def test_what_is_no_metric_is_refused_before_training(run, arguments, said):

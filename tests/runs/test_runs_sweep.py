@@ -79,6 +79,10 @@ def test_stopped_it_saves_and_the_same_command_goes_on(jdist, in_processes):
     [
         (["toy.yaml"], "needs something to try"),
         (["toy.yaml", "--grid", "train.stps=1,2"], "Did you mean train.steps?"),
+        (
+            ["toy.yaml", "checkpoint.best=null", "--grid", "train.seed=1", "--metric", "close"],
+            "--metric close: its name does not say whether more or less is better",
+        ),
         (["toy.yaml", "--grid", "train.seed=1", "--mode", "least"], "--mode is 'least'; it must be max or min."),
     ],
 )

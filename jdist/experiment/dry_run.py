@@ -26,6 +26,7 @@ from jdist.experiment.summary import arithmetic
 from jdist.global_arrays import is_key
 from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
+from jdist.strategies.parameter_server import check_parameter_server
 from jdist.strategy import Strategy
 
 PyTree = Any
@@ -78,7 +79,10 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
 
 def without_servers(name: str, **options: Any) -> Strategy:
     """The strategy; of a parameter server, whose processes would have to be started, what one worker computes on."""
-    return make_strategy("one_device") if name == "parameter_server" else make_strategy(name, **options)
+    if name != "parameter_server":
+        return make_strategy(name, **options)
+    check_parameter_server(**options)
+    return make_strategy("one_device")
 
 
 def _compiled(what: str, lowered: jax.stages.Lowered) -> str:

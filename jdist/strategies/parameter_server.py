@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -105,6 +106,52 @@ def parameter_server(
         ClusterTimeoutError: not all servers came in time.
         LaunchError: a process of this machine did not come up.
     """
+    spec, options = _settled(**locals())
+    if options is None:
+        return mirrored()
+    # Errors of a cluster are heard of here; processes of this machine can wait.
+    servers = (
+        functools.partial(_local_servers, local_workers or 2, local_ps or ps_replicas, devices_per_worker)
+        if spec is None
+        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+    )
+    return _strategy(PsJob(servers, options))
+
+
+def check_parameter_server(**options: Any) -> None:
+    """Refuses options as `parameter_server` does; starts nothing, and looks for no server.
+
+    Args:
+        **options: its arguments.
+
+    Raises:
+        StrategyError: as `parameter_server`.
+        ClusterConfigError: as `parameter_server`.
+    """
+    given = inspect.signature(parameter_server).bind(**options)
+    given.apply_defaults()
+    _settled(**given.arguments)
+
+
+def _settled(
+    *,
+    cluster: ClusterSpec | None,
+    local_workers: int | None,
+    local_ps: int | None,
+    devices_per_worker: int | None,
+    start_timeout_s: float,
+    partitioner: Partitioner | None,
+    placement: Placement,
+    mode: Mode,
+    backup_workers: int,
+    max_staleness: int | None,
+    on_stale: OnStale,
+    wire: Wire,
+    ps_replicas: int,
+    times: Times | None,
+    **_: bool,
+) -> tuple[ClusterSpec | None, PsOptions | None]:
+    """The cluster, None for processes of this machine, and how it works, None in its evaluator; both are checked."""
     if os.environ.get(IS_SERVER):
         raise StrategyError(
             "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
@@ -132,7 +179,7 @@ def parameter_server(
         )
     spec = cluster if cluster is not None or local else cluster_of_environment()
     if spec is not None and spec.task_type == "evaluator":
-        return mirrored()
+        return spec, None
     if spec is not None:
         check_place(spec)
     num_ps = len(spec.jobs["ps"]) if spec is not None else local_ps or ps_replicas
@@ -145,6 +192,11 @@ def parameter_server(
         raise StrategyError(f"`times` is a {type(times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
     workers = (local_workers or 2) if spec is None else len(spec.jobs["worker"])
     _check_mode(mode, backup_workers, max_staleness, workers)
+    if mode == "sync" and spec is None and (devices_per_worker or 1) > 1:
+        raise StrategyError(
+            f"`devices_per_worker` is {devices_per_worker}, and synchronous mode has one gradient of one device for each "
+            "worker. Give `local_workers` as many more, or use `jdist.mirrored()`."
+        )
     _check_staleness(max_staleness, on_stale)
     # Workers do not push what is refused.
     rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
@@ -163,13 +215,7 @@ def parameter_server(
         backup_workers=backup_workers,
         replicas=ps_replicas,
     )
-    # Errors of a cluster are heard of here; processes of this machine can wait.
-    servers = (
-        functools.partial(_local_servers, local_workers or 2, num_ps, devices_per_worker)
-        if spec is None
-        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
-    )
-    return _strategy(PsJob(servers, options))
+    return spec, options
 
 
 def _check_spread(partitioner: Any, placement: Any, wire: Any) -> None:

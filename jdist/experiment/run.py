@@ -27,6 +27,7 @@ from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
 from jdist.experiment.resume import check_same_run, position_of
+from jdist.experiment.sources import changed_sources
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.loop.measure import measure
@@ -134,6 +135,10 @@ def run(
             saved = step
             train_set.restore(position)
             say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
+            if step < total and (changed := changed_sources(config.task.make, folder.source)):
+                say(
+                    f"warning: the task's source has changed since then, and steps from here on are its: {', '.join(changed)}"
+                )
         cluster.at_step(step)
         metrics_file = MetricsFile(folder.metrics)
         with together("opening the metrics", _PREPARE_S, cluster):

@@ -11,6 +11,7 @@ from jdist.experiment.config import Config
 from jdist.experiment.describe import flow
 from jdist.experiment.load import dotted, leaves, load
 from jdist.experiment.record import RunFolder
+from jdist.experiment.sources import changed_sources
 from jdist.experiment.validate import validate
 from jdist.report.files import writing
 from jdist.report.progress import duration
@@ -49,7 +50,7 @@ def sweep(
         The exit code: 0 if all finished, 1 if some failed, 130 or 143 if it was stopped.
 
     Raises:
-        ConfigError: the config, the grid or an option is not right, or a folder holds another run.
+        ConfigError: the config, the grid or an option is not right, or a folder holds a run of another config or source.
     """
     trials = points(parse_grid(grid))
     base = validate(load(config, [*overrides, *trials[0].overrides]))
@@ -63,6 +64,8 @@ def sweep(
     done: dict[Point, RunSummary] = {}
     if not fresh:
         done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
+        for trial in trials:
+            _check_source(RunFolder(folder / trial.name), wanted[trial])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     count = "1 run" if len(trials) == 1 else f"{len(trials):,} runs"
@@ -109,6 +112,20 @@ def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
     if found not in ("max", "min"):
         raise ConfigError(f"--mode is {mode!r}; it must be max or min.")
     return Ranking(metric=metric, mode=found)
+
+
+def _check_source(folder: RunFolder, config: Config) -> None:
+    """Refuses a run that other source has made, finished or not: it cannot be compared with those to come.
+
+    Raises:
+        ConfigError: names the files.
+    """
+    changed = changed_sources(config.task.make, folder.source)
+    if changed:
+        raise ConfigError(
+            f"{folder.path}: holds a run of other source of the task: {', '.join(changed)} has changed (as it was: "
+            f"{folder.source}). Give the sweep another --name, or say --fresh, which keeps the old folders."
+        )
 
 
 def _finished(path: Path, wanted: Config) -> RunSummary | None:

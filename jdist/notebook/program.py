@@ -102,7 +102,7 @@ class Program:
 
     def _text(self, command: str) -> str:
         below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
-        path = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)]
+        path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)))
         given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.given)
         return _SCRIPT.format(
             command=command,

@@ -16,7 +16,7 @@ def test_its_task_runs(tmp_path):
     assert walk.walk(tmp_path, guide=GUIDE, until="What `make` is") == []
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_all_of_it_runs(tmp_path):
     assert walk.walk(tmp_path, guide=GUIDE) == []
 

@@ -28,6 +28,9 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 def replica_axes() -> tuple[str, ...] | None:
     """The mesh axes that replicas are spread over, for `BatchNorm(axis_name=...)` and collectives of your own.
 
+    It is known inside of a step alone, where a linen model makes its layers. An nnx layer is made before: it takes
+    `axis_name=strategy.axes`, as with None it would normalise each replica's rows by themselves.
+
     Returns:
         The names, or None where no replica axis is bound: under default, outside a step, in the global view.
     """

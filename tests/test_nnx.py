@@ -33,6 +33,35 @@ def train(model, optimizer, metrics, batch):
     return {"loss": loss}
 
 
+@pytest.mark.parametrize(
+    "strategy", [TWO, EVERY["pmap"], EVERY["default"], jdist.central_storage(["cpu:0", "cpu:1"])], ids=str
+)
+def test_a_batch_norm_with_the_strategys_axes_sees_the_whole_batch(strategy):
+    def trained(strategy, axis_name):
+        norm = nnx.BatchNorm(1, axis_name=axis_name, rngs=nnx.Rngs(0))
+        model = nnx.Sequential(norm, nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        state = model, nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+
+        @jdist.distribute(strategy)
+        def step(state, batch):
+            model, optimizer = state
+            loss, grads = jdist.value_and_grad(loss_fn)(model, batch)
+            optimizer.update(model, grads)
+            return state, {"loss": loss}
+
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+        return float(metrics["loss"]), np.asarray(
+            strategy.fetch(nnx.state(state[0], nnx.BatchStat))["layers"][0]["mean"][...]
+        )
+
+    alone = trained(jdist.one_device(), None)
+    for found, wanted in zip(trained(strategy, strategy.axes), alone, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    if strategy.num_replicas > 1:  # what `jdist.replica_axes()` is there
+        assert abs(trained(strategy, jdist.replica_axes())[0] - alone[0]) > 1e-2
+
+
 def objects():
     model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), x=nnx.metrics.Average("values"))

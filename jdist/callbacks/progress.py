@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.report.progress import Meter, Reporter, figures, open_report
+from jdist.report.progress import Meter, Reporter, figures, numbers, open_report
 
 
 def progress(console: Console | None = None) -> Callback:
@@ -42,7 +42,7 @@ def progress(console: Console | None = None) -> Callback:
         if not reports or moment.row is None:
             return
         report, meter = reports[0]
-        own = {name: value for name, value in moment.row.items() if isinstance(value, int | float)}
+        own = numbers(moment.row)
         newest = {name: value for name, value in own.items() if name not in _NOT_SHOWN and "/" not in name}
         if newest:
             report.train(moment.step, newest, meter.lap(moment.step))

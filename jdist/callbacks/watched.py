@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jdist.callbacks.callback import Moment
 from jdist.errors import StepError
 from jdist.near import did_you_mean
-
-_LESS = ("loss", "error", "perplexity", "bits", "nats")
-_MORE = ("acc", "auc", "f1", "precision", "recall", "top", "score")
+from jdist.report.better import Mode, better
 
 
-def mode_of(callback: str, metric: str, mode: str | None) -> Literal["min", "max"]:
+def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
     """Whether less or more of a metric is better: as said, or as its name says.
 
     Args:
@@ -27,11 +23,10 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Literal["min", "max
         return mode
     if mode is not None:
         raise StepError(f"{callback}: `mode` is {mode!r}; it must be 'min' or 'max'.")
-    name = metric.rpartition("/")[2].lower()
-    less, more = any(each in name for each in _LESS), any(each in name for each in _MORE)
-    if less == more:
+    found = better(metric)
+    if found is None:
         raise StepError(f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'.")
-    return "min" if less else "max"
+    return found
 
 
 def value_of(callback: str, metric: str, moment: Moment) -> float:

@@ -43,7 +43,7 @@ def sweep(
         grid: a key and the values to try, as in YAML, with commas between; may be given several times.
         name: name of the sweep and of its folder; NAME-sweep of the config if not given.
         metric: sort by this evaluation metric; checkpoint.best of the config, else loss.
-        mode: whether the greatest or the least value comes first; as checkpoint.mode says of checkpoint.best, else min.
+        mode: whether the greatest or the least value comes first; as checkpoint.mode or the metric's name says.
         fresh: start again; old run folders are kept under other names.
     """
     from jdist.runs.sweep import sweep as run_sweep

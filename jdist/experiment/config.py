@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jdist.report.better import Mode
+
 Count = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 MOST_CPU_DEVICES = 2048  # virtual ones of a process; JAX takes further ones for another process's
@@ -126,7 +128,11 @@ class CheckpointSection(Section):
     best: str | None = Field(
         default=None, description="Evaluation metric whose best checkpoint is kept too; null for none."
     )
-    mode: Literal["max", "min"] = Field(default="max", description="Whether a larger `best` is better.")
+    mode: Mode | None = Field(
+        default=None,
+        description='Whether more ("max") or less ("min") of `best` is better; null: as its name says, '
+        '"loss" for less, "accuracy" and "auc" for more.',
+    )
 
 
 class LogSection(Section):

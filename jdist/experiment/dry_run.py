@@ -16,7 +16,7 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.describe import describe
 from jdist.experiment.load import Document
-from jdist.experiment.measured import check_best
+from jdist.experiment.measured import check_best_of_shapes
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder
 from jdist.experiment.resume import check_same_run
@@ -26,6 +26,7 @@ from jdist.experiment.summary import arithmetic
 from jdist.global_arrays import is_key
 from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
+from jdist.strategies.parameter_server import check_parameter_server
 from jdist.strategy import Strategy
 
 PyTree = Any
@@ -66,7 +67,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(f"parameters: {_numbers(shapes.parameters)}")
     say(f"state: {_numbers(shapes.state)}")
     say(f"batch: {_batch(shapes.batch)}")
-    check_best(config, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
+    check_best_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
     say(_compiled("evaluation", make_eval_step(parts).lower(shapes.state, eval_batch)))
@@ -78,7 +79,10 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
 
 def without_servers(name: str, **options: Any) -> Strategy:
     """The strategy; of a parameter server, whose processes would have to be started, what one worker computes on."""
-    return make_strategy("one_device") if name == "parameter_server" else make_strategy(name, **options)
+    if name != "parameter_server":
+        return make_strategy(name, **options)
+    check_parameter_server(**options)
+    return make_strategy("one_device")
 
 
 def _compiled(what: str, lowered: jax.stages.Lowered) -> str:

@@ -65,7 +65,7 @@ def follow(config: Config, document: Document, *, console: Console | None = None
             poll_s=_POLL_S,
             known=[row["step"] for row in read_rows(folder.evaluations)],
         ):
-            measured = measure(eval_step, restored.state, eval_set)
+            measured = measure(eval_step, restored.state, eval_set, metrics=task.metrics)
             if file is None:  # not before there is a checkpoint: the folder is the job's to make
                 file = MetricsFile.open(folder.evaluations, step=sys.maxsize)
                 stack.callback(file.close)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from jdist.cluster.launcher.environment import ATTEMPT
@@ -23,18 +22,20 @@ from jdist.experiment.describe import describe
 from jdist.experiment.due import Due
 from jdist.experiment.environment import environment
 from jdist.experiment.load import Document
-from jdist.experiment.measured import check_best, newest
+from jdist.experiment.measured import check_best
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
 from jdist.experiment.resume import check_same_run, position_of
+from jdist.experiment.sources import changed_sources
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.loop.measure import measure
+from jdist.loop.tally import Tally
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import MetricsFile, Row
-from jdist.report.progress import Meter, figures, open_report
+from jdist.report.progress import Meter, figures, numbers, open_report
 from jdist.train import Checkpointer, CheckpointWarning
 
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
@@ -117,7 +118,7 @@ def run(
                 folder.checkpoints,
                 keep=config.checkpoint.keep,
                 best_metric=config.checkpoint.best,
-                best_mode=config.checkpoint.mode,
+                best_mode=config.checkpoint.mode or "max",  # without a best it means nothing
                 check=strategy.check,
                 cluster=cluster,
             )
@@ -134,6 +135,10 @@ def run(
             saved = step
             train_set.restore(position)
             say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
+            if step < total and (changed := changed_sources(config.task.make, folder.source)):
+                say(
+                    f"warning: the task's source has changed since then, and steps from here on are its: {', '.join(changed)}"
+                )
         cluster.at_step(step)
         metrics_file = MetricsFile(folder.metrics)
         with together("opening the metrics", _PREPARE_S, cluster):
@@ -147,20 +152,24 @@ def run(
         # The best checkpoint needs a metric that one batch shows to be there, before time is spent on training.
         if config.checkpoint.best is not None:
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
+            evaluated = Tally(task.metrics)
             with cluster.blocked():
-                check_best(config, jax.device_get(eval_step(state, next(one_batch))), document)
+                evaluated.note(eval_step(state, next(one_batch)))
+                check_best(config, evaluated.newest(), document)
 
         # The loop. Steps run asynchronously: it waits for them only where it reports, evaluates or saves.
         earlier_s = metrics_file.rows[-1].get("time_s", 0.0) if metrics_file.rows else 0.0
         meter = Meter(step=step, total=total, global_batch=train.global_batch, earlier_s=earlier_s)
         batches = iter(train_set)
         first = step
+        tally = Tally(task.metrics, steps_per_call=train.steps_per_call)
         report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))
         try:
             while step < total and not stop.stops_after(step):
                 now = Due(before=step, step=step + train.steps_per_call, total=total)
                 state, metrics = train_step(state, next(batches))
                 step = now.step
+                tally.note(metrics)
                 if now.before == first:  # holds the compilation: a lap of its own
                     train_step.wait()
                     meter.lap(step)
@@ -172,11 +181,11 @@ def run(
                 row: Row = {}
                 if log:
                     with cluster.blocked():
-                        row |= newest(metrics, steps_per_call=train.steps_per_call)
+                        row |= tally.newest()
                     report.train(step, row, meter.lap(step))
                 train_s = meter.train_s
                 with meter.stopped():
-                    measured = measure(eval_step, state, eval_set, cluster) if hold_out else {}
+                    measured = measure(eval_step, state, eval_set, cluster, task.metrics) if hold_out else {}
                     if hold_out:
                         report.note(f"step {step}/{total}  evaluation: {figures(measured)}")
                         row |= {f"eval/{name}": value for name, value in measured.items()}
@@ -184,7 +193,7 @@ def run(
                         seen = {"examples": parts.examples(step, train.global_batch)}
                         metrics_file.write(step, seen | row | {"time_s": round(train_s, 3)})
                     if save:
-                        checkpoints.save(step, state, data=train_set.state(), metrics=measured)
+                        checkpoints.save(step, state, data=train_set.state(), metrics=numbers(measured))
                         saved = step
             train_step.wait()
         except NonFiniteError as exc:

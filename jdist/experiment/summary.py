@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
@@ -58,7 +61,9 @@ def results(rows: Sequence[Row], baselines: Mapping[str, float]) -> str:
     return "\n".join(text)
 
 
-def _figure(value: float | None) -> str:
+def _figure(value: Any) -> str:
     if value is None:
         return "not finite"
+    if isinstance(value, list):
+        return f"{' x '.join(map(str, np.shape(value)))} numbers, in metrics.jsonl"
     return f"{value:,.4f}" if value == 0 or 1e-3 <= abs(value) < 1e9 else readable(value)

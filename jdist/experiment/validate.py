@@ -13,6 +13,7 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted
 from jdist.experiment.names import closest
+from jdist.report.better import better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ def validate(document: Document) -> Config:
         config = Config.model_validate(document.values)
     except ValidationError as exc:
         problems += [_translate(error) for error in exc.errors(include_url=False)]
+    if config is not None:
+        config, more = _with_mode(config)
+        problems += more
     if config is not None and not problems and not document.problems:
         return config
     raise refusal(document, problems)
@@ -96,6 +100,18 @@ def _length(values: dict[str, Any]) -> Iterator[Problem]:
                 text=f"both train.epochs={show(epochs)} and train.steps={show(steps)} are given",
                 remedy=" Keep one; train.steps=null or train.epochs=null takes the other back.",
             )
+
+
+def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
+    """The config with `checkpoint.mode` filled in, and what is wrong with it."""
+    checkpoint = config.checkpoint
+    if checkpoint.best is None or checkpoint.mode is not None:
+        return config, []
+    mode = better(checkpoint.best)
+    if mode is None:
+        text = f"whether more or less of {show(checkpoint.best)} is better its name does not say"
+        return config, [Problem(key=("checkpoint", "mode"), text=text, remedy=" Say max or min.")]
+    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"mode": mode})}), []
 
 
 def _translate(error: Any) -> Problem:

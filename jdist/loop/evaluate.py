@@ -14,7 +14,7 @@ from jdist.global_arrays import to_host
 from jdist.loop.elsewhere import explained
 from jdist.loop.feed import open_feed
 from jdist.loop.measure import measure
-from jdist.loop.steps import eval_step_of, strategy_of
+from jdist.loop.steps import eval_step_of, metrics_of, strategy_of
 from jdist.metrics import Metric
 from jdist.near import did_you_mean
 from jdist.strategy import Strategy
@@ -43,7 +43,7 @@ def evaluate(
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
         metrics: the metrics of `jdist.metrics` whose contributions the step returns, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that it returns is the contribution.
+            `jdist.metrics.collect`, of which all that it returns is the contribution. None: the task's.
 
     Returns:
         The results by name, the loss first; the same on all processes.
@@ -62,7 +62,7 @@ def evaluate(
     strategy = strategy_of(step, strategy)
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
-    measured = measure(eval_step, state, feed.batches, strategy.cluster, metrics)
+    measured = measure(eval_step, state, feed.batches, strategy.cluster, metrics_of(step, metrics))
     for name in metrics if isinstance(metrics, Mapping) else ():
         if not any(found == name or found.startswith(f"{name}/") for found in measured):
             raise StepError(

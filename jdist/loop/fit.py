@@ -22,7 +22,7 @@ from jdist.loop.evaluation import Evaluation
 from jdist.loop.expected import check_watched, names_of
 from jdist.loop.feed import Feed, is_arrays, open_feed
 from jdist.loop.run import Run
-from jdist.loop.steps import eval_step_of, strategy_of, train_step_of
+from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.tally import Metrics
 from jdist.loop.task import Task
 from jdist.metrics import Metric
@@ -75,7 +75,7 @@ def fit(
         eval_every: how many steps lie between evaluations; None: an epoch. At the end always.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
         metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that one of them returns is the contribution.
+            `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: the task's.
         callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
@@ -107,6 +107,7 @@ def fit(
     _check_counts(epochs=epochs, steps=steps, steps_per_call=steps_per_call, eval_every=eval_every, log_every=log_every)
     strategy = strategy_of(step, strategy)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
+    metrics = metrics_of(step, metrics)
     per_call = train_step.options.steps_per_call
     if steps is not None and steps % per_call:
         raise StepError(f"`steps` is {steps}, which is no multiple of steps_per_call={per_call}. Choose one that is.")

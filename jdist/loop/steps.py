@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist.errors import StepError, StrategyError
+from jdist.loop.tally import Metrics
 from jdist.loop.task import Task
 from jdist.nnx import NNXStep
 from jdist.strategies.default import get_strategy
@@ -84,6 +85,11 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: str = "me
             f'`jdist.distribute(step, strategy, returns=("{returns}",))`, or the plain function.'
         )
     return step
+
+
+def metrics_of(step: Any, metrics: Metrics) -> Metrics:
+    """The metrics to use: those given, else a task's own."""
+    return step.metrics if metrics is None and isinstance(step, Task) else metrics
 
 
 def _callable(step: Any, call: str) -> Callable[..., Any]:

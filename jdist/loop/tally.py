@@ -15,7 +15,7 @@ from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.global_arrays import local_rows
 from jdist.metrics import Metric
-from jdist.report.plain import from_plain, to_plain
+from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
 from jdist.transforms.trees import kind_of
 from jdist.values import PerReplica
 
@@ -37,13 +37,16 @@ class Tally:
     Args:
         metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
             metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`; a step that
-            returns something else has scalars.
+            returns scalars by name has these.
         steps_per_call: how many steps a call makes; above 1 results lead with that axis.
+
+    Raises:
+        StepError: `metrics` is neither.
     """
 
     def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1):
         self._whole = metrics if isinstance(metrics, Metric) else None
-        self._metrics = {_WHOLE: metrics} if isinstance(metrics, Metric) else dict(metrics or {})
+        self._metrics = _by_name(metrics)
         self._steps_per_call = steps_per_call
         self._waiting: list[tuple[Any, Any, Sequence[int]]] = []
         self._newest: Any = None
@@ -61,14 +64,28 @@ class Tally:
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
         """
-        if self._whole is not None and jax.tree.structure(measured) == jax.tree.structure(self._whole.zero):
+        self._waiting.append((self.note(measured), _weights(batch), epochs))
+        if len(self._waiting) > 2 * _READ_AHEAD:
+            self._read(_READ_AHEAD)
+
+    def note(self, measured: Any) -> Mapping[str, Any]:
+        """Takes in what a call has returned for `newest` alone: nothing is added up.
+
+        Args:
+            measured: as for `add`.
+
+        Returns:
+            It, by name.
+
+        Raises:
+            StepError: as `add`.
+        """
+        if self._whole is not None and self._is_of(self._whole, measured):
             measured = {_WHOLE: measured}
         if not self._checked:
             self._check(measured, "the step")
         self._newest = measured
-        self._waiting.append((measured, _weights(batch), epochs))
-        if len(self._waiting) > 2 * _READ_AHEAD:
-            self._read(_READ_AHEAD)
+        return measured
 
     def names(self, measured: Any, *, by: str) -> frozenset[str] | None:
         """The names of what a step returns for metrics; None where one metric stands for all.
@@ -80,7 +97,7 @@ class Tally:
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
         """
-        if self._whole is not None and jax.tree.structure(measured) == jax.tree.structure(self._whole.zero):
+        if self._whole is not None and self._is_of(self._whole, measured):
             return None
         self._check(measured, by)
         return frozenset(measured)
@@ -117,8 +134,8 @@ class Tally:
         notes = {}
         for epoch, totals in sorted(self._epochs.items()):
             weight, sums = totals.together(cluster)
-            leaves = {name: to_plain(jax.tree.leaves(total)) for name, total in totals.contributed.items()}
-            notes[str(epoch)] = {"weight": weight, "sums": to_plain(sums), "contributed": leaves}
+            contributed = {name: self._kept(name, total) for name, total in totals.contributed.items()}
+            notes[str(epoch)] = {"weight": weight, "sums": to_plain(sums), "contributed": contributed}
         return notes
 
     def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
@@ -128,13 +145,28 @@ class Tally:
             totals = self._epochs[int(epoch)] = _Totals()
             totals.weight = note["weight"] if is_one else 0.0
             totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
-            for name, leaves in note["contributed"].items():
-                if name in self._metrics:
-                    zeros, structure = jax.tree.flatten(self._metrics[name].zero)
-                    arrays = [
-                        np.asarray(x, np.asarray(zero).dtype) for x, zero in zip(from_plain(leaves), zeros, strict=True)
-                    ]
-                    totals.contributed[name] = jax.tree.unflatten(structure, arrays)
+            totals.contributed = {
+                name: self._found(name, kept) for name, kept in note["contributed"].items() if name in self._metrics
+            }
+
+    def _kept(self, name: str, total: PyTree) -> dict[str, Any]:
+        """A total as plain JSON values: its leaves where it is of its zero's form, as that may hold any types."""
+        leaves, structure = jax.tree.flatten(total)
+        return tree_to_plain(leaves if structure == jax.tree.structure(self._metrics[name].zero) else total)
+
+    def _found(self, name: str, kept: dict[str, Any]) -> PyTree:
+        """The total of which `_kept` made this."""
+        total, structure = tree_from_plain(kept), jax.tree.structure(self._metrics[name].zero)
+        leaves = jax.tree.leaves(total)
+        return jax.tree.unflatten(structure, leaves) if len(leaves) == structure.num_leaves else total
+
+    def _is_of(self, metric: Metric, measured: Any) -> bool:
+        """Whether all that a step returned is a metric's contribution; one that keeps rows is not of its zero's form."""
+        alike = jax.tree.structure(measured) == jax.tree.structure(metric.zero)
+        return alike or not (isinstance(measured, Mapping) and all(map(self._is_scalar, measured.values())))
+
+    def _is_scalar(self, value: Any) -> bool:
+        return not isinstance(value, Mapping | list | tuple) and np.ndim(value) == (self._steps_per_call > 1)
 
     def _check(self, measured: Any, by: str) -> None:
         self._checked = True
@@ -143,14 +175,13 @@ class Tally:
                 f"{by} returned {kind_of(measured)} for metrics; return a dict of scalars by name, such as "
                 '`{"loss": loss}`.'
             )
-        lead = 1 if self._steps_per_call > 1 else 0
         for name, value in measured.items():
             if isinstance(value, PerReplica):
                 raise StepError(
                     f"{by} returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
                     "itself, which is averaged, or `jdist.all_reduce(value, ...)`."
                 )
-            if name not in self._metrics and (isinstance(value, Mapping | list | tuple) or np.ndim(value) != lead):
+            if name not in self._metrics and not self._is_scalar(value):
                 shape = (
                     type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
                 )
@@ -177,6 +208,19 @@ class Tally:
     def _result(self, name: str, value: Any) -> Any:
         metric = self._metrics.get(name)
         return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
+
+
+def _by_name(metrics: Any) -> dict[str, Metric]:
+    if isinstance(metrics, Metric):
+        return {_WHOLE: metrics}
+    if metrics is not None and not (
+        isinstance(metrics, Mapping) and all(isinstance(metric, Metric) for metric in metrics.values())
+    ):
+        raise StepError(
+            f'`metrics` is {metrics!r:.80}; give metrics by name, such as `{{"auc": jdist.metrics.auc()}}`, or the one of '
+            "which all that a step returns is the contribution."
+        )
+    return dict(metrics or {})
 
 
 class _Totals:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from jdist.metrics import Metric
+
 PyTree = Any
 
 
@@ -23,10 +25,13 @@ class Task:
     Attributes:
         create_state: `(key, tx) -> state`; pure, so that a strategy can allocate it in its own layout.
         train_step: `(state, batch) -> (state, metrics)`, one replica's view, using `jdist.value_and_grad`
-            and `jdist.mean`; `metrics` is a dict of scalars and holds "loss".
-        eval_step: `(state, batch) -> metrics`, a dict of scalars, each a `jdist.mean` over the batch's rows.
+            and `jdist.mean`; `metrics` is a dict that holds "loss": scalars, and what `metrics` below contribute.
+        eval_step: `(state, batch) -> metrics`, a dict of scalars, each a `jdist.mean` over the batch's rows, and of what
+            `metrics` below contribute.
         train_data: `(global_batch, seed, epochs) -> source`; `epochs` None repeats without end.
         eval_data: `(global_batch) -> source`, once through the held-out rows.
+        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
+            `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: there are scalars alone.
         baselines: figures to show beside the evaluation metrics, by name; called once, when the run ends.
     """
 
@@ -35,4 +40,5 @@ class Task:
     eval_step: Callable[[PyTree, PyTree], Mapping[str, jax.Array]]
     train_data: Callable[[int, int, int | None], Any]
     eval_data: Callable[[int], Any]
+    metrics: Mapping[str, Metric] | Metric | None = None
     baselines: Callable[[], Mapping[str, float]] | None = None

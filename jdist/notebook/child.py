@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 from jdist.cluster import ending, exit_codes, tf_config
 from jdist.errors import LaunchError
-from jdist.notebook import values
+from jdist.notebook import current, values
 
 
 def given_file(script: Path) -> Path:
@@ -32,6 +33,18 @@ def given(script: str, name: str) -> Any:
         name: the name.
     """
     return _given(script)["names"][name]
+
+
+def restore(definition: Any, script: str, name: str) -> None:
+    """Gives a function or class the values that it had in the notebook.
+
+    Args:
+        definition: it, as its source has made it.
+        script: the file that asks.
+        name: of it.
+    """
+    unwrapped = inspect.unwrap(definition)
+    current.restore(unwrapped, _given(script)["changed"][name])
 
 
 def run(fn: Callable[..., Any], script: str) -> None:

@@ -33,7 +33,8 @@ def notebook_launch(
     """Calls a function in several processes of this machine, from a notebook, a script or a shell; none is left afterwards.
 
     Each process is a fresh Python, whatever this one has done with JAX. It runs the source of `fn` and of what `fn` uses: the
-    notebook's imports, its functions and classes, and plain values as they are now. All else (models, strategies, arrays
+    notebook's imports, its functions and classes (with the defaults and public class attributes that they have now), and plain
+    values as they are now. All else (models, strategies, arrays
     of JAX) is made inside of `fn`, or comes in `args`; what cannot go along is refused by name. `jdist.multi_worker()` in `fn`
     finds the processes.
 

@@ -25,6 +25,7 @@ class Source:
         later: names that are used when it is called.
         attributes: what is taken from names by dots, "jax.numpy.zeros".
         is_decorated: whether it has decorators.
+        node: what was written, parsed.
     """
 
     text: str
@@ -32,6 +33,7 @@ class Source:
     later: tuple[str, ...]
     attributes: frozenset[str]
     is_decorated: bool
+    node: ast.stmt
 
 
 def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
@@ -74,6 +76,7 @@ def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
         later=tuple(sorted(later - at_once)),
         attributes=frozenset(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)),
         is_decorated=any(getattr(node, "decorator_list", None) for node in tree.body),
+        node=tree.body[0],
     )
 
 

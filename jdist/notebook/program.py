@@ -19,7 +19,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from jdist.errors import LaunchError
-from jdist.notebook import values
+from jdist.notebook import current, values
 from jdist.notebook.child import given_file
 from jdist.notebook.names import NoSource, source_of
 
@@ -48,6 +48,7 @@ class Program:
         args: its arguments.
         imports: lines.
         given: names of the notebook -> their plain values.
+        changed: names of functions and classes -> what their source does not give, see `current`.
         definitions: sources of functions and classes, each after what it needs at once.
         future: whether annotations are left as text.
     """
@@ -62,7 +63,8 @@ class Program:
         Raises:
             LaunchError: the function, something that it uses, or an argument cannot be had in another process.
         """
-        self.imports, self.given, self.definitions, self.future = {f"import {_CHILD}"}, {}, [], False
+        self.imports, self.given, self.changed = {f"import {_CHILD}"}, {}, {}
+        self.definitions, self.future = [], False
         self._namespace: dict[str, Any] = {}
         self._cells: Sequence[str] = ()
         self._seen: set[str] = set()
@@ -92,13 +94,15 @@ class Program:
         """
         # Not by the function's name alone: a script `random.py` would be what others import as `random`.
         script = folder / f"notebook_{self.name}.py"
-        values.write(given_file(script), {"args": self.args, "names": self.given}, jax_arrays=True)
+        values.write(
+            given_file(script), {"args": self.args, "names": self.given, "changed": self.changed}, jax_arrays=True
+        )
         script.write_text(self._text(f"{command} -- {shlex.quote(str(script))}"), encoding="utf-8")
         return script
 
     def _text(self, command: str) -> str:
         below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
-        path = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)]
+        path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)))
         given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.given)
         return _SCRIPT.format(
             command=command,
@@ -159,6 +163,7 @@ class Program:
                 raise NoSource(f"is another name of `{definition.__name__}`; use that one")
             if value is not definition and not source.is_decorated:
                 raise NoSource(f"is made by a call from `{name}`; use a decorator, or make it inside of `{user}`")
+            changed = current.changes(definition, source.node, self._namespace)
         except NoSource as exc:
             used = "" if user == name else f", which `{user}` uses,"
             raise LaunchError(f"`{name}`{used} {exc}. Other processes run its source.") from exc.__cause__
@@ -166,6 +171,9 @@ class Program:
             self._add(name, needed)
         self._waiting.extend((name, needed) for needed in source.later)
         self.definitions.append(source.text)
+        if changed:
+            self.changed[name] = changed
+            self.definitions.append(f'{_CHILD}.restore({name}, __file__, "{name}")\n')
         self.imports |= {f"import {module}" for module in _submodules(source.attributes, self._namespace)}
         if isinstance(definition, FunctionType):
             self.future |= bool(definition.__code__.co_flags & __future__.annotations.compiler_flag)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-PLAIN = "None, bool, int, float, str, bytes, NumPy arrays, and lists, tuples and dicts of these"
+PLAIN = "None, bool, int, float, str, bytes, NumPy arrays, and lists, tuples and dicts (also of collections) of these"
 _TREE = "tree"
 _ATOMS = (type(None), bool, int, float, str)
+_DICTS = {each.__name__: each for each in (Counter, OrderedDict)}
+_FACTORIES = {each.__name__: each for each in (bool, int, float, str, bytes, list, tuple, dict)} | {"": None} | _DICTS
 
 
 class NotPlain(Exception):
@@ -84,17 +87,17 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: boo
     if type(value) in (list, tuple):
         entries = [_plain(x, f"{path}[{i}]", arrays, jax_arrays) for i, x in enumerate(value)]
         return entries if type(value) is list else {"tuple": entries}
-    if isinstance(value, dict):
-        return {
-            "dict": [
-                [_plain(k, path, arrays, False), _plain(v, f"{path}[{k!r}]", arrays, jax_arrays)]
-                for k, v in value.items()
-            ]
-        }
+    if isinstance(value, dict) and (form := _form_of(value)) is not None:
+        entries = [
+            [_plain(k, path, arrays, False), _plain(v, f"{path}[{k!r}]", arrays, jax_arrays)] for k, v in value.items()
+        ]
+        return {"dict": entries} | form
     if type(value) is bytes:
         return {"bytes": value.decode("latin-1")}
     if jax_arrays and is_jax_array(value):
         value = _on_host(value, path)
+    if isinstance(value, np.ma.MaskedArray):  # it would lose its mask
+        raise NotPlain(path, value)
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         array, name = np.asarray(value), f"array_{len(arrays)}"
         own = array.dtype.isbuiltin == 2  # bfloat16 and other types that NumPy can only write as their bytes
@@ -102,6 +105,17 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: boo
         where = {"array": name, "is": "array" if isinstance(value, np.ndarray) else "scalar"}
         return where | ({"dtype": array.dtype.name, "shape": list(array.shape)} if own else {})
     raise NotPlain(path, value)
+
+
+def _form_of(value: dict) -> dict[str, str] | None:
+    """What kind of dict it is, as JSON can hold it; None for one that is not known."""
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        known = type(value) is defaultdict and factory in _FACTORIES.values()
+        return {"type": "defaultdict", "of": "" if factory is None else factory.__name__} if known else None
+    if type(value) in _DICTS.values():
+        return {"type": type(value).__name__}
+    return {} if type(value) is dict else None
 
 
 def _on_host(value: Any, path: str) -> np.ndarray:
@@ -121,7 +135,10 @@ def _value(plain: Any, arrays: Any) -> Any:
     if "tuple" in plain:
         return tuple(_value(x, arrays) for x in plain["tuple"])
     if "dict" in plain:
-        return {_value(k, arrays): _value(v, arrays) for k, v in plain["dict"]}
+        entries = {_value(k, arrays): _value(v, arrays) for k, v in plain["dict"]}
+        if "of" in plain:
+            return defaultdict(_FACTORIES[plain["of"]], entries)
+        return _DICTS[plain["type"]](entries) if "type" in plain else entries
     if "bytes" in plain:
         return plain["bytes"].encode("latin-1")
     array = arrays[plain["array"]]

@@ -58,8 +58,8 @@ def png(figure: Figure) -> bytes:
 
 
 def points_of(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[int, float]]:
-    """Step and value of each row that has a finite value in a column."""
-    return [(row["step"], row[column]) for row in rows if row.get(column) is not None]
+    """Step and value of each row that has a finite number in a column."""
+    return [(row["step"], row[column]) for row in rows if isinstance(row.get(column), int | float)]
 
 
 def plot_curves(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> str:

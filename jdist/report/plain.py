@@ -26,6 +26,38 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def tree_to_plain(tree: Any) -> dict[str, Any]:
+    """A tree of dicts, tuples, lists and arrays for `json.dumps`, of which `tree_from_plain` gives back all, types too.
+
+    Example:
+        >>> tree_to_plain((np.array([1.5, np.inf], np.float32),))
+        {'tuple': [{'dtype': 'float32', 'shape': [2], 'values': [1.5, 'inf']}]}
+    """
+    if isinstance(tree, dict):
+        return {"dict": {name: tree_to_plain(each) for name, each in tree.items()}}
+    if isinstance(tree, tuple | list):
+        return {"tuple" if isinstance(tree, tuple) else "list": [tree_to_plain(each) for each in tree]}
+    array = np.asarray(tree)
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "values": to_plain(array.reshape(-1))}
+
+
+def tree_from_plain(plain: dict[str, Any]) -> Any:
+    """What `tree_to_plain` was given; numbers as arrays of no axis.
+
+    Example:
+        >>> tree_from_plain({"tuple": [{"dtype": "float32", "shape": [2], "values": [1.5, "inf"]}]})
+        (array([1.5, inf], dtype=float32),)
+    """
+    match plain:
+        case {"dict": each}:
+            return {name: tree_from_plain(value) for name, value in each.items()}
+        case {"tuple": each}:
+            return tuple(map(tree_from_plain, each))
+        case {"list": each}:
+            return list(map(tree_from_plain, each))
+    return np.array(from_plain(plain["values"]), plain["dtype"]).reshape(plain["shape"])
+
+
 def from_plain(value: Any) -> Any:
     """What `to_plain` was given.
 

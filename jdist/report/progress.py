@@ -161,8 +161,13 @@ def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
-    """Metrics on one line: `loss 0.3124  accuracy 0.91`."""
-    return "  ".join(f"{name} {readable(value)}" for name, value in metrics.items())
+    """Metrics on one line, `loss 0.3124  accuracy 0.91`, arrays left out."""
+    return "  ".join(f"{name} {readable(value)}" for name, value in numbers(metrics).items())
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of some metrics that are one number, and no array."""
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def readable(value: float) -> str:

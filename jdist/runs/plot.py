@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jdist.report.curves import EPOCH, EVAL, NOT_MEASURED, new_figure, png, points_of
 from jdist.report.files import write_atomically
@@ -11,6 +12,8 @@ from jdist.report.metrics_file import Row
 
 _MOST_PANELS = 6
 _DISTINCT = 10  # colours that people tell apart
+_EVALUATION: dict[str, Any] = {"marker": "o", "markersize": 3.5}
+_TRAINING: dict[str, Any] = {"alpha": 0.4, "linewidth": 1}
 
 
 def plot_runs(
@@ -18,7 +21,7 @@ def plot_runs(
 ) -> str:
     """Draw each metric of several runs into a panel of its own.
 
-    Evaluations are drawn where a run has any; else what was measured in training.
+    Evaluations are drawn where a run has any, over what was measured in training, which is faint; else that alone.
 
     Args:
         runs: the rows of each run's metrics.jsonl, by what to call it.
@@ -43,6 +46,7 @@ def plot_runs(
     if figure is None:
         return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
     many = len(runs) > _DISTINCT
+    legend, faint = {}, False
     for panel, metric in zip(figure.panels, metrics, strict=True):
         for i, (label, rows) in enumerate(runs.items()):
             held_out = points_of(rows, EVAL + metric)
@@ -50,13 +54,18 @@ def plot_runs(
             if held_out:
                 training = points_of(rows, metric)
                 if training and not many:
-                    panel.plot(*zip(*training, strict=True), color=color, alpha=0.25, linewidth=1)
-                panel.plot(*zip(*held_out, strict=True), color=color, marker="o", markersize=3.5, label=label)
+                    faint = True
+                    panel.plot(*zip(*training, strict=True), color=color, **_TRAINING)
+                legend[label] = panel.plot(*zip(*held_out, strict=True), color=color, label=label, **_EVALUATION)[0]
             elif training := points_of(rows, metric):
-                panel.plot(*zip(*training, strict=True), color=color, linewidth=1, label=f"{label}, training")
+                legend[label] = panel.plot(*zip(*training, strict=True), color=color, linewidth=1, label=label)[0]
         panel.set_ylabel(metric)
-    figure.panels[0].set_title(title)
+    first = figure.panels[0]
+    first.set_title(title)
+    if faint:  # what the colours do not say
+        for name, style in (("evaluation", _EVALUATION), ("training", _TRAINING)):
+            legend[name] = first.plot([], [], color="grey", label=name, **style)[0]
     # Beside the first panel, so that it hides no curve however many runs there are.
-    figure.panels[0].legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    first.legend(handles=list(legend.values()), frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     write_atomically(path, png(figure))
     return f"curves: {path}"

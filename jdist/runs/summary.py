@@ -16,9 +16,11 @@ from jdist.experiment.load import load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
-from jdist.report.curves import EVAL
+from jdist.report.better import Mode, better
+from jdist.report.curves import EVAL, points_of
 from jdist.report.metrics_file import Row, read_rows
 from jdist.report.plain import to_plain
+from jdist.report.progress import numbers
 from jdist.run_lock import is_held
 
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
@@ -56,28 +58,24 @@ class RunSummary:
         """The evaluation metric that matters: `checkpoint.best`, else the loss."""
         return self.config.checkpoint.best or "loss"
 
-    def mode(self, metric: str) -> Literal["max", "min"]:
-        """Whether the greatest or the least value of a metric is the best."""
-        return self.config.checkpoint.mode if metric == self.config.checkpoint.best else "min"
-
     def evaluated(self, metric: str) -> list[tuple[int, float]]:
         """The step and the value of each evaluation, where the value is finite."""
-        return [(row["step"], row[EVAL + metric]) for row in self.rows if row.get(EVAL + metric) is not None]
+        return points_of(self.rows, EVAL + metric)
 
     def last(self, metric: str) -> float | None:
         """The value of the last evaluation; NaN where it was not finite, None without one."""
-        found = [row[EVAL + metric] for row in self.rows if EVAL + metric in row]
+        found = [row[EVAL + metric] for row in self.rows if not isinstance(row.get(EVAL + metric, []), list)]
         return None if not found else math.nan if found[-1] is None else found[-1]
 
-    def best(self, metric: str, mode: Literal["max", "min"] | None = None) -> float | None:
-        """The best value of all evaluations."""
+    def best(self, metric: str, mode: Mode | None = None) -> float | None:
+        """The best value of all evaluations; the least, where nobody says which is better."""
         found = [value for _, value in self.evaluated(metric)]
-        choose = max if (mode or self.mode(metric)) == "max" else min
+        choose = max if (mode or mode_of(self.config, metric)) == "max" else min
         return choose(found) if found else None
 
     def last_metrics(self) -> dict[str, float]:
-        """Every metric's last value, those of training first."""
-        return {k: v for row in self.rows for k, v in row.items() if k not in ("step", "examples") and v is not None}
+        """Every metric's last value, those of training first; arrays are left out."""
+        return {k: v for row in self.rows for k, v in numbers(row).items() if k not in ("step", "examples")}
 
     def as_json(self) -> dict[str, Any]:
         """The run as plain values."""
@@ -96,6 +94,11 @@ class RunSummary:
             "time_s": self.time_s,
             "changed_at": self.changed_at.isoformat(timespec="seconds"),
         }
+
+
+def mode_of(config: Config, metric: str) -> Mode | None:
+    """Whether the greatest or the least value of a metric is the best: as the config says, else its name; None: neither."""
+    return config.checkpoint.mode if metric == config.checkpoint.best else better(metric)
 
 
 def read_run(path: Path) -> RunSummary:

@@ -11,13 +11,14 @@ from jdist.experiment.config import Config
 from jdist.experiment.describe import flow
 from jdist.experiment.load import dotted, leaves, load
 from jdist.experiment.record import RunFolder
+from jdist.experiment.sources import changed_sources
 from jdist.experiment.validate import validate
 from jdist.report.files import writing
 from jdist.report.progress import duration
 from jdist.runs.child import Stop, run_child
 from jdist.runs.grid import Point, parse_grid, points
 from jdist.runs.outcome import Ranking, write_outcome
-from jdist.runs.summary import RunSummary, read_run
+from jdist.runs.summary import RunSummary, mode_of, read_run
 from jdist.runs.table import figure
 
 # A run works these out, and writes them down with its config.
@@ -42,14 +43,14 @@ def sweep(
         grid: `KEY=V1,V2,...` each.
         name: of the sweep; NAME-sweep of the config if None.
         metric: evaluation metric to sort by; `checkpoint.best` of the config, else the loss, if None.
-        mode: "max" or "min"; as the config says of `checkpoint.best`, else "min", if None.
+        mode: "max" or "min"; as the config says of `checkpoint.best`, else as the metric's name says, if None.
         fresh: run those again that have finished.
 
     Returns:
         The exit code: 0 if all finished, 1 if some failed, 130 or 143 if it was stopped.
 
     Raises:
-        ConfigError: the config, the grid or an option is not right, or a folder holds another run.
+        ConfigError: the config, the grid or an option is not right, or a folder holds a run of another config or source.
     """
     trials = points(parse_grid(grid))
     base = validate(load(config, [*overrides, *trials[0].overrides]))
@@ -63,6 +64,8 @@ def sweep(
     done: dict[Point, RunSummary] = {}
     if not fresh:
         done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
+        for trial in trials:
+            _check_source(RunFolder(folder / trial.name), wanted[trial])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     count = "1 run" if len(trials) == 1 else f"{len(trials):,} runs"
@@ -98,14 +101,31 @@ def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
     """What the command line says, else the config.
 
     Raises:
-        ConfigError: the mode is neither of the two.
+        ConfigError: the mode is neither of the two, or nobody says which.
     """
-    best = config.checkpoint.best
-    metric = metric or best or "loss"
-    found = mode or (config.checkpoint.mode if metric == best else "min")
+    metric = metric or config.checkpoint.best or "loss"
+    found = mode or mode_of(config, metric)
+    if found is None:
+        raise ConfigError(
+            f"--metric {metric}: its name does not say whether more or less is better. Say --mode max or min."
+        )
     if found not in ("max", "min"):
         raise ConfigError(f"--mode is {mode!r}; it must be max or min.")
     return Ranking(metric=metric, mode=found)
+
+
+def _check_source(folder: RunFolder, config: Config) -> None:
+    """Refuses a run that other source has made, finished or not: it cannot be compared with those to come.
+
+    Raises:
+        ConfigError: names the files.
+    """
+    changed = changed_sources(config.task.make, folder.source)
+    if changed:
+        raise ConfigError(
+            f"{folder.path}: holds a run of other source of the task: {', '.join(changed)} has changed (as it was: "
+            f"{folder.source}). Give the sweep another --name, or say --fresh, which keeps the old folders."
+        )
 
 
 def _finished(path: Path, wanted: Config) -> RunSummary | None:

@@ -1,8 +1,8 @@
-"""Walks the tutorial as its reader does: saves its files, gives its commands in one shell, and compares what they print.
+"""Walks a page as its reader does: saves its files, gives its commands in one shell, and compares what they print.
 
-    python tests/docs/walk.py [--install] [--until HEADING]
+    python tests/docs/walk.py [--page docs/tasks.md] [--install] [--until HEADING]
 
-In an empty folder, with the `jdist` of this Python; `--install` begins with the tutorial's own installation, in this folder.
+In an empty folder, with the `jdist` of this Python; `--install` begins with the page's own installation, in this folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def agrees(said: str, shown: str) -> bool:
     return not shown or re.search(pattern, said, re.DOTALL) is not None
 
 
-def walk(folder: Path, *, until: str | None = None, install: bool = False) -> list[str]:
+def walk(folder: Path, *, guide: Path = TUTORIAL, until: str | None = None, install: bool = False) -> list[str]:
     """Walks the page in a folder.
 
     Returns:
@@ -70,7 +70,7 @@ def walk(folder: Path, *, until: str | None = None, install: bool = False) -> li
     Raises:
         RuntimeError: a command failed.
     """
-    page = blocks(TUTORIAL.read_text(), until)
+    page = blocks(guide.read_text(), until)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         ["bash", "-c", script(page, install=install)],
@@ -83,11 +83,11 @@ def walk(folder: Path, *, until: str | None = None, install: bool = False) -> li
         check=False,
     )
     if ended.returncode:
-        raise RuntimeError(f"a command of the tutorial ended with exit code {ended.returncode}:\n{ended.stdout}")
+        raise RuntimeError(f"a command of {guide.name} ended with exit code {ended.returncode}:\n{ended.stdout}")
     printed = ended.stdout.split("--- done\n")
     pairs = zip(printed, expected(page, install=install), strict=False)
     return [
-        f"the tutorial shows\n{shown}\nand its commands print\n{said}"
+        f"{guide.name} shows\n{shown}\nand its commands print\n{said}"
         for said, shown in pairs
         if not agrees(said, shown)
     ]
@@ -95,13 +95,14 @@ def walk(folder: Path, *, until: str | None = None, install: bool = False) -> li
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--install", action="store_true", help="begin with the tutorial's installation")
+    parser.add_argument("--install", action="store_true", help="begin with the page's installation")
+    parser.add_argument("--page", type=Path, default=TUTORIAL)
     parser.add_argument("--until", help="the heading to stop before")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as empty:
         folder = Path.cwd() if arguments.install else Path(empty)
-        wrong = walk(folder, until=arguments.until, install=arguments.install)
-    print("\n".join(wrong) or "the tutorial does what it says")
+        wrong = walk(folder, guide=arguments.page, until=arguments.until, install=arguments.install)
+    print("\n".join(wrong) or f"{arguments.page.name} does what it says")
     return bool(wrong)
 
 

@@ -45,6 +45,23 @@ def test_what_a_run_would_be_refused_for_is_refused(jdist_run, override, said):
     assert everything() == before
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("{local_workers: 0}", "`local_workers` is 0; it must be a whole number of at least 1"),
+        ("{local_ps: 1, ps_replicas: 2}", "`ps_replicas` is 2 and there is 1 parameter server"),
+        ("{backup_workers: 1}", '`backup_workers` is for `mode="sync"`'),
+        ("{mode: sync, backup_workers: 2}", "`backup_workers` is 2, and there are 2 workers"),
+        ("{mode: sync, devices_per_worker: 2}", "`devices_per_worker` is 2, and synchronous mode has one gradient"),
+    ],
+)
+def test_options_of_a_parameter_server_are_looked_at_without_one(jdist_run, monkeypatch, options, said):
+    monkeypatch.setattr("subprocess.Popen", None)  # nothing is started
+    code, _, err = jdist_run("--dry-run", f"strategy={options.replace('{', '{name: parameter_server, ')}")
+    assert code == 2
+    assert said in err
+
+
 def test_it_looks_at_the_run_that_is_there(jdist_run):
     assert jdist_run("train.steps=8")[0] == 0
     stamps = {path: os.stat(path).st_mtime_ns for path in everything()}

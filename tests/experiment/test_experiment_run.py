@@ -12,9 +12,7 @@ import toy_regression
 from toy_regression import CONFIG
 
 from jdist.cli import main
-from jdist.errors import StepError
 from jdist.experiment.load import load
-from jdist.experiment.measured import newest
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
 from jdist.loop.measure import measure
@@ -237,15 +235,6 @@ def test_an_evaluation_batch_larger_than_the_data_is_all_of_it(jdist_run):
     parts, whole = rows_of("runs/parts")[-1], rows_of("runs/whole")[-1]
     assert whole["eval/loss"] == pytest.approx(parts["eval/loss"], rel=1e-5)
     assert whole["eval/close"] == pytest.approx(parts["eval/close"], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"), [(3.0, "returned float for metrics"), ({"a": np.zeros(3)}, "'a' with 3 values")]
-)
-def test_metrics_that_are_no_scalars_are_refused(metrics, message):
-    with pytest.raises(StepError, match=message):
-        newest(metrics, steps_per_call=1)
-    assert newest({"a": np.arange(4), "loss": np.ones(4)}, steps_per_call=4) == {"loss": 1.0, "a": 3.0}
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(jdist_run, usual):

@@ -1,6 +1,6 @@
 import sys
 
-from jdist.experiment.sources import digest, folder_sources, task_sources
+from jdist.experiment.sources import changed_sources, digest, folder_sources, task_sources
 
 
 def test_a_task_of_a_package_is_all_that_was_loaded_of_it(tmp_path, monkeypatch):
@@ -17,6 +17,24 @@ def test_a_task_of_a_package_is_all_that_was_loaded_of_it(tmp_path, monkeypatch)
     assert list(found) == ["a_package/__init__.py", "a_package/inner/__init__.py", "a_package/inner/task.py"]
     for name in [name for name in sys.modules if name.startswith("a_package")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_file_that_was_changed_or_is_gone_is_named(tmp_path, monkeypatch):
+    for root in ("there", "copies"):
+        folder = tmp_path / root / "b_package"
+        folder.mkdir(parents=True)
+        for name in ("__init__", "same", "changed", "gone"):
+            (folder / f"{name}.py").write_text("")
+    (tmp_path / "there/b_package/changed.py").write_text("raise SystemExit  # it is not imported\n")
+    (tmp_path / "there/b_package/gone.py").unlink()
+    (tmp_path / "there/b_package/new.py").write_text("")
+    monkeypatch.chdir(tmp_path / "there")
+    copies = tmp_path / "copies"
+    assert changed_sources("b_package.changed:make", copies) == ["b_package/changed.py", "b_package/gone.py"]
+    assert changed_sources("no_such_package:make", tmp_path / "none") == []
+    (copies / "alone.py").write_text("1")
+    (tmp_path / "there/alone.py").write_text("2")
+    assert "alone.py" in changed_sources("alone:make", copies)
 
 
 def test_what_comes_with_jdist_is_in_its_own_digest():

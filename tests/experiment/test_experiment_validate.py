@@ -38,12 +38,30 @@ def test_defaults_are_filled_in(check):
     assert config.strategy.name == "mirrored"
     assert config.train.seed == 0
     assert config.log.folder == "runs"
+    assert config.checkpoint.mode is None
     assert config.model_dump()["train"]["optimizer"] == {"name": "adamw", "learning_rate": 1e-3, "scaling": None}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        (["checkpoint.best=loss"], "min"),
+        (["checkpoint.best=mean_absolute_error"], "min"),
+        (["checkpoint.best=accuracy"], "max"),
+        (["checkpoint.best=loss", "checkpoint.mode=max"], "max"),
+    ],
+)
+def test_which_checkpoint_is_the_best_its_metrics_name_says(check, overrides, mode):
+    assert check(*overrides).checkpoint.mode == mode
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "checkpoint.best=close",
+            'checkpoint.mode: whether more or less of "close" is better its name does not say (a.yaml). Say max or min.',
+        ),
         ("train.step=3", "train.step: no such key (override train.step=3). Did you mean train.steps?"),
         ("steps=3", "steps: no such key (override steps=3). Did you mean train.steps?"),
         ("trian.steps=3", "trian: no such key (a.yaml). Did you mean train?"),

@@ -264,8 +264,8 @@ def test_an_interrupt_ends_the_run_and_nothing_else(kernel):
 import os, time, jdist
 survivor = object()
 def wait_or_not(wait, catches=False):
-    print("pid", os.getpid(), flush=True)
     try:
+        print("pid", os.getpid(), flush=True)  # the interrupt may come at once
         while wait:
             time.sleep(0.05)
     except KeyboardInterrupt:

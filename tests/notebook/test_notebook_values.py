@@ -1,5 +1,7 @@
 """Plain values in a file."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,9 @@ def through_a_file(tmp_path, value):
         (1, [2, (3,)]),
         {"a": {1: "x", (2, "b"): None}},
         {},
+        collections.OrderedDict(b=1, a=2),
+        collections.Counter("abca"),
+        collections.defaultdict(list, {"a": [1], "b": collections.defaultdict(None, {(1,): 2})}),
     ],
     ids=repr,
 )
@@ -63,7 +68,11 @@ def test_arrays_of_jax_become_numpys_where_they_are_allowed(tmp_path):
     assert values.kind(refused.value.value) == "a jax.Array"
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), 1j, jax.random.key(0), {object(): 1}])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, np.array([object()]), 1j, jax.random.key(0), {object(): 1}, np.ma.ones(3)]
+    + [collections.defaultdict(lambda: 1), type("Own", (dict,), {})(a=1)],
+)
 def test_what_is_not_plain(value):
     with pytest.raises(values.NotPlain):
         values.check([value], jax_arrays=True)

@@ -10,7 +10,7 @@ from jdist.runs.summary import RunSummary
 
 
 def run_of(losses):
-    config = SimpleNamespace(checkpoint=SimpleNamespace(best=None, mode="max"))
+    config = SimpleNamespace(checkpoint=SimpleNamespace(best=None, mode=None))
     rows = [{"step": i, "eval/loss": loss} for i, loss in enumerate(losses)]
     when = datetime.datetime(2020, 1, 1)
     return RunSummary(

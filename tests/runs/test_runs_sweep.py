@@ -74,11 +74,31 @@ def test_stopped_it_saves_and_the_same_command_goes_on(jdist, in_processes):
     assert f"going on from step {said[1]}" in log.read_text()
 
 
+def test_a_run_of_other_source_is_refused_by_a_sweep_and_a_run_that_goes_on_says_so(jdist):
+    made = ["name=seed-0", "log.folder=runs/toy-sweep", "train.seed=0"]
+    assert jdist("run", "toy.yaml", *made, "train.steps=8")[0] == 0
+    copy = Path("runs/toy-sweep/seed-0/source/toy_regression.py")
+    copy.write_text("# another model\n")
+    for _ in range(2):  # finished, and then not
+        code, _, err = jdist("sweep", "toy.yaml", "train.steps=8", "--grid", "train.seed=0")
+        assert code == 2
+        assert f"toy_regression.py has changed (as it was: {copy.parent})" in err
+        copy.parents[1].joinpath("result.json").unlink(missing_ok=True)
+    code, out, _ = jdist("run", "toy.yaml", *made, "train.steps=12")
+    assert code == 0
+    assert "warning: the task's source has changed since then, and steps from here on are its: toy_regression.py" in out
+    assert "warning" not in jdist("run", "toy.yaml", *made, "train.steps=16")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["toy.yaml"], "needs something to try"),
         (["toy.yaml", "--grid", "train.stps=1,2"], "Did you mean train.steps?"),
+        (
+            ["toy.yaml", "checkpoint.best=null", "--grid", "train.seed=1", "--metric", "close"],
+            "--metric close: its name does not say whether more or less is better",
+        ),
         (["toy.yaml", "--grid", "train.seed=1", "--mode", "least"], "--mode is 'least'; it must be max or min."),
     ],
 )

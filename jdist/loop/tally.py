@@ -134,7 +134,7 @@ class Tally:
         notes = {}
         for epoch, totals in sorted(self._epochs.items()):
             weight, sums = totals.together(cluster)
-            contributed = {name: self._kept(name, total) for name, total in totals.contributed.items()}
+            contributed = {name: _kept(self._metrics[name].zero, total) for name, total in totals.contributed.items()}
             notes[str(epoch)] = {"weight": weight, "sums": to_plain(sums), "contributed": contributed}
         return notes
 
@@ -146,19 +146,10 @@ class Tally:
             totals.weight = note["weight"] if is_one else 0.0
             totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
             totals.contributed = {
-                name: self._found(name, kept) for name, kept in note["contributed"].items() if name in self._metrics
+                name: _found(self._metrics[name].zero, kept)
+                for name, kept in note["contributed"].items()
+                if name in self._metrics
             }
-
-    def _kept(self, name: str, total: PyTree) -> dict[str, Any]:
-        """A total as plain JSON values: its leaves where it is of its zero's form, as that may hold any types."""
-        leaves, structure = jax.tree.flatten(total)
-        return tree_to_plain(leaves if structure == jax.tree.structure(self._metrics[name].zero) else total)
-
-    def _found(self, name: str, kept: dict[str, Any]) -> PyTree:
-        """The total of which `_kept` made this."""
-        total, structure = tree_from_plain(kept), jax.tree.structure(self._metrics[name].zero)
-        leaves = jax.tree.leaves(total)
-        return jax.tree.unflatten(structure, leaves) if len(leaves) == structure.num_leaves else total
 
     def _is_of(self, metric: Metric, measured: Any) -> bool:
         """Whether all that a step returned is a metric's contribution; one that keeps rows is not of its zero's form."""
@@ -246,6 +237,25 @@ class _Totals:
                 self.sums[name] = self.sums.get(name, 0.0) + weight * float(value)
             else:
                 self.sums.setdefault(name, 0.0)
+
+
+def _kept(zero: PyTree, total: PyTree) -> dict[str, Any]:
+    """A total as plain JSON values: the leaves of what is of its zero's form, as that may be of any types."""
+    leaves, structure = jax.tree.flatten(total)
+    if structure == jax.tree.structure(zero):
+        return tree_to_plain(leaves)
+    if isinstance(zero, Mapping):
+        return {"dict": {name: _kept(zero[name], each) for name, each in total.items()}}
+    return tree_to_plain(total)
+
+
+def _found(zero: PyTree, kept: dict[str, Any]) -> PyTree:
+    """The total of which `_kept` made this."""
+    total, structure = tree_from_plain(kept), jax.tree.structure(zero)
+    leaves = jax.tree.leaves(total)
+    if len(leaves) == structure.num_leaves:
+        return jax.tree.unflatten(structure, leaves)
+    return {name: _found(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
 
 
 def _weights(batch: PyTree) -> Any:

@@ -196,19 +196,22 @@ def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     """The saved value as a leaf like `like`."""
     if type(like) in SCALARS:
         return type(like)(cast(path, array, np.array(like).dtype).item())
-    if key is not None:
-        return put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), like.sharding)
-    array = cast(path, array, like.dtype)
     if is_spread(like):
-        return spread_like(array, like)
+        return spread_like(cast(path, array, like.dtype), like)
+    # What JAX may place as it likes stays so: on a fixed device the first two steps would compile.
+    is_free = isinstance(like, jax.Array) and not like.committed
+    sharding = None if is_free or isinstance(like, np.ndarray | np.generic) else like.sharding
+    if key is not None:
+        return put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), sharding)
+    array = cast(path, array, like.dtype)
     if isinstance(like, (np.ndarray, np.generic)):
         return array if isinstance(like, np.ndarray) else array[()]
     if like.weak_type and array.shape == ():
         # A Python number is the public way to a weak type; without it the resumed step compiles a second time.
-        weak = put(array.item(), like.sharding)
+        weak = put(array.item(), sharding)
         if weak.dtype == like.dtype:
             return weak
-    return put(array, like.sharding)
+    return put(array, sharding)
 
 
 def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -182,6 +182,26 @@ def test_a_resumed_step_does_not_compile_again(tmp_path):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("strategy", ["default", "one_device", "mirrored"])
+def test_a_resumed_step_of_a_strategy_compiles_once(tmp_path, strategy, compiled):
+    strategy = jdist.make_strategy(strategy)
+
+    @jdist.distribute(strategy)
+    def step(state, batch):
+        return {"w": state["w"] + batch["x"].mean(), "key": state["key"]}, {}
+
+    state = strategy.init(lambda: {"w": jnp.zeros(3), "key": jax.random.key(0)})
+    batch = {"x": np.ones(8, np.float32)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        state = checkpoints.restore(state).state
+    state, _ = step(state, batch)
+    compiled.clear()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert compiled == []
+
+
 @pytest.mark.parametrize(
     ("like", "words"),
     [

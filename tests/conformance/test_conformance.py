@@ -95,7 +95,8 @@ def test_equals_one_device_in_16_bits(strategy: str, family: str, option: str, o
     assert run.compilations_after_first_call == 0
     assert run.shardings_kept
     assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {np.dtype("float32")}
-    losses, params = TOLERANCES_IN_16_BITS[options["precision"].name]
+    # What a compressed all-reduce rounds comes on top of what 16 bits do.
+    losses, params = np.add(TOLERANCES_IN_16_BITS[options["precision"].name], COMPRESSED.get(strategy, (0, 0)))
     np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
     if optimizer == "sgd":
         for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):

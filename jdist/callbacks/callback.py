@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from jdist.report.history import History
+import numpy as np
+
+from jdist.errors import StepError
+from jdist.report.history import OF_ROWS, History
 
 if TYPE_CHECKING:
     from jdist.strategy import Strategy
@@ -76,7 +79,7 @@ class Moment:
         measure: gives `metrics`.
     """
 
-    event: Literal["resume", "start", "step", "eval", "epoch", "row", "end"]
+    event: Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
     step: int
     steps_in_call: int
     total_steps: int | None
@@ -104,7 +107,16 @@ class Moment:
         return self.strategy.cluster is None or self.strategy.cluster.is_chief
 
     def log(self, **values: Any) -> None:
-        """Adds numbers, or scalar arrays, to the row of this moment, if it has one."""
+        """Adds numbers, or scalar arrays, to the row of this moment, if it has one.
+
+        Raises:
+            StepError: a value is no number, or its name is one that rows have themselves.
+        """
+        for name, value in values.items():
+            if name in OF_ROWS:
+                raise StepError(f"moment.log: rows have {name!r} themselves. Choose another name.")
+            if isinstance(value, str) or np.ndim(value) != 0:
+                raise StepError(f"moment.log: {name!r} is {value!r:.80}; give one number.")
         if self.row is not None:
             self.row.update({name: float(value) for name, value in values.items()})
 
@@ -131,8 +143,8 @@ On = Callable[[Moment], Any]
 class Callback:
     """Functions that `jdist.fit` calls, each with a `Moment`; those left out are not called.
 
-    After each call of the step come, where they are due, in this order: `on_eval`, `on_epoch`, `on_step`, `on_row`; of each
-    those of all callbacks, in their order. Any may answer `Stop("why")`.
+    After each call of the step come, where they are due, in this order: `on_eval`, `on_epoch`, `on_step`, `on_row`,
+    `on_save`; of each those of all callbacks, in their order. Any may answer `Stop("why")`.
 
     Attributes:
         on_resume: before all others; may answer a `Resume`.
@@ -141,6 +153,8 @@ class Callback:
         on_eval: after each evaluation.
         on_epoch: after each epoch.
         on_row: with each row that is logged, complete.
+        on_save: after each call of the step, once all callbacks have seen it: what is saved here, what they keep included, is
+            of one moment.
         on_end: at the end, also after an interrupt or a `Stop`; may answer a `Return`.
         close: at the very end, also after an error; without arguments.
         keeps: what is saved with the state, under `name`.
@@ -161,6 +175,7 @@ class Callback:
     on_eval: On | None = None
     on_epoch: On | None = None
     on_row: On | None = None
+    on_save: On | None = None
     on_end: On | None = None
     close: Callable[[], None] | None = None
     keeps: Keeps | None = None

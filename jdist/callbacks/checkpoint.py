@@ -93,7 +93,7 @@ def checkpoint(
         rows = _rows_of(restored, history, folder)
         with together("opening the history", _WAIT_S, cluster):
             if moment.is_chief:
-                history.begin(rows[:-1])
+                history.begin(rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
@@ -124,20 +124,18 @@ def checkpoint(
         moment.strategy.check(state)
         if moment.kept:
             state = WithKept(fetched(state), {name: each.get() for name, each in moment.kept.items()})
-        before, newest = notes["rows"][:-1], notes["rows"][-1:]  # later callbacks of this moment may add to the newest
+        rows = notes["rows"]
         with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
             if moment.is_chief:
-                history.extend(before)
-        notes |= {"rows": newest, "rows_before": len(before)}
+                history.extend(rows)
+        notes |= {"rows": len(rows)}
         opened[0].save(moment.step, state, data=moment.data(), metrics=metrics, metadata=notes)
 
-    def on_eval(moment: Moment) -> None:
-        assert best is not None
-        save(moment, {best: value_of("checkpoint", best, moment)})
-
-    def on_step(moment: Moment) -> None:
+    def on_save(moment: Moment) -> None:
         before = moment.step - moment.steps_in_call
-        if every is not None and moment.step // every > before // every and moment.step > saved[0]:
+        if best is not None and any(name.startswith("eval/") for name in moment.row or ()):
+            save(moment, {best: value_of("checkpoint", best, moment)})
+        elif every is not None and moment.step // every > before // every and moment.step > saved[0]:
             save(moment, {})
 
     def on_end(moment: Moment) -> Return | None:
@@ -155,8 +153,7 @@ def checkpoint(
 
     return Callback(
         on_resume=on_resume,
-        on_eval=None if best is None else on_eval,
-        on_step=on_step,
+        on_save=on_save,
         on_end=on_end,
         close=close,
         name="checkpoint",
@@ -169,14 +166,14 @@ def _rows_of(restored: Restored | None, history: RowsFile, folder: Path) -> list
     """The rows of the history up to a checkpoint."""
     if restored is None:
         return []
-    count = int(restored.metadata.get("rows_before", 0))
+    count = int(restored.metadata["rows"])
     rows = history.read(count)
     if len(rows) < count:
         _warn(
             folder / _HISTORY,
             f"has {len(rows):,} of the {count:,} rows up to step {restored.step}; the others are lost.",
         )
-    return [*rows, *restored.metadata.get("rows", [])]
+    return rows
 
 
 def _warn(path: Path, text: str) -> None:

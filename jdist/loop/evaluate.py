@@ -59,7 +59,7 @@ def evaluate(
         >>> jdist.evaluate(eval_step, 0.5, {"x": np.arange(5, dtype=np.float32)}, global_batch=2)
         {'loss': 1.5}
     """
-    strategy = strategy_of(step, strategy)
+    strategy = strategy_of(step, strategy, state)
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
     measured = measure(eval_step, state, feed.batches, strategy.cluster, metrics_of(step, metrics))
@@ -98,7 +98,7 @@ def predict(
         >>> jdist.predict(lambda w, batch: w * batch["x"], 2.0, {"x": np.arange(5)}, global_batch=2)
         array([0., 2., 4., 6., 8.], dtype=float32)
     """
-    strategy = strategy_of(step, strategy)
+    strategy = strategy_of(step, strategy, state)
     predict_step = eval_step_of(step, strategy, call="jdist.predict", returns="examples")
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
     if not isinstance(feed.batches, DistributedDataset):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdist.callbacks.callback import Callback
@@ -44,6 +44,28 @@ def names_of(step: Distributed, state: PyTree, feed: Feed, metrics: Metrics) -> 
     return names
 
 
+def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: frozenset[str] | None) -> None:
+    """Refuses a metric of which no step returns a contribution.
+
+    Args:
+        metrics: as for `Tally`.
+        trained: the names of what the train step measures; None: not known yet.
+        evaluated: those of an evaluation.
+
+    Raises:
+        StepError: says what is returned.
+    """
+    if not isinstance(metrics, Mapping) or trained is None or evaluated is None:
+        return
+    there = sorted(trained | evaluated)
+    for name in metrics:
+        if name not in there:
+            raise StepError(
+                f"`metrics` has {name!r}, which no step returns; they return {', '.join(map(repr, there))}."
+                f"{did_you_mean(name, there)} Let one return `{{{name!r}: metric.update(...)}}`, or leave it out."
+            )
+
+
 def check_watched(
     callbacks: Sequence[Callback],
     *,
@@ -71,7 +93,7 @@ def check_watched(
                     "`eval_step`, or take a metric of training, such as 'epoch/loss'."
                 )
             names = evaluated if is_eval else trained
-            if names is None or _may_log(callbacks, is_eval=is_eval):
+            if names is None or _may_log(callbacks):
                 continue
             prefix = _EVAL if is_eval else _EPOCH if metric.startswith(_EPOCH) else ""
             name = metric.removeprefix(prefix)
@@ -83,7 +105,7 @@ def check_watched(
                 )
 
 
-def _may_log(callbacks: Sequence[Callback], *, is_eval: bool) -> bool:
+def _may_log(callbacks: Sequence[Callback]) -> bool:
     """Whether a callback may add to a row, by `moment.log`, before others look at it."""
-    told = [(c.on_eval,) if is_eval else (c.on_eval, c.on_epoch, c.on_step) for c in callbacks if c.logs]
+    told = [(c.on_eval, c.on_epoch, c.on_step) for c in callbacks if c.logs]
     return any(function is not None for functions in told for function in functions)

@@ -141,9 +141,7 @@ def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> 
         )
     if epochs is not None:
         return dataclasses.replace(source, epochs=epochs)
-    if steps is not None and source.epochs == 1:
-        return dataclasses.replace(source, epochs=None)
-    return source
+    return source if steps is None else dataclasses.replace(source, epochs=None)
 
 
 def is_arrays(data: Any) -> bool:

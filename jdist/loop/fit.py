@@ -19,7 +19,7 @@ from jdist.data.dataset import DistributedDataset
 from jdist.errors import StepError
 from jdist.loop.elsewhere import explained
 from jdist.loop.evaluation import Evaluation
-from jdist.loop.expected import check_watched, names_of
+from jdist.loop.expected import check_returned, check_watched, names_of
 from jdist.loop.feed import Feed, is_arrays, open_feed
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
@@ -65,14 +65,15 @@ def fit(
             a source, as for `strategy.distribute_datasets_from_function`; or a dataset that was distributed already.
         strategy: where the step runs; None: the step's own, else the current one.
         epochs: how often to go through the data; or give `steps`. Neither: once.
-        steps: how many optimiser updates to make, in as many passes over the data as it takes.
+        steps: how many optimiser updates to make, in as many passes over the data as it takes; with `steps_per_call` up to
+            a call more, where passes that are no multiple of it end in shorter calls.
         global_batch: rows of a step over all replicas, if `data` is arrays; the last of an epoch may have fewer, which are
             filled up and masked.
         shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
         steps_per_call: how many steps are compiled into one call; None: the step's own, else 1.
         eval_data: what to evaluate on, as `data`; arrays in batches of `global_batch`.
         eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
-        eval_every: how many steps lie between evaluations; None: an epoch. At the end always.
+        eval_every: how many steps lie between evaluations; None: an epoch. At the end as well, unless it was stopped before.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
         metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
             `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: the task's.
@@ -105,12 +106,10 @@ def fit(
     Source: `tf.keras.Model.fit`
     """
     _check_counts(epochs=epochs, steps=steps, steps_per_call=steps_per_call, eval_every=eval_every, log_every=log_every)
-    strategy = strategy_of(step, strategy)
+    strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
     metrics = metrics_of(step, metrics)
     per_call = train_step.options.steps_per_call
-    if steps is not None and steps % per_call:
-        raise StepError(f"`steps` is {steps}, which is no multiple of steps_per_call={per_call}. Choose one that is.")
     feed = open_feed(
         data,
         strategy,
@@ -141,13 +140,16 @@ def fit(
         cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
         stop = ends.enter_context(preemption(cluster, second="raise"))
         state = train_step.prepare(state, feed.batches.element_spec)
-        check_watched(
-            told,
-            trained=names_of(train_step, state, feed, metrics),
-            evaluated=None if evaluation is None else evaluation.names(state),
-            evaluates=evaluation is not None,
-        )
+        trained = names_of(train_step, state, feed, metrics)
+        evaluated = frozenset() if evaluation is None else evaluation.names(state)
+        check_returned(metrics, trained, evaluated)
+        check_watched(told, trained=trained, evaluated=evaluated, evaluates=evaluation is not None)
         run.start(state)
+        if steps is not None and (left := max(steps - run.step, 0)) % per_call:
+            raise StepError(
+                f"`steps` is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose other "
+                "`steps`, or another `steps_per_call`."
+            )
         passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
 
         def is_over() -> bool:

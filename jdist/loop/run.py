@@ -19,7 +19,7 @@ from jdist.strategy import Strategy
 from jdist.transforms.distributed import Distributed
 
 PyTree = Any
-Event = Literal["resume", "start", "step", "eval", "epoch", "row", "end"]
+Event = Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
 
 
 class Run:
@@ -62,7 +62,7 @@ class Run:
         self._per_call = train_step.options.steps_per_call
         self._tally = Tally(metrics, steps_per_call=self._per_call)
         self._keeps = _by_name(callbacks)
-        events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "end")
+        events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "save", "end")
         self._told = {event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events}
         self.state: PyTree = None
         self.step = self.epoch = self._before = 0
@@ -100,7 +100,7 @@ class Run:
     def _go_on(self, notes: Mapping[str, Any]) -> None:
         """Takes up what `Moment.notes` has noted."""
         self.epoch = int(notes.get("epoch", 0))
-        self.history.rows[:] = [from_plain(row) for row in notes.get("rows", [])]
+        self.history.rows[:] = [_row_from_plain(row) for row in notes.get("rows", [])]
         if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
             self._evaluated = self.history.rows[-1]["step"]
         self._tally.restore(notes.get("tally", {}), self._strategy.cluster)
@@ -141,17 +141,20 @@ class Run:
             row = self._with(None, "eval", measured)
             self._tell("eval", row, measured)
             self._tell_row(row)
+            self._tell("save", row)
         self._tell("end", None)
 
     def _settle(self, ended: Sequence[int]) -> None:
         """What is due after a call, or at the end of a pass."""
+        for epoch in ended[:-1]:  # of a call that spans several
+            self._end_early(epoch)
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
         row = self._row(self._tally.newest()) if is_last or self._is_due(self._log_every) else None
         told: list[tuple[Event, Measured]] = []
         if self._evaluate is not None and (bool(ended) if self._eval_every is None else self._is_due(self._eval_every)):
             self._evaluated = self.step
             told.append(("eval", self._evaluate(self.state)))
-        for epoch in ended:
+        for epoch in ended[-1:]:
             self.epoch = epoch + 1
             told.append(("epoch", self._tally.take(epoch, self._strategy.cluster)[0]))
         for event, measured in told:  # whole before anyone sees it, or saves it
@@ -160,6 +163,16 @@ class Run:
             self._tell(event, row, measured)
         if self.step > self._before:
             self._tell("step", row)
+        self._tell_row(row)
+        self._tell("save", row)
+
+    def _end_early(self, epoch: int) -> None:
+        """An epoch has ended within a call, which goes on in a later one: it has a row of its own."""
+        self.epoch = epoch + 1
+        measured, _ = self._tally.take(epoch, self._strategy.cluster)
+        row = self._with(None, "epoch", measured)
+        row["step"] = self.epoch * (self._feed.steps_per_epoch or 0)
+        self._tell("epoch", row, measured)
         self._tell_row(row)
 
     def _is_due(self, every: int) -> bool:
@@ -216,6 +229,11 @@ class Run:
             kept=self._keeps,
             measure=self._tally.newest if measured is None else lambda: measured,
         )
+
+
+def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the history; a list was an array."""
+    return {name: np.asarray(x) if isinstance(x, list) else x for name, x in from_plain(dict(row)).items()}
 
 
 def _by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jdist.errors import StepError, StrategyError
 from jdist.loop.tally import Metrics
 from jdist.loop.task import Task
@@ -16,22 +18,36 @@ from jdist.transforms.distribute import distribute
 from jdist.transforms.distributed import Distributed
 
 
-def strategy_of(step: Any, strategy: Strategy | None) -> Strategy:
+def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
     """The strategy to use: the one given, else the step's own, else the current one.
 
     Raises:
-        StrategyError: the step was distributed under another one, or `strategy` is none.
+        StrategyError: the step was distributed under another one, `strategy` is none, or nobody has named the one that has
+            laid the state out.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
     if not isinstance(step, Distributed):
-        return get_strategy() if strategy is None else strategy
+        return _current(state) if strategy is None else strategy
     if strategy is not None and strategy is not step.strategy:
         raise StrategyError(
             f"{step.__name__} is distributed under {step.strategy!r}, and `strategy` is {strategy!r}. Leave `strategy` out, "
             "or give the plain function."
         )
     return step.strategy
+
+
+def _current(state: Any) -> Strategy:
+    strategy = get_strategy()
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    devices = max((len(leaf.sharding.device_set) for leaf in arrays), default=1)
+    if strategy.num_replicas == 1 and devices > 1:
+        raise StrategyError(
+            f"`strategy` is missing: the state lies on {devices} devices, and the current strategy is {strategy!r}, which "
+            "would not divide the batch among them. Give the strategy that made the state; or `strategy=jdist.default()`, if "
+            "the arrays' own shardings are to say where the step runs."
+        )
+    return strategy
 
 
 def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) -> Distributed:

@@ -15,6 +15,7 @@ from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.global_arrays import local_rows
 from jdist.metrics import Metric
+from jdist.report.history import OF_ROWS, PREFIXES
 from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
 from jdist.transforms.trees import kind_of
 from jdist.values import PerReplica
@@ -167,6 +168,11 @@ class Tally:
                 '`{"loss": loss}`.'
             )
         for name, value in measured.items():
+            if name in OF_ROWS or name.startswith(PREFIXES):
+                raise StepError(
+                    f"{by} returned a metric of the name {name!r}, which the rows of a run have themselves. Choose another, "
+                    f"which is not {', '.join(map(repr, OF_ROWS))} and does not begin with {' or '.join(map(repr, PREFIXES))}."
+                )
             if isinstance(value, PerReplica):
                 raise StepError(
                     f"{by} returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
@@ -179,6 +185,7 @@ class Tally:
                 raise StepError(
                     f"{by} returned metric {name!r} of {shape}, not a scalar. If it is what a `jdist.metrics` metric "
                     f"contributes, say which: `metrics={{{name!r}: metric}}`."
+                    + (f" It has {', '.join(map(repr, self._metrics))}." if self._metrics else "")
                 )
 
     def _read(self, keep: int) -> None:

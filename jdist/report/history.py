@@ -14,6 +14,9 @@ from jdist.near import did_you_mean
 from jdist.report.curves import NOT_MEASURED, as_png
 from jdist.report.files import write_atomically
 
+# What rows hold besides metrics, whose names are others; and how those begin of which there is one a pass, not one a step.
+OF_ROWS, PREFIXES = ("step", "epoch", "time_s", "examples"), ("eval/", "epoch/")
+
 
 @dataclass(eq=False)
 class History:

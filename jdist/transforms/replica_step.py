@@ -22,7 +22,7 @@ from jdist.transforms.guard import Flags, Watched, guarded
 from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
-from jdist.transforms.results import METRIC, Traced, average, in_float32, kinds_of, sort_results
+from jdist.transforms.results import METRIC, Traced, average, differs, in_float32, kinds_of, sort_results
 from jdist.transforms.trees import check_same_state
 from jdist.values import own_state, with_own_state
 
@@ -77,8 +77,11 @@ class ProgramSpec:
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
             in_use = InUse(precision, self._loss_scale(state, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
+            given = jax.tree.leaves(own)  # before the step, which may change objects in place
             called = self.call.apply(self.step, own, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)
+            if self.options.may_update_state:
+                self.traced.changes_state |= differs(given, jax.tree.leaves(new_state))
         if precision is not None:
             outputs = in_float32(precision, outputs, trace)
         return with_own_state(state, new_state), outputs, Flags.of(trace)

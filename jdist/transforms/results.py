@@ -69,9 +69,13 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
         raise StepError(f"the step returned {got}, but `returns` is {returns!r}: write `return {', '.join(returns)}`.")
     if "state" in returns:
         i = returns.index("state")
-        before, state, result = state, result[i], result[:i] + result[i + 1 :]
-        traced.changes_state |= list(map(id, jax.tree.leaves(before))) != list(map(id, jax.tree.leaves(state)))
+        state, result = result[i], result[:i] + result[i + 1 :]
     return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
+
+
+def differs(given: list[Any], returned: list[Any]) -> bool:
+    """Whether any leaf of a returned state is another than the one that the step was given."""
+    return list(map(id, given)) != list(map(id, returned))
 
 
 def _check_pair(result: Any, state: PyTree) -> None:

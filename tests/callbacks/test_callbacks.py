@@ -44,17 +44,19 @@ class TestCallback:
         def note(moment: callbacks.Moment) -> None:
             told.append((moment.event, moment.step, moment.epoch))
 
-        names = ("on_start", "on_step", "on_eval", "on_epoch", "on_row", "on_end")
+        names = ("on_start", "on_step", "on_eval", "on_epoch", "on_row", "on_save", "on_end")
         everything = callbacks.Callback(**dict.fromkeys(names, note), close=lambda: told.append(("close", 0, 0)))
         fit(everything, epochs=1, global_batch=50, log_every=1, **EVAL)
         assert told == [
             ("start", 0, 0),
             ("step", 1, 0),
             ("row", 1, 0),
+            ("save", 1, 0),
             ("eval", 2, 1),
             ("epoch", 2, 1),
             ("step", 2, 1),
             ("row", 2, 1),
+            ("save", 2, 1),
             ("end", 2, 1),
             ("close", 0, 0),
         ]
@@ -69,6 +71,18 @@ class TestCallback:
         assert int(state.step) == 3
         assert history.stopped == "enough"
         assert ended == [(3, "enough")]
+
+    @pytest.mark.parametrize(
+        ("values", "text"),
+        [
+            ({"step": 1.0}, "rows have 'step' themselves"),
+            ({"a": np.ones(2)}, "'a' is"),
+            ({"a": "b"}, "give one number"),
+        ],
+    )
+    def test_what_is_logged_is_one_number_of_a_name_of_its_own(self, values, text):
+        with pytest.raises(StepError, match=text):
+            fit(lambda moment: moment.log(**values))
 
     def test_all_are_closed_after_an_error(self):
         closed = []
@@ -205,6 +219,44 @@ class TestCheckpoint:
         for history in (run(save), run(save)):  # and once more, when there is nothing left to do
             assert [{**row, "time_s": 0} for row in history.rows] == [{**row, "time_s": 0} for row in whole.rows]
 
+    @pytest.mark.parametrize("at", [5, 7, 8])
+    @pytest.mark.parametrize("best", [None, "eval/loss"])
+    def test_what_others_keep_and_log_is_saved_as_they_have_left_it(self, best, at, tmp_path):
+        def run(folder, *others):
+            ema = callbacks.ema(0.9)
+            told = (callbacks.checkpoint(folder, every=5, best=best), ema, callbacks.learning_rate_log(0.1), *others)
+            _, history = fit(*told, eval_every=5, log_every=3, **EVAL)
+            return np.asarray(ema.average()["w"]), [{**row, "time_s": 0} for row in history.rows]
+
+        def killed(moment):
+            if moment.step == at:
+                raise KeyError("killed")
+
+        average, rows = run(tmp_path / "whole")
+        with pytest.raises(KeyError, match="killed"):
+            run(tmp_path / "killed", killed)
+        for folder in ("killed", "whole"):  # the second has ended already
+            again, same = run(tmp_path / folder)
+            np.testing.assert_array_equal(again, average)
+            assert same == rows
+
+    def test_arrays_in_rows_are_arrays_after_a_resume_too(self, tmp_path):
+        matrix = jdist.metrics.confusion_matrix(2)
+
+        def counted(state, batch):
+            rows = (batch["x"][:, 0] > 0).astype(jnp.int32)
+            return {"cm": matrix.update(rows, rows, batch["mask"])}
+
+        for epochs in (1, 2):
+            _, history = fit(
+                callbacks.checkpoint(tmp_path),
+                epochs=epochs,
+                eval_data=HELD_OUT,
+                eval_step=counted,
+                metrics={"cm": matrix},
+            )
+        assert [row["cm"].sum() for row in history.evals] == [len(HELD_OUT["x"])] * 2
+
     def test_a_checkpoint_does_not_grow_with_the_run(self, tmp_path):
         def size(step: int) -> int:
             (folder,) = tmp_path.glob(f"step_{step:08}_save_*")
@@ -212,15 +264,15 @@ class TestCheckpoint:
 
         fit(callbacks.checkpoint(tmp_path, every=7, keep=9), epochs=6, log_every=1)
         assert size(42) < size(7) + 100
-        assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 41  # the newest row is in the checkpoint
+        assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 42
 
     def test_a_history_that_is_lost_is_told_and_the_run_goes_on(self, tmp_path):
         fit(callbacks.checkpoint(tmp_path), epochs=1, log_every=1)
         (tmp_path / "history.jsonl").unlink()
-        with pytest.warns(CheckpointWarning, match="has 0 of the 6 rows up to step 7; the others are lost"):
+        with pytest.warns(CheckpointWarning, match="has 0 of the 7 rows up to step 7; the others are lost"):
             state, history = fit(callbacks.checkpoint(tmp_path), log_every=1)
         assert int(state.step) == 14
-        assert [row["step"] for row in history.rows] == [*range(7, 15)]
+        assert [row["step"] for row in history.rows] == [*range(8, 15)]
         again = fit(callbacks.checkpoint(tmp_path), log_every=1)[1]
         assert again.rows == history.rows
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import jdist
+from jdist import callbacks
 from jdist.errors import DatasetError, NonFiniteError, StepError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,6 +68,47 @@ class TestEpochs:
         assert int(state.step) == 28
         np.testing.assert_allclose([row["loss"] for row in history.epochs], means, rtol=1e-5)
         assert [row["step"] for row in history.epochs] == [8, 16, 24, 28]
+
+    def test_epochs_that_end_in_one_call_have_a_row_each(self):
+        _, means = by_numpy(4, global_batch=16)
+        told = []
+        state, history = jdist.fit(
+            train_step,
+            create_state(),
+            DATA,
+            epochs=4,
+            global_batch=16,
+            steps_per_call=28,
+            callbacks=[callbacks.Callback(on_epoch=lambda moment: told.append((moment.epoch, moment.metrics["loss"])))],
+            **QUIET,
+        )
+        assert int(state.step) == 28
+        np.testing.assert_allclose(told, list(enumerate(means, 1)), rtol=1e-5)
+        assert [(row["step"], row["epoch"]) for row in history.epochs] == [(7, 1), (14, 2), (21, 3), (28, 4)]
+        np.testing.assert_allclose([row["loss"] for row in history.epochs], means, rtol=1e-5)
+
+    def test_steps_count_before_the_epochs_of_a_source(self):
+        source = jdist.data.from_arrays(DATA, global_batch=16, epochs=2)
+        state, _ = jdist.fit(train_step, create_state(), source, steps=20, **QUIET)
+        assert int(state.step) == 20
+
+    def test_steps_that_are_left_are_a_multiple_of_a_call(self, tmp_path):
+        def run(steps, steps_per_call):
+            kept = callbacks.checkpoint(tmp_path)
+            options = {
+                "global_batch": 16,
+                "steps": steps,
+                "steps_per_call": steps_per_call,
+                "callbacks": [kept],
+                **QUIET,
+            }
+            return jdist.fit(train_step, create_state(), DATA, **options)
+
+        run(10, 1)
+        with pytest.raises(StepError, match="`steps` is 24, of which 14 are left: no multiple of steps_per_call=4"):
+            run(24, 4)
+        state, _ = run(22, 4)
+        assert int(state.step) == 22
 
     def test_a_shuffled_source_is_drawn_anew_in_each_epoch(self):
         seen: list[np.ndarray] = []
@@ -412,6 +456,26 @@ class TestErrors:
             with pytest.raises(StepError, match=r"Give the function itself, with all objects in one argument"):
                 call(step, create_state(), DATA, global_batch=16)
 
+    @pytest.mark.parametrize("is_split", [False, True])
+    def test_a_step_over_nnx_objects_learns_without_a_warning(self, is_split):
+        def create():
+            model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            return model, nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
+
+        graphdef, _ = nnx.split(create())
+
+        def step(state, batch):
+            model, optimizer = nnx.merge(graphdef, state) if is_split else state
+            loss, grads = jdist.nnx.value_and_grad(
+                lambda model: jdist.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2, batch["mask"])
+            )(model)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer)) if is_split else (model, optimizer), {"loss": loss}
+
+        state = mirrored().init(lambda: nnx.state(create()) if is_split else create())
+        _, history = jdist.fit(step, state, DATA, strategy=mirrored(), epochs=2, global_batch=16, **QUIET)
+        assert history.epochs[1]["loss"] < 0.7 * history.epochs[0]["loss"]
+
     def test_a_step_that_forgets_the_new_state_is_told_of(self):
         def step(state: Any, batch: Any) -> Any:
             _, told = train_step(state, batch)
@@ -420,6 +484,24 @@ class TestErrors:
         with pytest.warns(UserWarning, match="step returns the state as it was given: nothing is learned") as warned:
             jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
         assert [warning.filename for warning in warned] == [__file__]
+
+    @pytest.mark.parametrize("name", ["step", "eval/loss"])
+    def test_names_that_rows_have_themselves_are_no_metrics(self, name):
+        def step(state, batch):
+            state, metrics = train_step(state, batch)
+            return state, {**metrics, name: metrics["loss"]}
+
+        with pytest.raises(StepError, match=f"a metric of the name '{name}', which the rows of a run have"):
+            jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
+
+    def test_a_state_of_a_strategy_that_nobody_named(self):
+        state = mirrored().init(create_state)
+        for call in (jdist.fit, jdist.evaluate, jdist.predict):
+            with pytest.raises(StrategyError, match="`strategy` is missing: the state lies on 2 devices"):
+                call(train_step, state, DATA, global_batch=16)
+        default = jdist.default()
+        state, _ = jdist.fit(train_step, state, DATA, strategy=default, global_batch=16, **QUIET)
+        assert int(state.step) == 7
 
     def test_arrays_without_names_have_no_place_for_a_mask(self):
         with pytest.raises(DatasetError, match=r"100 rows, which do not come out even in batches of 16"):
@@ -455,6 +537,10 @@ class TestErrors:
         source = jdist.data.from_arrays(DATA, global_batch=16)
         with pytest.raises(DatasetError, match="`global_batch` is 8, but `data` is a ArraySource"):
             jdist.fit(train_step, create_state(), source, global_batch=8, **QUIET)
+
+    def test_a_metric_that_no_step_returns(self):
+        with pytest.raises(StepError, match="`metrics` has 'aucc', which no step returns; they return 'loss'"):
+            jdist.fit(train_step, create_state(), DATA, global_batch=16, metrics={"aucc": jdist.metrics.auc()}, **QUIET)
 
     def test_metrics_that_are_no_scalars(self):
         def step(state: Any, batch: Any) -> Any:

@@ -84,6 +84,8 @@ def test_what_cannot_be_repeated_is_refused(jdist):
     code, _, err = jdist("run", "--replay", "runs/toy")
     assert code == 2
     assert "has not come to its 8 steps" in err
+    Path("runs/toy/environment.json").write_text('{"starts": []}')
+    assert "environment.json: lists no start of the run" in jdist("run", "--replay", "runs/toy")[2]
     Path("runs/toy/environment.json").unlink()
     assert "has no environment.json" in jdist("run", "--replay", "runs/toy")[2]
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
-from importlib.machinery import PathFinder
+from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
+
+# What lies here is installed, wherever these folders are: in a home directory, or in a virtual environment beside the task.
+_PACKAGES = {"site-packages", "dist-packages"}
+_JDIST, _PYTHON = Path(__file__).parents[1], Path(os.__file__).parent
 
 
 def task_sources(make: str) -> dict[str, Path]:
-    """The files of a task that is not jdist's own: its module, and what else of its package has been loaded.
+    """The files of a task that is not jdist's own: what has been loaded of its package, and what else from beside that.
+
+    A helper that lies beside the task counts, or below. What is installed does not (the standard library, packages, jdist),
+    nor the program that runs.
 
     Args:
         make: `task.make`, whose module was imported.
@@ -22,13 +30,35 @@ def task_sources(make: str) -> dict[str, Path]:
     package = make.partition(":")[0].partition(".")[0]
     if package == "jdist":  # the digest of all of it is recorded
         return {}
+    task = sys.modules[package].__spec__
+    roots = [] if task is None else _roots(task)
     found = {}
-    for name, module in list(sys.modules.items()):  # other threads may import meanwhile
-        path = Path(module.__file__ or "") if name.partition(".")[0] == package else Path()
-        if path.suffix == ".py" and path.is_file():
-            inner = "/__init__" if path.stem == "__init__" else ""
-            found[f"{name.replace('.', '/')}{inner}.py"] = path
+    for module, path in _loaded():
+        root = next((root for root in roots if path.is_relative_to(root)), None)
+        if root is None or not path.is_file():
+            continue
+        name = path.relative_to(root)
+        own = name.parts[0].removesuffix(".py") == package
+        if own or not (module in ("__main__", "__mp_main__") or _is_installed(path)):
+            found[name.as_posix()] = path
     return dict(sorted(found.items()))
+
+
+def _loaded() -> Iterator[tuple[str, Path]]:
+    """The modules that have a source file; a lazy one is not woken by asking for it."""
+    for name, module in list(sys.modules.items()):  # other threads may import meanwhile
+        path = Path(vars(module).get("__file__") or "") if isinstance(module, ModuleType) else Path()
+        if path.suffix == ".py":
+            yield name, path
+
+
+def _is_installed(path: Path) -> bool:
+    return not _PACKAGES.isdisjoint(path.parts) or path.is_relative_to(_JDIST) or path.is_relative_to(_PYTHON)
+
+
+def _roots(package: ModuleSpec) -> list[Path]:
+    """Where a module or a package is imported from; one without `__init__.py` may be in several folders."""
+    return [Path(place).parent for place in package.submodule_search_locations or [package.origin or ""]]
 
 
 def folder_sources(folder: Path) -> dict[str, Path]:
@@ -48,8 +78,7 @@ def changed_sources(make: str, copies: Path) -> list[str]:
     """
     path = sys.path if os.getcwd() in sys.path else [os.getcwd(), *sys.path]
     spec = PathFinder.find_spec(make.partition(":")[0].partition(".")[0], path)
-    places = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
-    roots = [Path(place).parent for place in places]
+    roots = [] if spec is None else _roots(spec)
 
     def is_alike(name: str, copy: Path) -> bool:
         here = next((root / name for root in roots if (root / name).is_file()), None)

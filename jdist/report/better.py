@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 Mode = Literal["min", "max"]
 
-_LESS = ("loss", "error", "perplexity", "bits", "nats")
-_MORE = ("acc", "auc", "f1", "precision", "recall", "top", "score")
+
+def _words(words: str) -> re.Pattern[str]:
+    """Any of these as a whole word: letters beside it make it another one (stop is no top), `_`, `-` and digits do not."""
+    return re.compile(rf"(?<![a-z])({'|'.join(words.split())})(?![a-z])")
+
+
+_LESS = _words(
+    "loss losses logloss error errors err inaccuracy misclassification perplexity ppl bits bpb bpc bpd nats nll xent bce "
+    "cross_?entropy kl kld divergence brier crps ece eer mse rmse nrmse msle rmsle mae mape smape wer cer fpr fnr fid fvd kid "
+    "lpips regret"
+)
+_MORE = _words(
+    r"acc accuracy auc prauc rocauc auroc auprc f1 precision recall sensitivity specificity top[_-]?\d+ top[_-]?k "
+    "iou miou dice psnr ssim bleu rouge meteor chrf ndcg mrr r2 reward"
+)
+# What turns the others round, or measures something else of them: neg_mean_squared_error, accuracy_drop, loss_scale.
+_TURNED = _words("neg negative minus inverse drop gap reduction improvement scale weight")
 
 
 def better(metric: str) -> Mode | None:
-    """What the name of a metric says; None if it says nothing.
+    """What the name of a metric says; None if it says nothing certain: a "score" may be Brier's or an F1.
 
     Args:
         metric: its name, such as "loss" or "eval/accuracy".
 
     Example:
-        >>> better("eval/loss"), better("accuracy"), better("close")
+        >>> better("eval/loss"), better("accuracy"), better("score")
         ('min', 'max', None)
     """
     name = metric.rpartition("/")[2].lower()
-    less, more = any(each in name for each in _LESS), any(each in name for each in _MORE)
-    return None if less == more else "min" if less else "max"
+    less, more = _LESS.search(name) is not None, _MORE.search(name) is not None
+    return None if less == more or _TURNED.search(name) else "min" if less else "max"

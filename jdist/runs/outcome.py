@@ -61,8 +61,9 @@ def write_outcome(
         ConfigError: a file cannot be written.
     """
     best_first = sorted(trials, key=lambda trial: ranking(done.get(trial)))
-    rows = [_row(trial, done.get(trial), failures.get(trial), ranking) for trial in best_first]
-    text = _table(rows, list(trials[0].values), ranking.metric)
+    labels = _labels(trials[0], ranking.metric)
+    rows = [_row(trial, labels, done.get(trial), failures.get(trial), ranking) for trial in best_first]
+    text = _table(rows, labels, ranking.metric)
     write_atomically(folder / "table.txt", text + "\n")
     write_atomically(folder / "table.json", json.dumps(to_plain(rows), indent=1) + "\n")
     write_atomically(folder / "table.csv", _csv(rows))
@@ -75,11 +76,20 @@ def write_outcome(
     return "\n".join(lines)
 
 
-def _row(trial: Point, run: RunSummary | None, failure: str | None, ranking: Ranking) -> dict[str, Any]:
+def _labels(trial: Point, metric: str) -> list[str]:
+    """What to call the columns of the axes: by the whole key where another column has the short name."""
+    others = {"run", metric, f"best {metric}", "steps", "time_s", "time", "status"}
+    keys = (override.partition("=")[0] for override in trial.overrides)
+    return [key if label in others else label for label, key in zip(trial.values, keys, strict=True)]
+
+
+def _row(
+    trial: Point, labels: Sequence[str], run: RunSummary | None, failure: str | None, ranking: Ranking
+) -> dict[str, Any]:
     metric = ranking.metric
     return {
         "run": trial.name,
-        **trial.values,
+        **dict(zip(labels, trial.values.values(), strict=True)),
         metric: run and run.last(metric),
         f"best {metric}": run and run.best(metric, ranking.mode),
         "steps": run.step if run else 0,

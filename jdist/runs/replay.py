@@ -37,6 +37,11 @@ def replay(folder: str, *, fresh: bool = False) -> int:
     if not original.config.is_file():
         raise ConfigError(f"{folder}: no run folder: there is no config.yaml in it. Name one, as runs/digits.")
     starts, result = read_starts(original), read_result(original)
+    if not starts and original.environment.is_file():
+        raise ConfigError(
+            f"{original.environment}: lists no start of the run, so nothing says what to repeat; it was changed after the run. "
+            "Bring the file back, or start the run again with --fresh."
+        )
     if not starts:
         raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
     if result is None or result.step < starts[-1].total_steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdist.errors import ConfigError
@@ -16,7 +16,7 @@ RUNS = Path("runs")
 
 
 def show(folders: Sequence[str], *, as_json: bool = False) -> int:
-    """Print what the command line asks for.
+    """Print what the command line asks for; of a list, runs that cannot be read come last, each with the reason.
 
     Args:
         folders: none or one to list, or two run folders to compare.
@@ -33,8 +33,14 @@ def show(folders: Sequence[str], *, as_json: bool = False) -> int:
     if len(folders) == 2:
         print(compare(*(read_run(_found(name)) for name in folders), as_json=as_json))
         return 0
-    runs = [read_run(path) for path in find_runs(Path(folders[0]) if folders else RUNS)]
-    print(json.dumps([run.as_json() for run in runs], indent=1) if as_json else _list(runs))
+    runs: list[RunSummary] = []
+    unreadable: dict[Path, str] = {}
+    for path in find_runs(Path(folders[0]) if folders else RUNS):
+        try:
+            runs.append(read_run(path))
+        except ConfigError as exc:  # a broken folder hides no other
+            unreadable[path] = str(exc)
+    print(_as_json(runs, unreadable) if as_json else _list(runs, unreadable))
     return 0
 
 
@@ -43,9 +49,18 @@ def _found(name: str) -> Path:
     return Path(name) if Path(name).is_dir() or not (RUNS / name).is_dir() else RUNS / name
 
 
-def _list(runs: Sequence[RunSummary]) -> str:
-    if not runs:
-        return "no runs here"
+def _as_json(runs: Sequence[RunSummary], unreadable: Mapping[Path, str]) -> str:
+    broken = [{"folder": str(path), "status": "unreadable", "reason": reason} for path, reason in unreadable.items()]
+    return json.dumps([*(run.as_json() for run in runs), *broken], indent=1)
+
+
+def _list(runs: Sequence[RunSummary], unreadable: Mapping[Path, str]) -> str:
+    tables = [_table(runs)] if runs else []
+    broken = [f"{path}: unreadable: {reason}" for path, reason in unreadable.items()]
+    return "\n".join(tables + broken) or "no runs here"
+
+
+def _table(runs: Sequence[RunSummary]) -> str:
     header = ["run", "task", "strategy", "step", "metric", "last", "best", "time", "status", "when"]
     rows = [
         [

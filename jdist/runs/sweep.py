@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from jdist.runs.table import figure
 
 # A run works these out, and writes them down with its config.
 _WORKED_OUT = ("decay_steps", "transition_steps")
+# The line of a traceback that names the exception: those before it are indented.
+_RAISED = re.compile(r"[A-Za-z_][\w.<>]*(: .*)?")
 
 
 def sweep(
@@ -87,7 +90,7 @@ def sweep(
                 value = figure(run.last(ranking.metric))
                 print(f"{what}: {ranking.metric} {value} in {duration(run.time_s)}", flush=True)
             elif not stop.asked:
-                failures[trial] = _reason(code, log)
+                failures[trial] = failure(code, log)
                 print(f"{what}: failed: {failures[trial]}; see {log}", flush=True)
 
     print("\n" + write_outcome(folder, trials, done, failures, ranking))
@@ -150,9 +153,21 @@ def _finished(path: Path, wanted: Config) -> RunSummary | None:
     return run
 
 
-def _reason(code: int, log: Path) -> str:
-    """Why a run failed: the last line in which it says so, else its exit code."""
+def failure(code: int, log: Path) -> str:
+    """Why a run failed: the last line in which it says so, else the error of its last traceback, else its last line.
+
+    Args:
+        code: its exit code, or minus the number of the signal that killed it.
+        log: the file of its output.
+    """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
+    if said:
+        return said.rstrip(".")
     ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return said.rstrip(".") if said else f"{ended}{', ' + lines[-1].strip() if lines else ''}"
+    since = max(
+        (i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), default=None
+    )
+    raised = [] if since is None else [line for line in lines[since + 1 :] if _RAISED.fullmatch(line)]
+    last = next(iter(raised or lines[-1:]), "")  # an exception's notes follow its own line
+    return f"{ended}, {last.strip()}" if last else ended

@@ -1,11 +1,16 @@
 """By what a sweep's runs are sorted."""
 
+import csv
 import datetime
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
-from jdist.runs.outcome import Ranking
+import pytest
+
+from jdist.runs.grid import parse_grid, points
+from jdist.runs.outcome import Ranking, write_outcome
 from jdist.runs.summary import RunSummary
 
 
@@ -26,3 +31,20 @@ def test_a_run_that_has_diverged_comes_last():
         ranking = Ranking(metric="loss", mode=mode)
         assert sorted([diverged, good, better], key=ranking) == expected
         assert ranking(None) == ranking(diverged)
+
+
+@pytest.mark.parametrize(
+    "key", ["train.steps", "task.options.loss", "task.options.time_s", "a.run", "a.status", "a.time"]
+)
+def test_an_axis_that_is_called_as_another_column_has_a_column_by_its_whole_key(tmp_path, key):
+    trials = points(parse_grid([f"{key}=10,20", "train.seed=7"]))
+    ranking = Ranking(metric="loss", mode="min")
+    text = write_outcome(tmp_path, trials, {trials[1]: run_of([0.5, 0.25])}, {}, ranking)
+    header, best, other = text.splitlines()[:3]
+    assert header.split()[:4] == [key, "seed", "loss", "best"]
+    assert (best.split()[:3], other.split()[:3]) == (["20", "7", "0.25"], ["10", "7", "-"])
+    rows = json.loads((tmp_path / "table.json").read_text())
+    with (tmp_path / "table.csv").open() as file:
+        assert [row[key] for row in csv.DictReader(file)] == [row[key] for row in rows] == ["20", "10"]
+    expected = {"run": trials[1].name, "seed": "7", "loss": 0.25, "steps": 3, "time_s": 0.0, "status": "finished"}
+    assert rows[0] == {**expected, key: "20", "best loss": 0.25}

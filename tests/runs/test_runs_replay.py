@@ -1,6 +1,9 @@
 """`jdist run --replay`: a run once more, bit for bit, and what it says where it is not."""
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,22 @@ def test_the_source_of_a_task_is_kept_with_the_run(jdist):
     assert Path("runs/toy/source/toy_regression.py").read_bytes() == here.read_bytes()
 
 
+def test_a_module_beside_the_task_is_kept_and_missed_where_it_has_changed(jdist, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("e_task.py").write_text("import e_helper, toy_regression\nmake = toy_regression.make\n")
+    Path("e_helper.py").write_text("SCALE = 1\n")
+    make = "task.make=e_task:make"
+    assert jdist("run", "toy.yaml", make, "train.steps=4")[0] == 0
+    assert sorted(os.listdir("runs/toy/source")) == ["e_helper.py", "e_task.py"]
+    assert "the environment is that of the run" in jdist("run", "--replay", "runs/toy")[1]
+    Path("e_helper.py").write_text("SCALE = 2\n")
+    assert re.search(r"  task source: \w+ there, \w+ here", jdist("run", "--replay", "runs/toy")[1])
+    said = "warning: the task's source has changed since then, and steps from here on are its: e_helper.py"
+    assert said in jdist("run", "toy.yaml", make, "train.steps=8")[1]
+    for name in ("e_task", "e_helper"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_what_cannot_be_repeated_is_refused(jdist):
     code, _, err = jdist("run", "--replay", "runs/none")
     assert (code, err.partition(":")[2].partition(":")[2].strip()[:32]) == (2, "no run folder: there is no confi")
@@ -65,6 +84,8 @@ def test_what_cannot_be_repeated_is_refused(jdist):
     code, _, err = jdist("run", "--replay", "runs/toy")
     assert code == 2
     assert "has not come to its 8 steps" in err
+    Path("runs/toy/environment.json").write_text('{"starts": []}')
+    assert "environment.json: lists no start of the run" in jdist("run", "--replay", "runs/toy")[2]
     Path("runs/toy/environment.json").unlink()
     assert "has no environment.json" in jdist("run", "--replay", "runs/toy")[2]
 

@@ -1,6 +1,7 @@
 """`jdist runs`: lists and comparisons."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,33 @@ def test_a_run_that_has_not_ended_is_running_or_stopped(jdist):
     for name in ("environment.json", "metrics.jsonl"):  # as a run of an older jdist, killed at once
         (folder / name).unlink()
     assert jdist("runs")[1].splitlines()[1].split()[3:7] == ["0/8", "close", "-", "-"]
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(jdist):
+    assert jdist("run", "toy.yaml", "train.steps=4")[0] == 0
+    table = jdist("runs", "runs")[1]
+    config = Path("runs/toy/config.yaml").read_text()
+    broken = {
+        "a": ("config.yaml", "name: [", "runs/a/config.yaml:1: no valid YAML: "),
+        "b": ("config.yaml", f"{config}colour: red\n", "colour: no such key"),
+        "c": ("result.json", '{"step": 4, "sta', "runs/c/result.json: cannot be read: "),
+        "d": ("metrics.jsonl", "nothing\n{}\n", "runs/d/metrics.jsonl:1: not a JSON object"),
+        "e": ("environment.json", "[]", "runs/e/environment.json: not as this jdist writes it: "),
+    }
+    for name, (file, text, _) in broken.items():
+        shutil.copytree("runs/toy", f"runs/{name}")
+        Path("runs", name, file).write_text(text)
+    code, out, err = jdist("runs", "runs")
+    assert (code, err) == (0, "")
+    assert out.startswith(table)
+    found = {run["folder"]: run for run in json.loads(jdist("runs", "--json")[1])}
+    assert found.pop("runs/toy")["status"] == "finished"
+    for (name, (_, _, said)), folder in zip(broken.items(), found, strict=True):
+        assert (folder, found[folder]["status"]) == (f"runs/{name}", "unreadable")
+        assert said in found[folder]["reason"]
+        assert f"{folder}: unreadable: {found[folder]['reason']}\n" in out
+    shutil.rmtree("runs/toy")
+    assert jdist("runs")[1] == out.removeprefix(table)  # with no table above
 
 
 def test_what_is_not_there_is_said(jdist):

@@ -12,6 +12,16 @@ from pathlib import Path
 import pytest
 import toy_regression
 
+from jdist.runs.sweep import failure
+
+BREAKS = """
+import dataclasses, toy_regression
+class Broken(Exception): ...
+def make():
+    def train_step(state, batch):
+        raise Broken("boom in task")
+    return dataclasses.replace(toy_regression.make(), train_step=train_step)
+"""
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = ROOT / "tests" / "experiment"
 
@@ -88,6 +98,33 @@ def test_a_run_of_other_source_is_refused_by_a_sweep_and_a_run_that_goes_on_says
     assert code == 0
     assert "warning: the task's source has changed since then, and steps from here on are its: toy_regression.py" in out
     assert "warning" not in jdist("run", "toy.yaml", *made, "train.steps=16")[1]
+
+
+def test_the_reason_of_a_failure_is_the_error_and_not_what_was_noted_with_it(jdist, in_processes):
+    Path("breaks.py").write_text(BREAKS)
+    code, out, _ = jdist("sweep", "toy.yaml", "task.make=breaks:make", "checkpoint.best=null", "--grid", "train.seed=0")
+    assert code == 1
+    assert "failed: exit code 1, breaks.Broken: boom in task; see " in out
+    (row,) = json.loads(Path("runs/toy-sweep/table.json").read_text())
+    assert row["status"] == "failed: exit code 1, breaks.Broken: boom in task"
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "said"),
+    [
+        (1, "Traceback (most recent call last):\nE: 1\nTraceback (most recent call last):\n  x\nKeyError\nb: c\n", "KeyError"),
+        (1, "Traceback (most recent call last):\n  x\nW0000 00:00:1 of XLA\na.b.E: of\n two: lines\n", "a.b.E: of"),
+        (1, "Traceback (most recent call last):\n  cut short\n", "cut short"),
+        (-9, "step 1\nstep 2\n", "step 2"),
+        (-9, "", None),
+        (1, "Traceback (most recent call last):\nE: 1\njdist: of its own.\n", "of its own"),
+    ],
+)  # fmt: skip
+def test_a_log_tells_why_a_run_failed(tmp_path, code, log, said):
+    (tmp_path / "a.log").write_text(log)
+    ended = {1: "exit code 1", -9: "killed by signal 9"}[code]
+    expected = said if said == "of its own" else ", ".join(filter(None, (ended, said)))
+    assert failure(code, tmp_path / "a.log") == expected
 
 
 @pytest.mark.parametrize(

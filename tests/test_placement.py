@@ -228,9 +228,21 @@ class TestFetchChecks:
 @pytest.mark.parametrize(("of_step", "of_dataset"), [(1, 2), (2, 1)])
 def test_steps_per_call_of_the_step_alone_or_of_the_dataset_alone(strategy, of_step, of_dataset):
     step = jdist.distribute(lambda w, batch: (w, {}), strategy, steps_per_call=of_step)
-    batch = next(iter(strategy.distribute_dataset([{"x": np.ones((4, 2))}] * 2, steps_per_call=of_dataset)))
-    with pytest.raises(BatchError, match=rf"steps_per_call={of_step}, the dataset with another.*Pass the same"):
-        step(1.0, batch)
+    dataset = strategy.distribute_dataset([{"x": np.ones((4, 2))}] * 2, steps_per_call=of_dataset)
+    batch, shapes = next(iter(dataset)), dataset.element_spec
+    for use in (
+        lambda: step(1.0, batch),
+        *(functools.partial(f, 1.0, shapes) for f in (step.prepare, step.preview, step.lower)),
+    ):
+        with pytest.raises(BatchError, match=rf"steps_per_call={of_step}, the dataset with another.*Pass the same"):
+            use()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_element_spec_is_that_of_the_batches(steps):
+    dataset = TWO.distribute_dataset([{"x": np.ones((3, 2))}] * 3, steps_per_call=steps)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), next(iter(dataset)))
+    assert dataset.element_spec == shapes
 
 
 def test_distribute_dataset_pads_and_refuses():

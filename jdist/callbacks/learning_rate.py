@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jdist.callbacks.callback import Callback, Moment
 from jdist.errors import StepError
 from jdist.global_arrays import to_host
+from jdist.transforms.trees import kind_of
 
 
 def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "learning_rate") -> Callback:
@@ -28,7 +30,7 @@ def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "le
         The callback.
 
     Raises:
-        StepError: `schedule` is neither a function nor a number.
+        StepError: `schedule` is neither a function nor a number; while training: what it gives is no single number.
 
     Example:
         >>> import jdist, optax
@@ -40,9 +42,18 @@ def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "le
 
     def on_step(moment: Moment) -> None:
         if moment.row is not None:
-            moment.log(**{name: float(schedule(_updates(moment) - 1) if callable(schedule) else schedule)})
+            moment.log(**{name: _at(schedule, _updates(moment) - 1) if callable(schedule) else schedule})
 
-    return Callback(on_step=on_step)
+    return Callback(on_step=on_step, name="learning_rate_log")
+
+
+def _at(schedule: Callable[[Any], Any], count: int) -> float:
+    rate = schedule(count)
+    if not isinstance(rate, int | float) and (not isinstance(rate, np.ndarray | np.generic | jax.Array) or rate.ndim):
+        raise StepError(
+            f"learning_rate_log: `schedule` gives {kind_of(rate)} for step {count}; it must give one number."
+        )
+    return float(rate)
 
 
 def _updates(moment: Moment) -> int:

@@ -24,10 +24,22 @@ class RowsFile:
         self._path, self._count = path, 0
 
     def read(self, count: int) -> list[Row]:
-        """The first rows, as many as were written when a checkpoint was saved; fewer if the file lacks some."""
+        """The first rows, as many as were written when a checkpoint was saved; fewer if the file lacks some.
+
+        Of a damaged file those before the damage: behind it a line may not be the row that it counts as.
+        """
+        rows: list[Row] = []
         if not count or not self._path.exists():
-            return []
-        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()[:count]]
+            return rows
+        for line in self._path.read_bytes().splitlines()[:count]:
+            try:
+                row = json.loads(line)
+            except ValueError:  # no JSON, or no UTF-8
+                break
+            if not isinstance(row, dict):
+                break
+            rows.append(row)
+        return rows
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Holds these rows and no others.

@@ -71,6 +71,8 @@ class DistributedDataset:
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`.
 
+        Of batches that a strategy puts on its devices with their shardings.
+
         Makes or reads one batch if none was yet; a plain iterable loses nothing by it. Where each process has an
         iterable of its own, all have to ask then.
         """

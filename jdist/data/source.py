@@ -156,7 +156,10 @@ def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
         )
     step = whole_number(state["step"], name="step", least=0)
     if source.num_steps is not None and step > source.num_steps:
-        raise DatasetError(f"the saved position is step {step}, but the dataset has only {source.num_steps} steps")
+        raise DatasetError(
+            f"the saved position is step {step}, but the dataset has only {source.num_steps} steps, fewer than when it was "
+            "saved. Give at least as many `epochs` as then"
+        )
     return step
 
 

@@ -135,10 +135,9 @@ def run(
             saved = step
             train_set.restore(position)
             say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
-            if step < total and (changed := changed_sources(config.task.make, folder.source)):
-                say(
-                    f"warning: the task's source has changed since then, and steps from here on are its: {', '.join(changed)}"
-                )
+            if changed := changed_sources(config.task.make, folder.source):
+                those = "steps from here on are its" if step < total else "--fresh begins anew with it"
+                say(f"warning: the task's source has changed since then, and {those}: {', '.join(changed)}")
         cluster.at_step(step)
         metrics_file = MetricsFile(folder.metrics)
         with together("opening the metrics", _PREPARE_S, cluster):

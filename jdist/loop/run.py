@@ -92,8 +92,8 @@ class Run:
             self._feed.restore(position)
         except DatasetError as exc:
             exc.add_note(
-                "jdist.fit found a checkpoint to go on from. Give `data`, `global_batch` and `shuffle_seed` as they were then; "
-                "or begin anew, in another directory or with `checkpoint(directory, resume=False)`."
+                "jdist.fit found a checkpoint to go on from. Give `data`, `global_batch` and `shuffle_seed` as they were then, "
+                "and no fewer `epochs`; or begin anew, in another directory or with `checkpoint(directory, resume=False)`."
             )
             raise
 

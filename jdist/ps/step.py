@@ -12,7 +12,7 @@ import numpy as np
 
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
-from jdist.errors import StepError, StrategyError
+from jdist.errors import BatchError, StepError, StrategyError
 from jdist.ps.artifact import with_shardings
 from jdist.ps.dataset_pass import RemoteBatch
 from jdist.ps.datasets import spread
@@ -30,7 +30,7 @@ from jdist.transforms.distributed import Distributed
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.trees import check_arrays, check_batch, check_not_traced
+from jdist.transforms.trees import check_arrays, check_batch, check_not_traced, summary
 from jdist.values import own_state
 
 PyTree = Any
@@ -91,12 +91,12 @@ class PsStep(Distributed):
         batches, others = without_keys((batches, others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
             others = (*others, self.options.loss_scaling.begin().scale)
-        state, k = self.adopt(state), self.options.steps_per_call
-        each = [batches] if k == 1 else [jax.tree.map(lambda x, i=i: _step_of(x, i), batches) for i in range(k)]
+        state, several = self.adopt(state), self.options.steps_per_call > 1
+        each = _unstacked(batches, self.options.steps_per_call) if several else [batches]
         given = [Given.of(one, others) for one in each]
         traced, told = self._trace(call, state, given[0])
         calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
-        values = calls[0] if k == 1 else [stacked(same) for same in zip(*calls, strict=True)]
+        values = [stacked(same) for same in zip(*calls, strict=True)] if several else calls[0]
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
         if "state" in told.returns:
             self.last_state = state
@@ -192,13 +192,22 @@ class PsStep(Distributed):
         return f"<{self.__name__} distributed by {self.strategy!r}>"
 
 
-def _step_of(x: Any, i: int) -> Any:
-    if isinstance(x, RemoteBatch):
+def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
+    """The batches of each step of a call; the last call of a pass may have fewer than `most`."""
+    leaves = jax.tree.leaves(batches)
+    if any(isinstance(leaf, RemoteBatch) for leaf in leaves):
         raise StepError(
             "`steps_per_call` is for batches that the program feeds. A call of a step whose batch a worker reads returns at "
             "once anyway: leave it at 1."
         )
-    return np.asarray(x)[i]
+    counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in leaves}
+    if len(counts) != 1 or not 1 <= max(counts) <= most:
+        raise BatchError(
+            f"the step was made with steps_per_call={most}, and its batch has {summary(batches)}; each leaf needs a leading "
+            f"axis of 1 to {most} steps, the same for all. Pass the same `steps_per_call` to `jdist.distribute` and to "
+            "`strategy.distribute_dataset`."
+        )
+    return [jax.tree.map(lambda x, i=i: np.asarray(x)[i], batches) for i in range(max(counts))]
 
 
 def _values(traced: Traced, pending: Sequence[Pending]) -> list[RemoteValue]:

@@ -176,19 +176,36 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions) -> Non
     check_batch(batches, parts=n * k, explanation=explanation, lead=int(options.steps_per_call > 1))
 
 
+def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
+    """Of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
+    assert strategy.mesh is not None
+    return NamedSharding(strategy.mesh, PartitionSpec(*(None,) * lead, strategy.axes))
+
+
+def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
+    """Refuses batches, or their shapes, of a dataset that stacks steps where the step makes one a call, or the other way.
+
+    Raises:
+        BatchError: says what has to be the same.
+    """
+    if strategy.mesh is None:
+        return
+    wrong = rows_sharding(strategy, lead=int(options.steps_per_call == 1))
+    with_sharding = jax.Array | jax.ShapeDtypeStruct
+    if any(isinstance(leaf, with_sharding) and leaf.sharding == wrong for leaf in jax.tree.leaves(batches)):
+        raise BatchError(
+            f"the step was made with steps_per_call={options.steps_per_call}, the dataset with another value. Pass the "
+            "same `steps_per_call` to `jdist.distribute` and to `strategy.distribute_dataset`."
+        )
+
+
 def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, sharding: NamedSharding) -> PyTree:
     """Puts batches that a step was called with on the devices, rows spread over the replicas.
 
     Raises:
         BatchError: the rows do not divide, or the batch was stacked for another `steps_per_call`.
     """
-    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, strategy.axes))
-    wrong = stacked if options.steps_per_call == 1 else strategy.batch_sharding
-    if any(isinstance(leaf, jax.Array) and leaf.sharding == wrong for leaf in jax.tree.leaves(batches)):
-        raise BatchError(
-            f"the step was made with steps_per_call={options.steps_per_call}, the dataset with another value. Pass the "
-            "same `steps_per_call` to `jdist.distribute` and to `strategy.distribute_dataset`."
-        )
+    check_stacking(batches, strategy, options)
     check_rows(batches, strategy, options)
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
     copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
@@ -199,16 +216,21 @@ def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: di
     """`Strategy.distribute_dataset`: batches cut and placed by `data/`, onto this strategy's devices."""
     if strategy.mesh is None:
         return distributed_dataset(source, num_replicas=1, place=None, **options)
-    lead = (None,) if options["steps_per_call"] > 1 else ()
-    sharding = NamedSharding(strategy.mesh, PartitionSpec(*lead, strategy.axes))
+    lead = int(options["steps_per_call"] > 1)
+    sharding = rows_sharding(strategy, lead=lead)
     share = share_of(strategy)
+
+    def place_spec(spec: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), spec)
 
     def place(batch: PyTree) -> PyTree:
         if share.count == 1:
             return jax.device_put(batch, sharding)
-        return jax.tree.map(lambda x: put_rows(x, sharding, share.count * x.shape[len(lead)], len(lead)), batch)
+        return jax.tree.map(lambda x: put_rows(x, sharding, share.count * x.shape[lead], lead), batch)
 
-    return distributed_dataset(source, num_replicas=strategy.num_replicas, place=place, share=share, **options)
+    return distributed_dataset(
+        source, num_replicas=strategy.num_replicas, place=place, place_spec=place_spec, share=share, **options
+    )
 
 
 def share_of(strategy: Strategy) -> Share:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
@@ -28,7 +27,14 @@ from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
 from jdist.transforms.over_mesh import Program, compile_over_mesh
-from jdist.transforms.placement import adopt_state, check_rows, compare_replicas, place_batches
+from jdist.transforms.placement import (
+    adopt_state,
+    check_rows,
+    check_stacking,
+    compare_replicas,
+    place_batches,
+    rows_sharding,
+)
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced
@@ -89,9 +95,8 @@ class DistributedStep(Distributed):
         self._programs: dict[Call, tuple[Program, Traced]] = {}
         self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
         self._whole = strategy.replicated_sharding
-        lead = (None,) if options.steps_per_call > 1 else ()
-        mesh = strategy.mesh
-        self._by_rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(*lead, strategy.axes))
+        lead = int(options.steps_per_call > 1)
+        self._by_rows = None if strategy.mesh is None else rows_sharding(strategy, lead=lead)
         self._adopted_before = 0
         self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
         self._last_state: PyTree = None
@@ -144,6 +149,7 @@ class DistributedStep(Distributed):
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
+        check_stacking(batches, self.strategy, self.options)
         state = self._with_loss_scale(state)
         try:
             program, _ = self._program(call)
@@ -172,6 +178,7 @@ class DistributedStep(Distributed):
             The state; nothing of the step is run.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
+        check_stacking(batches, self.strategy, self.options)
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
         return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
 
@@ -183,6 +190,7 @@ class DistributedStep(Distributed):
             **kwargs: as in a call.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
+        check_stacking(batches, self.strategy, self.options)
         state = self._with_loss_scale(state)
         try:
             if self.strategy.keeps_residuals:

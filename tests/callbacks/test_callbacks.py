@@ -276,6 +276,21 @@ class TestCheckpoint:
         again = fit(callbacks.checkpoint(tmp_path), log_every=1)[1]
         assert again.rows == history.rows
 
+    @pytest.mark.parametrize("damage", [b'{"step": 3, "ep', b"3", b"\xff"])
+    def test_of_a_damaged_history_the_rows_before_the_damage_are_left(self, damage, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=1, log_every=1)
+        path = tmp_path / "history.jsonl"
+        path.write_bytes(b"\n".join([*path.read_bytes().splitlines()[:2], damage, b""]))
+        with pytest.warns(CheckpointWarning, match="has 2 of the 6 rows up to step 7; the others are lost"):
+            state, history = fit(callbacks.checkpoint(tmp_path), log_every=1)
+        assert int(state.step) == 14
+        assert [row["step"] for row in history.rows] == [1, 2, *range(7, 15)]
+
+    def test_fewer_epochs_than_were_made_are_refused_by_name(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=2)
+        with pytest.raises(DatasetError, match=r"step 14, but the dataset has only 7 steps.*as many `epochs` as then"):
+            fit(callbacks.checkpoint(tmp_path), epochs=1)
+
     def test_the_best_is_returned_where_it_is_asked_for(self, tmp_path):
         worse = lambda state, batch: {"loss": state.step + 0.0}  # noqa: E731 - a function, as users write one
 
@@ -563,6 +578,9 @@ class TestOthers:
         np.testing.assert_allclose(history["learning_rate"][1], [float(schedule(6)), float(schedule(13))])
         with pytest.raises(StepError, match="`schedule` is 'cosine'"):
             callbacks.learning_rate_log("cosine")
+        with pytest.raises(StepError, match=r"`schedule` gives float32\[1\] for step 0; it must give one number"):
+            fit(callbacks.learning_rate_log(lambda step: jnp.ones(1)), log_every=1)
+        fit(callbacks.learning_rate_log(lambda step: np.float32(0.1)), log_every=1)
 
     @pytest.mark.parametrize("strategy", [jdist.mirrored, jdist.central_storage])
     def test_the_learning_rate_is_that_of_the_updates_that_were_made(self, strategy):

@@ -17,7 +17,7 @@ from flax import nnx
 
 import jdist
 from jdist import callbacks
-from jdist.errors import DatasetError, NonFiniteError, StepError, StrategyError
+from jdist.errors import BatchError, DatasetError, NonFiniteError, StepError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_programs import DATA, HELD_OUT, by_numpy, create_state, eval_step, train_step
@@ -391,6 +391,14 @@ class TestErrors:
         given = {"global_batch": 16, **QUIET} | options
         with pytest.raises(error, match=text):
             jdist.fit(train_step, create_state(), DATA, **given)
+
+    @pytest.mark.parametrize(("of_step", "of_dataset"), [(4, 1), (1, 4)])
+    def test_a_dataset_that_is_stacked_for_other_calls(self, of_step, of_dataset):
+        strategy = mirrored()
+        source = jdist.data.from_arrays(DATA, global_batch=16)
+        dataset = strategy.distribute_dataset(source, steps_per_call=of_dataset)
+        with pytest.raises(BatchError, match=rf"steps_per_call={of_step}, the dataset with another"):
+            jdist.fit(train_step, create_state(), dataset, strategy=strategy, steps_per_call=of_step, **QUIET)
 
     def test_x_and_y_are_one_tree(self):
         with pytest.raises(StepError, match=r'The data is one tree, \{"x": x, "y": y\}'):

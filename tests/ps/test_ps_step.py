@@ -147,9 +147,9 @@ def test_several_steps_a_call_and_rows_in_input_order_without_padding(strategy):
         rows = {"x": np.arange(30, dtype=np.float32).reshape(10, 3) / 30, "y": np.ones(10, np.float32)}
         source = jdist.data.from_arrays(rows, global_batch=4, epochs=2)
         state = strategy.init(lambda: create(optax.sgd(0.1)))
-        many = jdist.distribute(step, strategy, steps_per_call=3)
+        many = jdist.distribute(step, strategy, steps_per_call=4)
         losses = []
-        for batch in strategy.distribute_dataset(source, steps_per_call=3):
+        for batch in strategy.distribute_dataset(source, steps_per_call=4):  # the last call has 2
             state, metrics = many(state, batch)
             losses.append(metrics["loss"])
         predicting = jdist.distribute(predict, strategy, returns="examples")
@@ -159,8 +159,28 @@ def test_several_steps_a_call_and_rows_in_input_order_without_padding(strategy):
         return [np.asarray(x) for x in losses], np.concatenate(found)
 
     found, expected = under(strategy, do)
-    assert [x.shape for x in found[0]] == [(3,), (3,)]
+    assert [x.shape for x in found[0]] == [(4,), (2,)]
     near(found, expected)
+
+
+def test_fit_with_several_steps_a_call_and_fewer_in_the_last(strategy):
+    def do(strategy):
+        rows = {"x": np.arange(30, dtype=np.float32).reshape(10, 3) / 30, "y": np.ones(10, np.float32)}
+        state = strategy.init(lambda: create(optax.sgd(0.1)))
+        given = {"global_batch": 4, "epochs": 3, "steps_per_call": 2, "progress": False, "log_to": None}
+        state, history = jdist.fit(train_step, state, rows, strategy=strategy, **given)
+        assert [row["step"] for row in history.epochs] == [4, 6, 9]  # where the call ends that ends the epoch
+        return strategy.fetch(state).params, history["epoch/loss"][1]
+
+    near(*under(strategy, do))
+
+
+def test_a_batch_stacked_for_another_number_of_steps_a_call_is_refused(strategy):
+    many = jdist.distribute(train_step, strategy, steps_per_call=2)
+    state = strategy.init(lambda: create(optax.sgd(0.1)))
+    for batch in (BATCH, {"x": np.ones((2, 4, 3), np.float32), "y": np.ones((1, 4), np.float32)}, {"x": 1.0, "y": 1.0}):
+        with pytest.raises(BatchError, match=r"steps_per_call=2, and its batch has .*1 to 2 steps.*Pass the same"):
+            many(state, batch)
 
 
 def test_a_gradient_that_is_not_finite(strategy):

@@ -64,6 +64,22 @@ def test_two_workers_and_two_servers_do_what_mirrored_does(strategy, tx, options
     assert int(state.step) == len(metrics) == 12
 
 
+def test_fewer_steps_in_the_last_of_several_calls(strategy):
+    def do(strategy):
+        step, state = (
+            jdist.distribute(noiseless, strategy, steps_per_call=3),
+            strategy.init(lambda: create(optax.sgd(0.1))),
+        )
+        source, rows = jdist.data.from_arrays(ROWS, global_batch=16), []
+        for batch in strategy.distribute_dataset(source, steps_per_call=3):
+            state, metrics = step(state, batch)
+            rows.append(np.asarray(metrics["rows"]).tolist())
+        assert rows == [[16, 16, 16], [12]]
+        return strategy.fetch(state).params
+
+    near(do(strategy), do(jdist.mirrored(jax.devices()[:2])))
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_update_out(strategy):
     bad = {**BATCH, "x": np.where(np.arange(8)[:, None] == 3, np.nan, BATCH["x"])}
     state = strategy.init(lambda: create(optax.sgd(0.1)))

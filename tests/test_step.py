@@ -339,6 +339,14 @@ class TestWrongArguments:
             "  argument 2 `batch`, role \"batch\": ['w'] float32[4, 3]",
         ]
 
+    def test_a_batch_without_the_mask_that_a_dataset_adds(self, strategy):
+        def step(state, batch):
+            return {"w": state["w"] + (batch["x"] * batch["mask"]).sum()}, {}
+
+        with pytest.raises(KeyError, match="mask") as caught:
+            jdist.distribute(step, strategy)({"w": np.zeros((), np.float32)}, {"x": np.ones(4, np.float32)})
+        assert any("`strategy.distribute_dataset(...)` adds it" in note for note in caught.value.__notes__)
+
     def test_a_state_that_can_be_no_batch(self, strategy):
         with pytest.raises(BatchError, match=r"leaf \['w'\] has shape \(\)(?s:.)*`state`, role \"state\": \['x'\]"):
             jdist.distribute(self.step, strategy)(BATCH, {"w": 1.0})

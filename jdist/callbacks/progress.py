@@ -37,6 +37,7 @@ def progress(console: Console | None = None) -> Callback:
             compiles = False
             _ = moment.metrics  # waits for the first step, which is a lap of its own: it compiles
             reports[0][1].lap(moment.step)
+            reports[0][0].move(moment.step)
 
     def on_row(moment: Moment) -> None:
         if not reports or moment.row is None:
@@ -46,6 +47,8 @@ def progress(console: Console | None = None) -> Callback:
         newest = {name: value for name, value in own.items() if name not in _NOT_SHOWN and "/" not in name}
         if newest:
             report.train(moment.step, newest, meter.lap(moment.step))
+        else:
+            report.move(moment.step)
         for prefix, said in (("epoch/", f"epoch {moment.epoch}"), ("eval/", "evaluation")):
             values = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
             if values:

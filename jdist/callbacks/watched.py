@@ -25,7 +25,10 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
         raise StepError(f"{callback}: `mode` is {mode!r}; it must be 'min' or 'max'.")
     found = better(metric)
     if found is None:
-        raise StepError(f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'.")
+        raise StepError(
+            f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'. (A name such as "
+            "'loss' or 'accuracy' says it: is this one misspelt?)"
+        )
     return found
 
 

@@ -67,10 +67,12 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(f"parameters: {_numbers(shapes.parameters)}")
     say(f"state: {_numbers(shapes.state)}")
     say(f"batch: {_batch(shapes.batch)}")
+    # First, as an error in the step says there what it was called with.
+    evaluation = make_eval_step(parts).lower(shapes.state, eval_batch)
     check_best_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
-    say(_compiled("evaluation", make_eval_step(parts).lower(shapes.state, eval_batch)))
+    say(_compiled("evaluation", evaluation))
     goes_on = folder.has_checkpoints() and not fresh
     say(f"a run would {'go on from the checkpoints in' if goes_on else 'write'} {folder.path}")
     say("dry run: all is well; nothing was trained or written")

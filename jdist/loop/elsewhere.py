@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from jdist.errors import StepError
+from jdist.near import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,6 +47,8 @@ def explained(call: Callable[P, R], /) -> Callable[P, R]:
         for name in kwargs.keys() - known.keys():
             if name in _HERE:
                 raise StepError(f"jdist.{call.__name__} has no argument `{name}`; here it is {_HERE[name]}.")
+            if meant := did_you_mean(name, known):
+                raise StepError(f"jdist.{call.__name__} has no argument `{name}`.{meant}")
         return call(*args, **kwargs)
 
     return explaining

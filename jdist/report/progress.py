@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+_COMPILING = "compiling the first step"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
@@ -93,6 +95,9 @@ class Reporter(Protocol):
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Training has come to `step`."""
 
+    def move(self, step: int) -> None:
+        """Training has come to `step`, of which there is nothing to tell."""
+
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
 
@@ -110,6 +115,9 @@ class Lines:
         """Print one line, at once."""
         print(text, file=self._file, flush=True)
 
+    def move(self, step: int) -> None:
+        """A line tells figures."""
+
     def close(self) -> None:
         """Lines are written already."""
 
@@ -124,12 +132,18 @@ class Bar:
 
     def __init__(self, progress: Progress, *, step: int, total: int | None) -> None:
         self._progress = progress
-        self._bar = progress.add_task("train", total=total, completed=step, figures="compiling the first step")
+        self._bar = progress.add_task("train", total=total, completed=step, figures=_COMPILING)
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Move the bar."""
         *figures, eta = _parts(metrics, speed)  # what does not fit is cut at the end
         self._progress.update(self._bar, completed=step, figures="  ".join([eta, *figures]))
+
+    def move(self, step: int) -> None:
+        """Move the bar, the figures as they were; there were none before the first step had been compiled."""
+        (task,) = (task for task in self._progress.tasks if task.id == self._bar)
+        figures = "" if task.fields["figures"] == _COMPILING else task.fields["figures"]
+        self._progress.update(self._bar, completed=step, figures=figures)
 
     def note(self, text: str) -> None:
         """Print above the bar."""

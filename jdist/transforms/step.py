@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
+from jdist.data.leaves import MASK
 from jdist.data.padding import real_rows
 from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import put, take_rows, to_host
@@ -310,6 +311,10 @@ class DistributedStep(Distributed):
                 f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
                 "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
             ) from exc
+        if isinstance(exc, KeyError) and exc.args == (MASK,):
+            exc.add_note(
+                "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
+            )
         if not isinstance(exc, RuntimeError):  # those tell of devices and memory
             exc.add_note(self._signature.taken_as(call, state, batches))
 

@@ -87,6 +87,18 @@ def test_a_bar_on_a_terminal():
     assert "a note [not markup]" in shown
 
 
+def test_a_bar_moves_where_there_are_no_figures_and_says_when_it_no_longer_compiles():
+    out = io.StringIO()
+    with contextlib.closing(
+        open_report(Console(file=out, force_terminal=True, width=100), step=0, total=600)
+    ) as report:
+        assert "0/600" in out.getvalue()
+        report.move(1)
+    shown = out.getvalue()
+    assert "compiling the first step" in shown
+    assert "compiling" not in shown[shown.rindex("1/600") :]
+
+
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_bar_keeps_its_counter_whatever_is_beside_it(width):
     out = io.StringIO()

@@ -383,7 +383,8 @@ class TestErrors:
             ({"batch_size": 16}, StepError, "has no argument `batch_size`; here it is `global_batch`"),
             ({"precision": "bf16"}, StepError, r"here it is `jdist\.distribute\(step, strategy, precision="),
             ({"validation_data": HELD_OUT}, StepError, "here it is `eval_data`"),
-            ({"epoch": 1}, TypeError, "unexpected keyword argument 'epoch'"),
+            ({"epoch": 1}, StepError, "no argument `epoch`. Did you mean 'epochs'"),
+            ({"colour": 1}, TypeError, "unexpected keyword argument 'colour'"),
             ({"callbacks": [lambda moment: True]}, StepError, "a callback returned True"),
         ],
     )

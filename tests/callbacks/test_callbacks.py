@@ -281,10 +281,10 @@ class TestCheckpoint:
         fit(callbacks.checkpoint(tmp_path), epochs=1, log_every=1)
         path = tmp_path / "history.jsonl"
         path.write_bytes(b"\n".join([*path.read_bytes().splitlines()[:2], damage, b""]))
-        with pytest.warns(CheckpointWarning, match="has 2 of the 6 rows up to step 7; the others are lost"):
+        with pytest.warns(CheckpointWarning, match="has 2 of the 7 rows up to step 7; the others are lost"):
             state, history = fit(callbacks.checkpoint(tmp_path), log_every=1)
         assert int(state.step) == 14
-        assert [row["step"] for row in history.rows] == [1, 2, *range(7, 15)]
+        assert [row["step"] for row in history.rows] == [1, 2, *range(8, 15)]
 
     def test_fewer_epochs_than_were_made_are_refused_by_name(self, tmp_path):
         fit(callbacks.checkpoint(tmp_path), epochs=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -94,7 +95,7 @@ class Line:
     def __init__(self, exchanges: Exchanges, prefix: str, stop: Stop):
         self._exchanges, self._prefix, self._stop = exchanges, prefix, stop
         self._said: str | None = None
-        self._left = False
+        self._to_leave = [prefix]
 
     def exchange(self, what: str, value: Any) -> list[Any] | None:
         """What each process says; None: it was stopped, and asking again with the same `what` goes on waiting.
@@ -119,10 +120,10 @@ class Line:
         return None
 
     def leave(self) -> None:
-        """Takes no part any more; the garbage collector may call it, and more than once."""
-        if not self._left:
-            self._left = True
-            self._exchanges.forget(self._prefix)
+        """Takes no part any more; the garbage collector may call it, and more than once, in any threads at the same time."""
+        with contextlib.suppress(IndexError):
+            # Popping is one operation, so that one alone forgets: process 0 would keep a second word of it for ever.
+            self._exchanges.forget(self._to_leave.pop())
 
 
 def told(error: Exception) -> dict[str, Any]:

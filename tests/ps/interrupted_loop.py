@@ -14,7 +14,7 @@ import optax
 
 import jdist
 
-INTERRUPTS, PATIENCE_S = 10, 3.0
+INTERRUPTS, PATIENCE_S = 10, 0.5
 
 
 def main() -> None:
@@ -35,9 +35,8 @@ def main() -> None:
         timer = threading.Timer(rng.uniform(0.005, 0.05), os.kill, (os.getpid(), signal.SIGINT))
         try:
             timer.start()
-            end = (
-                time.monotonic() + PATIENCE_S
-            )  # an interrupt within JAX's garbage collection is lost: Python ignores it there
+            # An interrupt within JAX's garbage collection is lost: Python ignores it there.
+            end = time.monotonic() + PATIENCE_S
             while time.monotonic() < end:
                 train_step(state, batch)
                 returned += 1

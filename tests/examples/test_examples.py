@@ -47,8 +47,9 @@ REFUSED = {
     },
     ("contrastive", "mirrored_jit"): r"all_gather\(\) .* the rows of the whole batch are here",
 }
-# What runs, and computes something else: a worker's negatives are its own rows, as servers bring only gradients together.
-OTHERWISE = {("contrastive", "parameter_server_sync")}
+# What runs, and computes something else: a worker's negatives, and what its batch normalisation sees, are its own rows, as
+# servers bring only gradients together.
+OTHERWISE = {("contrastive", "parameter_server_sync"), ("nnx_pure", "parameter_server_sync")}
 
 CASES = [(program, strategy) for program in PROGRAMS for strategy in STRATEGIES]
 # Each compiles for seconds, so a part always runs, and all in `make conformance`.

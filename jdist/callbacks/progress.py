@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
+from jdist.report.history import OF_ROWS
 from jdist.report.progress import Meter, Reporter, figures, numbers, open_report
 
 
@@ -44,7 +43,7 @@ def progress(console: Console | None = None) -> Callback:
             return
         report, meter = reports[0]
         own = numbers(moment.row)
-        newest = {name: value for name, value in own.items() if name not in _NOT_SHOWN and "/" not in name}
+        newest = {name: value for name, value in own.items() if name not in OF_ROWS and "/" not in name}
         if newest:
             report.train(moment.step, newest, meter.lap(moment.step))
         else:
@@ -63,9 +62,6 @@ def progress(console: Console | None = None) -> Callback:
             reports.pop()[0].close()
 
     return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=False)
-
-
-_NOT_SHOWN: Any = ("step", "epoch", "time_s")
 
 
 def _how_to_go_on(moment: Moment) -> str:

@@ -6,6 +6,7 @@ from jdist.callbacks.callback import Moment
 from jdist.errors import StepError
 from jdist.near import did_you_mean
 from jdist.report.better import Mode, better
+from jdist.report.history import OF_ROWS
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
@@ -45,7 +46,7 @@ def value_of(callback: str, metric: str, moment: Moment) -> float:
     """
     row = moment.row or {}
     if metric not in row:
-        names = [name for name in row if name not in ("step", "epoch", "time_s")]
+        names = [name for name in row if name not in OF_ROWS]
         raise StepError(
             f"{callback}: {metric!r} was not measured; there are {', '.join(map(repr, names)) or 'none'}."
             f"{did_you_mean(metric, names)}"

@@ -11,10 +11,11 @@ from jdist.errors import StepError
 from jdist.loop.feed import Feed
 from jdist.loop.tally import Metrics, Tally
 from jdist.near import did_you_mean
+from jdist.report.history import PREFIXES
 from jdist.transforms.distributed import Distributed
 
 PyTree = Any
-_EVAL, _EPOCH = "eval/", "epoch/"
+_EVAL, _EPOCH = PREFIXES
 
 
 def names_of(step: Distributed, state: PyTree, feed: Feed, metrics: Metrics) -> frozenset[str] | None:

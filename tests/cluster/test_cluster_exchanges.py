@@ -84,6 +84,16 @@ def test_one_whose_program_has_ended_counts_as_having_left(network):
     assert network.hub.forgotten == {}
 
 
+def test_one_that_leaves_an_exchange_after_its_program_has_ended_is_not_kept_for_ever(network):
+    for process in (0, 1):
+        network.exchanges[process].forget("a")
+    network.beat()
+    network.tell(2, {"type": "bye"})
+    network.exchanges[2].forget("a")
+    network.beat()
+    assert network.hub.forgotten == {}
+
+
 def test_a_loss_ends_all_waits(network):
     lost = PeerLostError(2, "host2:1", 7, "it was killed")
 

@@ -209,7 +209,10 @@ def _exchanged(hub: Hub, process: int, key: str, value: Any) -> Next:
 
 
 def _voided(hub: Hub) -> Next:
-    """Gives up exchanges that one takes no part in any more, and beginnings that nobody uses any more."""
+    """Gives up exchanges that one takes no part in any more, and beginnings that nobody uses any more.
+
+    Nor need those be kept that only processes that have left take no part in: these take part in nothing.
+    """
     left = {i for i, member in hub.members.items() if member.left}
     values, tells = {}, []
     for key, said in hub.values.items():
@@ -218,7 +221,7 @@ def _voided(hub: Hub) -> Next:
             tells += [Tell(i, {"type": "void", "key": key, "process": min(gone - {i})}) for i in said if gone != {i}]
         else:
             values[key] = said
-    forgotten = {prefix: who for prefix, who in hub.forgotten.items() if len(who | left) < hub.count}
+    forgotten = {prefix: who for prefix, who in hub.forgotten.items() if who - left and len(who | left) < hub.count}
     return replace(hub, values=values, forgotten=forgotten), tells
 
 

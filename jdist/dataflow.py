@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.interpreters import partial_eval
 
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
 
@@ -162,6 +163,12 @@ def needed(
             equations.append(eqn)
             reads.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
     return equations[::-1], reads
+
+
+def arguments_read(closed: Any) -> list[bool]:
+    """Which arguments any result or effect of a traced function depends on, calls and loops in it entered."""
+    jaxpr = body_of(closed)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
 
 def subfunction(

@@ -51,4 +51,4 @@ class Evaluation:
         """
         if self.strategy is not self.trained_by:  # what `fetch` would give
             state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own_state(shapes_of(state)))
-        return names_of(self.step, state, self.feed, self.metrics)
+        return names_of(self.step, state, self.feed, self.metrics, depth=4)

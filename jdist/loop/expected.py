@@ -12,20 +12,29 @@ from jdist.loop.feed import Feed
 from jdist.loop.tally import Metrics, Tally
 from jdist.near import did_you_mean
 from jdist.report.history import PREFIXES
-from jdist.transforms.distributed import Distributed
+from jdist.transforms.distributed import Distributed, Preview
 
 PyTree = Any
 _EVAL, _EPOCH = PREFIXES
 
 
-def names_of(step: Distributed, state: PyTree, feed: Feed, metrics: Metrics) -> frozenset[str] | None:
+def names_of(
+    step: Distributed, state: PyTree, feed: Feed, metrics: Metrics, *, depth: int = 3
+) -> frozenset[str] | None:
     """The names of what a step measures, of metrics those that they have among its results; None where only a call shows them.
+
+    Args:
+        step: the distributed step.
+        state: as `Distributed.prepare` made it, or its shapes.
+        feed: of the step.
+        metrics: as for `Tally`.
+        depth: how many calls below the user's own this one is, for the place that warnings name.
 
     Raises:
         StepError: the step does not return what it should.
 
     Warns:
-        UserWarning: it returns the state that it was given.
+        UserWarning: it returns the state that it was given, or never reads the mask of batches that will be filled up.
     """
     preview = step.preview(state, feed.batches.element_spec)
     if preview is None:
@@ -40,9 +49,28 @@ def names_of(step: Distributed, state: PyTree, feed: Feed, metrics: Metrics) -> 
         warnings.warn(
             f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
             "`return state.apply_gradients(grads=grads), metrics`.",
-            stacklevel=4,
+            stacklevel=depth + 1,
         )
+    if feed.pads:
+        warn_of_unread_mask(step.__name__, preview, depth=depth + 1)
     return names
+
+
+def warn_of_unread_mask(name: str, preview: Preview, *, depth: int = 3) -> None:
+    """Warns of a step that is to get batches that are filled up, and counts what fills them up.
+
+    Args:
+        name: of the step.
+        preview: what a call of it would do.
+        depth: as for `names_of`.
+    """
+    if not preview.reads_mask:
+        warnings.warn(
+            f'{name} never reads batch["mask"], and batches of its data are filled up with rows that are not real: these '
+            'count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, or choose a global '
+            "batch that divides by the replicas, and by which the rows divide.",
+            stacklevel=depth + 1,
+        )
 
 
 def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: frozenset[str] | None) -> None:

@@ -35,11 +35,13 @@ class Feed:
         batches: once through them is a *pass*.
         steps_per_epoch: how many steps an epoch has, where a pass may be several; None: each pass is an epoch.
         num_steps: how many steps all that was asked for has; None: not known before.
+        pads: whether batches will have to be filled up, as far as that is known before.
     """
 
     batches: Batches
     steps_per_epoch: int | None
     num_steps: int | None
+    pads: bool = False
 
     def state(self) -> dict[str, Any] | None:
         """The position in the pass, to save; None of data that cannot go on where it was."""
@@ -104,7 +106,14 @@ def open_feed(
             data = _with_epochs(data, epochs, steps)
     if isinstance(data, ArraySource):
         batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call)
-        return Feed(batches=batches, steps_per_epoch=data.steps_per_epoch, num_steps=data.num_steps)
+        return Feed(
+            batches=batches,
+            steps_per_epoch=data.steps_per_epoch,
+            num_steps=data.num_steps,
+            pads=bool(
+                data.global_batch % strategy.num_replicas or (data.num_rows % data.global_batch and not data.drop_short)
+            ),
+        )
     if isinstance(data, DistributedDataset) or (strategy.coordinator is not None and _is_of_workers(data)):
         batches: Any = data
     elif callable(data):

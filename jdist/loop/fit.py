@@ -93,6 +93,9 @@ def fit(
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
         SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
 
+    Warns:
+        UserWarning: a step returns the state as it was given, or never reads the mask of arrays whose batches are filled up.
+
     Example:
         >>> import jdist, numpy as np
         >>> def train_step(w, batch):

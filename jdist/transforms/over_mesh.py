@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ class Program:
     def __init__(self, function: Function, donate: bool):
         self._function = jax.jit(function, donate_argnums=(1,) if donate else ())
         self.lower = self._function.lower
-        self.shapes = functools.partial(jax.eval_shape, self._function)
+        self.trace = self._function.trace
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Runs the step and appends `(token, state, outputs)` to `box`.

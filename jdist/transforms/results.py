@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jdist import replica
 from jdist.context import ReplicaTrace, current_trace
+from jdist.data.padding import real_rows
 from jdist.errors import GlobalViewError, StepError
-from jdist.global_arrays import is_key
+from jdist.global_arrays import is_key, take_rows
 from jdist.mixed_precision import Precision
 from jdist.reducible import floating
 from jdist.transforms.options import StepOptions
@@ -217,3 +218,25 @@ def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
     for i, leaf in zip(which, averaged, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(treedef, leaves)
+
+
+def returned(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:
+    """What a call returns, as the step itself would: the state and the outputs in their places, padding's rows dropped."""
+    returns = traced.returns
+    if "examples" in returns:
+        outputs = _without_padding(outputs, traced, batches)
+    if returns == ("state", "metrics"):
+        return state, outputs[0]
+    if "state" in returns:
+        i = returns.index("state")
+        outputs = outputs[:i] + (state,) + outputs[i:]
+    return outputs[0] if traced.bare else outputs
+
+
+def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
+    """Drops the rows of "examples" results whose row of the batch was padding."""
+    real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
+    return tuple(
+        jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
+        for role, tree in zip(traced.output_roles, outputs, strict=True)
+    )

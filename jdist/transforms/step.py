@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jdist import dataflow
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
 from jdist.data.leaves import MASK
-from jdist.data.padding import real_rows
 from jdist.errors import JDistError, NonFiniteError, StepError
-from jdist.global_arrays import put, take_rows, to_host
+from jdist.global_arrays import put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
@@ -38,7 +38,7 @@ from jdist.transforms.placement import (
 )
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
-from jdist.transforms.results import Traced
+from jdist.transforms.results import Traced, returned
 from jdist.transforms.spread import Spread, is_spread, map_leaves
 from jdist.transforms.trees import check_no_deleted, check_not_traced
 from jdist.values import WithResiduals, without_residuals
@@ -197,12 +197,17 @@ class DistributedStep(Distributed):
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
             program, traced = self._program(call)
-            _, state, outputs, *_ = program.shapes(self._token, state, _shapes(batches, self._by_rows), others)
+            arguments = self._token, state, _shapes(batches, self._by_rows), others
+            made = program.trace(*arguments)
         except Exception as exc:
             self._explain(exc, call, state, batches)
             raise
+        _, state, outputs, *_ = made.out_info
         told = dict(zip(traced.output_roles, outputs, strict=True))
-        return Preview({"state": state, **told} if "state" in traced.returns else told, traced.changes_state)
+        results = {"state": state, **told} if "state" in traced.returns else told
+        read = jax.tree.unflatten(jax.tree.structure(arguments), dataflow.arguments_read(made.jaxpr))[2]
+        masks = [batch[MASK] for batch in read if isinstance(batch, Mapping) and MASK in batch]
+        return Preview(results, traced.changes_state, reads_mask=not masks or any(masks))
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
@@ -220,8 +225,8 @@ class DistributedStep(Distributed):
         key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
         if key not in self._residuals:
             program, _ = self._program(call)
-            shapes = program.shapes(_shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others)
-            self._residuals[key] = shapes[1].residuals[self.__name__]
+            made = program.trace(_shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others)
+            self._residuals[key] = made.out_info[1].residuals[self.__name__]
         wanted = self._residuals[key]
         if self.__name__ in kept:
             check_fit(self.__name__, kept[self.__name__], wanted)
@@ -294,7 +299,7 @@ class DistributedStep(Distributed):
         self._window.add(token)
         if self._steps_to_check and updated:
             self._check_replicas(state, results)
-        return _result(state, outputs, traced, given)
+        return returned(state, outputs, traced, given)
 
     def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:
         """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
@@ -372,24 +377,3 @@ def _shapes(tree: PyTree, sharding: Any) -> PyTree:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
     return map_leaves(shape, tree)
-
-
-def _result(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:
-    returns = traced.returns
-    if "examples" in returns:
-        outputs = _without_padding(outputs, traced, batches)
-    if returns == ("state", "metrics"):
-        return state, outputs[0]
-    if "state" in returns:
-        i = returns.index("state")
-        outputs = outputs[:i] + (state,) + outputs[i:]
-    return outputs[0] if traced.bare else outputs
-
-
-def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
-    """Drops the rows of "examples" results whose row of the batch was padding."""
-    real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
-    return tuple(
-        jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
-        for role, tree in zip(traced.output_roles, outputs, strict=True)
-    )

@@ -24,6 +24,15 @@ def state() -> jdist.TrainState:
     return made.replace(params={"w": W})
 
 
+def test_a_step_that_never_reads_the_mask_of_padded_batches_is_told_of():
+    def careless(state: Any, batch: Any) -> Any:
+        return {"loss": jdist.mean(errors(state.params, batch))}
+
+    with pytest.warns(UserWarning, match=r'careless never reads batch\["mask"\]') as warned:
+        jdist.evaluate(careless, state(), DATA, strategy=jdist.mirrored(), global_batch=64)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
 @pytest.mark.parametrize("strategy", [jdist.default, jdist.one_device, jdist.mirrored, jdist.central_storage])
 class TestUnderEachStrategy:
     def test_each_row_counts_once(self, strategy):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from jdist import callbacks
 from jdist.errors import BatchError, DatasetError, NonFiniteError, StepError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loop_programs import DATA, HELD_OUT, by_numpy, create_state, eval_step, train_step
+from loop_programs import DATA, HELD_OUT, by_numpy, create_state, errors, eval_step, train_step
 
 QUIET: dict[str, Any] = {"progress": False, "log_to": None}
 
@@ -493,6 +494,36 @@ class TestErrors:
         with pytest.warns(UserWarning, match="step returns the state as it was given: nothing is learned") as warned:
             jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
         assert [warning.filename for warning in warned] == [__file__]
+
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [
+            (jdist.default, {}),
+            (mirrored, {"steps_per_call": 2}),
+            (lambda: jdist.mirrored(jax.devices()[:2], transform="pmap"), {"accumulate": 2}),
+            (lambda: jdist.mirrored(jax.devices()[:2], transform="jit"), {}),
+            (lambda: jdist.central_storage(jax.devices()[:2]), {}),
+        ],
+        ids=["default", "steps_per_call", "pmap_accumulate", "global_view", "central_storage"],
+    )
+    def test_a_step_that_never_reads_the_mask_of_padded_batches_is_told_of(self, make, options):
+        def careless(state: Any, batch: Any) -> Any:
+            loss, grads = jdist.value_and_grad(lambda p: jdist.mean(errors(p, batch)))(state.params)
+            return state.apply_gradients(grads=grads), {"loss": loss}
+
+        def warned_of(step: Any, **more: Any) -> list[tuple[str, str]]:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                jdist.fit(jdist.distribute(step, make(), **options), create_state(), DATA, epochs=1, **more, **QUIET)
+            return [(str(w.message).partition(",")[0], w.filename) for w in seen]
+
+        told = ('careless never reads batch["mask"]', __file__)
+        assert warned_of(careless, global_batch=16) == [told]
+        assert warned_of(train_step, global_batch=16) == []
+        assert warned_of(careless, global_batch=20) == []
+        evaluation = {"eval_step": lambda state, batch: {"loss": jdist.mean(errors(state.params, batch))}}
+        told = ('<lambda> never reads batch["mask"]', __file__)
+        assert warned_of(train_step, global_batch=16, eval_data=DATA, **evaluation) == [told]
 
     @pytest.mark.parametrize("name", ["step", "eval/loss"])
     def test_names_that_rows_have_themselves_are_no_metrics(self, name):

@@ -160,7 +160,7 @@ class Callback:
         keeps: what is saved with the state, under `name`.
         name: names it in errors, and `keeps`, of which each name is there only once in a run.
         watches: names of what it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
-        logs: whether it may add to rows by `moment.log`, so that others may look at what no step returns.
+        logs: names of what it adds to rows by `moment.log`, at which others may look though no step returns it; None: any.
 
     Example:
         >>> import jdist
@@ -181,4 +181,4 @@ class Callback:
     keeps: Keeps | None = None
     name: str = "callback"
     watches: tuple[str, ...] = ()
-    logs: bool = True
+    logs: tuple[str, ...] | None = None

@@ -158,7 +158,7 @@ def checkpoint(
         close=close,
         name="checkpoint",
         watches=() if best is None else (best,),
-        logs=False,
+        logs=(),
     )
 
 

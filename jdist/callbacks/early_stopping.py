@@ -63,5 +63,5 @@ def early_stopping(
         on_epoch=None if is_eval else look,
         name="early_stopping",
         watches=(metric,),
-        logs=False,
+        logs=(),
     )

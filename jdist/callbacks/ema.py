@@ -84,7 +84,7 @@ def ema(
     def get() -> PyTree:
         return average
 
-    return Ema(on_step=on_step, keeps=Keeps(begin=begin, get=get, put=put), name=name, average=get, logs=False)
+    return Ema(on_step=on_step, keeps=Keeps(begin=begin, get=get, put=put), name=name, average=get, logs=())
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -44,7 +44,7 @@ def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "le
         if moment.row is not None:
             moment.log(**{name: _at(schedule, _updates(moment) - 1) if callable(schedule) else schedule})
 
-    return Callback(on_step=on_step, name="learning_rate_log")
+    return Callback(on_step=on_step, name="learning_rate_log", logs=(name,))
 
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:

@@ -52,7 +52,7 @@ def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15)
             running.clear()
             jax.profiler.stop_trace()
 
-    return Callback(on_start=begin, on_step=on_step, close=close, logs=False)
+    return Callback(on_start=begin, on_step=on_step, close=close, logs=())
 
 
 def _wait(moment: Moment) -> None:

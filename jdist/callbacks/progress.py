@@ -61,7 +61,7 @@ def progress(console: Console | None = None) -> Callback:
         while reports:
             reports.pop()[0].close()
 
-    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=False)
+    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=())
 
 
 def _how_to_go_on(moment: Moment) -> str:

@@ -25,8 +25,9 @@ def cluster(environ: Mapping[str, str]) -> tuple[ClusterSpec | None, list[Findin
         return None, [
             failed("cluster", str(exc), f"Mend {exc.variable}; docs/clusters.md says which variables are read.")
         ]
-    lines = [passed("cluster", line.strip()) for line in spec.describe().splitlines()]
-    return spec, lines
+    if spec.num_processes == 1 and spec.processes == (None,):
+        return spec, [passed("cluster", "none in the environment: one process by itself")]
+    return spec, [passed("cluster", line.strip()) for line in spec.describe().splitlines()]
 
 
 def names(spec: ClusterSpec) -> list[Finding]:

@@ -162,6 +162,8 @@ def run(
         batches = iter(train_set)
         first = step
         tally = Tally(task.metrics, steps_per_call=train.steps_per_call)
+        if step < total:
+            say("compiling the train step")
         report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))
         try:
             while step < total and not stop.stops_after(step):

@@ -113,6 +113,7 @@ def check_watched(
     Raises:
         StepError: says what there will be.
     """
+    logged = _logged(callbacks)
     for callback in callbacks:
         for metric in callback.watches:
             is_eval = metric.startswith(_EVAL)
@@ -122,7 +123,7 @@ def check_watched(
                     "`eval_step`, or take a metric of training, such as 'epoch/loss'."
                 )
             names = evaluated if is_eval else trained
-            if names is None or _may_log(callbacks):
+            if names is None or logged is None or metric in logged:
                 continue
             prefix = _EVAL if is_eval else _EPOCH if metric.startswith(_EPOCH) else ""
             name = metric.removeprefix(prefix)
@@ -134,7 +135,12 @@ def check_watched(
                 )
 
 
-def _may_log(callbacks: Sequence[Callback]) -> bool:
-    """Whether a callback may add to a row, by `moment.log`, before others look at it."""
-    told = [(c.on_eval, c.on_epoch, c.on_step) for c in callbacks if c.logs]
-    return any(function is not None for functions in told for function in functions)
+def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
+    """What callbacks add to a row before others look at it; None: it may be anything."""
+    found: set[str] = set()
+    for callback in callbacks:
+        if any(function is not None for function in (callback.on_eval, callback.on_epoch, callback.on_step)):
+            if callback.logs is None:
+                return None
+            found.update(callback.logs)
+    return frozenset(found)

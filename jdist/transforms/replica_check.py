@@ -100,9 +100,9 @@ def compare(hashes: np.ndarray, paths: list[str]) -> None:
     raise ReplicaDivergenceError(
         f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas:\n"
         + "\n".join(lines)
-        + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`), "
-        "and pass what else the step writes from its batch (batch statistics, counters) through "
-        '`jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica".',
+        + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx "
+        "modules by `jdist.nnx.value_and_grad`), and pass what else the step writes from its batch (batch statistics, "
+        'counters) through `jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica".',
         names,
         tuple(replicas for replicas, _ in found),
     )

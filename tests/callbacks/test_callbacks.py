@@ -167,6 +167,13 @@ class TestEarlyStopping:
             fit(callbacks.nan_guard("los"), callbacks.ema(), progress=True)
         assert told == []
 
+    def test_a_metric_that_a_callback_says_it_logs_is_known_and_others_are_not(self):
+        rate = callbacks.learning_rate_log(0.1)
+        _, history = fit(rate, callbacks.nan_guard("learning_rate"), epochs=1)
+        assert history.rows[-1]["learning_rate"] == 0.1
+        with pytest.raises(StepError, match=r"'lss' will not be measured; .* Did you mean 'loss'"):
+            fit(rate, callbacks.nan_guard("lss"), epochs=1)
+
     def test_a_metric_that_another_callback_logs_is_waited_for(self):
         logs = callbacks.Callback(on_eval=lambda moment: moment.log(**{"eval/f1": 0.5}))
         _, history = fit(logs, callbacks.early_stopping("eval/f1", patience=1), epochs=3, **EVAL)

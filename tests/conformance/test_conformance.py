@@ -54,11 +54,26 @@ def one_device(family: str, optimizer: str, accumulate: int, precision: Any = No
     return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision)
 
 
+def compare(run: Run, expected: Run, losses: float, params: float | None, record_property: Any) -> None:
+    """Compares losses and parameters by these tolerances, and records the largest differences for `--junitxml`.
+
+    Under Adam `params` is None: it divides by the size of the gradient, so rounding in a parameter without gradient (a bias
+    before a normalisation) grows without bound; the losses do not depend on such parameters.
+    """
+    record_property("losses", float(np.max(np.abs(np.subtract(run.losses, expected.losses)))))
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
+    if params is not None:
+        pairs = list(zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True))
+        record_property("params", max(float(np.max(np.abs(np.subtract(got, want)))) for got, want in pairs))
+        for got, want in pairs:
+            np.testing.assert_allclose(got, want, rtol=0, atol=params)
+
+
 @pytest.mark.parametrize(
     ("strategy", "family", "option", "optimizer"),
     [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full, id="-".join(case)) for case in ALL],
 )
-def test_equals_one_device(strategy: str, family: str, option: str, optimizer: str):
+def test_equals_one_device(strategy: str, family: str, option: str, optimizer: str, record_property: Any):
     options = OPTIONS[option]
     made = STRATEGIES[strategy]()
     run = FAMILIES[family](made, OPTIMIZERS[optimizer](), **options)
@@ -70,13 +85,8 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
     assert run.compilations_after_first_call == 0
     assert run.shardings_kept
     assert np.ptp(expected.losses) > 1e-2  # it moves, so equality means something
-    # Adam divides by the size of the gradient, so rounding in a parameter without gradient (a bias before a
-    # normalisation) grows without bound; the losses do not depend on such parameters.
     losses, params = COMPRESSED.get(strategy, (2e-5 if optimizer == "sgd" else 2e-4, 1e-5))
-    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
-    if optimizer == "sgd":
-        for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=params)
+    compare(run, expected, losses, params if optimizer == "sgd" else None, record_property)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +96,7 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
         for case in IN_16_BITS
     ],
 )
-def test_equals_one_device_in_16_bits(strategy: str, family: str, option: str, optimizer: str):
+def test_equals_one_device_in_16_bits(strategy: str, family: str, option: str, optimizer: str, record_property: Any):
     options = PRECISIONS[option]
     run = FAMILIES[family](STRATEGIES[strategy](), OPTIMIZERS[optimizer](), **options)
     expected = one_device(family, optimizer, options.get("accumulate", 1), options["precision"])
@@ -97,10 +107,7 @@ def test_equals_one_device_in_16_bits(strategy: str, family: str, option: str, o
     assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {np.dtype("float32")}
     # What a compressed all-reduce rounds comes on top of what 16 bits do.
     losses, params = np.add(TOLERANCES_IN_16_BITS[options["precision"].name], COMPRESSED.get(strategy, (0, 0)))
-    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=losses)
-    if optimizer == "sgd":
-        for got, want in zip(jax.tree.leaves(run.params), jax.tree.leaves(expected.params), strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=params)
+    compare(run, expected, losses, params if optimizer == "sgd" else None, record_property)
 
 
 METRICS = list(itertools.product(STRATEGIES, ("evaluation", *OPTIONS)))

@@ -12,7 +12,7 @@ from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
 from jdist.global_arrays import to_host
 from jdist.loop.elsewhere import explained
-from jdist.loop.expected import warn_of_unread_mask
+from jdist.loop.expected import names_of
 from jdist.loop.feed import open_feed
 from jdist.loop.measure import measure
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of
@@ -68,9 +68,7 @@ def evaluate(
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
     if feed.pads:
         state = eval_step.prepare(state, feed.batches.element_spec)
-        preview = eval_step.preview(state, feed.batches.element_spec)
-        if preview is not None:
-            warn_of_unread_mask(eval_step.__name__, preview)
+        names_of(eval_step, state, feed, metrics_of(step, metrics))  # warns of a mask that is not read
     measured = measure(eval_step, state, feed.batches, strategy.cluster, metrics_of(step, metrics))
     for name in metrics if isinstance(metrics, Mapping) else ():
         if not any(found == name or found.startswith(f"{name}/") for found in measured):

@@ -12,7 +12,7 @@ from jdist.loop.feed import Feed
 from jdist.loop.tally import Metrics, Tally
 from jdist.near import did_you_mean
 from jdist.report.history import PREFIXES
-from jdist.transforms.distributed import Distributed, Preview
+from jdist.transforms.distributed import Distributed
 
 PyTree = Any
 _EVAL, _EPOCH = PREFIXES
@@ -51,26 +51,14 @@ def names_of(
             "`return state.apply_gradients(grads=grads), metrics`.",
             stacklevel=depth + 1,
         )
-    if feed.pads:
-        warn_of_unread_mask(step.__name__, preview, depth=depth + 1)
-    return names
-
-
-def warn_of_unread_mask(name: str, preview: Preview, *, depth: int = 3) -> None:
-    """Warns of a step that is to get batches that are filled up, and counts what fills them up.
-
-    Args:
-        name: of the step.
-        preview: what a call of it would do.
-        depth: as for `names_of`.
-    """
-    if not preview.reads_mask:
+    if feed.pads and not preview.reads_mask:
         warnings.warn(
-            f'{name} never reads batch["mask"], and batches of its data are filled up with rows that are not real: these '
-            'count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, or choose a global '
-            "batch that divides by the replicas, and by which the rows divide.",
+            f'{step.__name__} never reads batch["mask"], and batches of its data are filled up with rows that are not real: '
+            'these count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, or choose a '
+            "global batch that divides by the replicas, and by which the rows divide.",
             stacklevel=depth + 1,
         )
+    return names
 
 
 def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: frozenset[str] | None) -> None:

@@ -246,6 +246,15 @@ class TestInAStep:
             calls.append(1)
         assert checked == expected
 
+    def test_a_shorter_last_call_counts_its_own_steps(self, monkeypatch):
+        strategy = jdist.mirrored(["cpu:0", "cpu:1"])
+        train_step = jdist.distribute(lambda w, b: (w + 1, {}), strategy, check_replicas=4, steps_per_call=3)
+        checked, state = [], strategy.init(lambda: jnp.float32(0))
+        monkeypatch.setattr(step_module, "compare_replicas", lambda strategy, state: checked.append(int(state)))
+        for steps in [3, 1, 1, 1, 1]:
+            state, _ = train_step(state, {"x": np.ones((steps, 2))})
+        assert checked == [3, 7]
+
     def test_one_replica_is_never_checked(self, monkeypatch):
         strategy = jdist.one_device()
         monkeypatch.setattr(step_module, "compare_replicas", lambda strategy, state: pytest.fail("checked"))

@@ -103,6 +103,7 @@ class DistributedStep(Distributed):
         self._last_state: PyTree = None
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
+        self._num_updates = 0  # of the newest call
         self._token = self._new_token()
         self._watched = Watched()
         self._steps_before = 0
@@ -250,7 +251,7 @@ class DistributedStep(Distributed):
         with cluster.blocked():
             result = self._call(args, kwargs)
         failpoints.reached(Point.IN_STEP)
-        cluster.advance(self.options.steps_per_call if self._results_hold_state else 0, self._token)
+        cluster.advance(self._num_updates, self._token)
         if failpoints.armed():
             jax.block_until_ready(self._token)
             failpoints.reached(Point.AFTER_STEP)
@@ -295,6 +296,7 @@ class DistributedStep(Distributed):
         results = self._results[0]
         token, state, outputs = results[:3]  # a backend may add more, for its check
         updated = self._results_hold_state = "state" in traced.returns
+        self._num_updates = self._steps_in(batches) if updated else 0
         self._take_results()
         self._window.add(token)
         if self._steps_to_check and updated:
@@ -323,8 +325,13 @@ class DistributedStep(Distributed):
         if not isinstance(exc, RuntimeError):  # those tell of devices and memory
             exc.add_note(self._signature.taken_as(call, state, batches))
 
+    def _steps_in(self, batches: PyTree) -> int:
+        """How many steps a call makes; the last one of a data set may make fewer than the others."""
+        n = self.options.steps_per_call
+        return n if n == 1 or not (leaves := jax.tree.leaves(batches)) else leaves[0].shape[0]
+
     def _check_replicas(self, state: PyTree, results: Any) -> None:
-        self._steps_to_check -= self.options.steps_per_call
+        self._steps_to_check -= self._num_updates
         if self._steps_to_check <= 0:
             self._steps_to_check = self.options.check_replicas
             self._backend.compare_replicas(self.strategy, state, results)

@@ -51,7 +51,7 @@ def names_of(
             "`return state.apply_gradients(grads=grads), metrics`.",
             stacklevel=depth + 1,
         )
-    if feed.pads and not preview.reads_mask:
+    if feed.pads and preview.ignores_mask:
         warnings.warn(
             f'{step.__name__} never reads batch["mask"], and batches of its data are filled up with rows that are not real: '
             'these count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, or choose a '

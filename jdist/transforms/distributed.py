@@ -20,12 +20,12 @@ class Preview:
     Attributes:
         results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
         changes_state: whether the state that it returns is another than the one that it is given.
-        reads_mask: whether anything of that depends on a batch's mask; True for batches without one.
+        ignores_mask: whether anything of that depends on the rows of a batch, and nothing on its mask.
     """
 
     results: Mapping[str, PyTree]
     changes_state: bool
-    reads_mask: bool
+    ignores_mask: bool
 
 
 class Distributed(abc.ABC):

@@ -207,8 +207,9 @@ class DistributedStep(Distributed):
         told = dict(zip(traced.output_roles, outputs, strict=True))
         results = {"state": state, **told} if "state" in traced.returns else told
         read = jax.tree.unflatten(jax.tree.structure(arguments), dataflow.arguments_read(made.jaxpr))[2]
-        masks = [batch[MASK] for batch in read if isinstance(batch, Mapping) and MASK in batch]
-        return Preview(results, traced.changes_state, reads_mask=not masks or any(masks))
+        masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
+        ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
+        return Preview(results, traced.changes_state, ignores_mask=ignored)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""

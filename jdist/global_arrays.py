@@ -99,12 +99,12 @@ def _taken(sharding: Sharding) -> Callable[[Any, Any], Any]:
     return jax.jit(lambda x, rows: x[rows], out_shardings=sharding)
 
 
-def local_rows(x: Any) -> Any:
-    """As `to_host`, of the leading rows that this process's devices hold; nothing is exchanged."""
+def local_rows(x: Any, axis: int = 0) -> Any:
+    """As `to_host`, of the rows, along `axis`, that this process's devices hold; nothing is exchanged."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return to_host(x)
     if is_key(x):
-        rows = local_rows(jax.random.key_data(x))
+        rows = local_rows(jax.random.key_data(x), axis)
         return jax.random.wrap_key_data(jnp.asarray(rows), impl=jax.random.key_impl(x))
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.array(shard.data) for shard in shards])
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[axis].start or 0)
+    return np.concatenate([np.array(shard.data) for shard in shards], axis)

@@ -115,6 +115,11 @@ class DistributedDataset:
         """
         self.restore(write_state(self._resumable(), step))
 
+    def rewind(self) -> None:
+        """Goes to the beginning: the next loop gets every row, wherever the last one was left; of an iterator what is left."""
+        if self._reader.facts is not None and self._position:
+            self.go_to(0)
+
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""
         self._end_active(None)

@@ -113,6 +113,7 @@ def predict(
             "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "
             "source of batches."
         )
+    feed.batches.rewind()
     results: list[PyTree] = []
     for batch in feed.batches:
         results.append(predict_step(state, batch))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jdist.cluster.runtime import Runtime, alone
+from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError
 from jdist.loop.tally import Measured, Metrics, Tally
 
@@ -26,7 +27,7 @@ def measure(
         eval_step: `(state, batch) -> metrics` by name: scalars, each the mean over the rows of the batch that are no
             padding, and what metrics contribute.
         state: what to evaluate.
-        batches: distributed batches, once through; the "mask" of a dict says which of its rows count.
+        batches: distributed batches, once through, from the beginning; the "mask" of a dict says which of its rows count.
         cluster: the processes that share the rows of each batch; None: this one alone.
         metrics: as for `Tally`.
 
@@ -39,6 +40,8 @@ def measure(
     cluster = cluster or alone()
     tally = Tally(metrics)
     with cluster.blocked():
+        if isinstance(batches, DistributedDataset):
+            batches.rewind()
         for batch in batches:
             tally.add(eval_step(state, batch), batch)
         measured, weight = tally.take(cluster=cluster)

@@ -65,7 +65,7 @@ class Tally:
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
         """
-        self._waiting.append((self.note(measured), _weights(batch), epochs))
+        self._waiting.append((self.note(measured), _weights(batch, self._steps_per_call), epochs))
         if len(self._waiting) > 2 * _READ_AHEAD:
             self._read(_READ_AHEAD)
 
@@ -265,11 +265,11 @@ def _found(zero: PyTree, kept: dict[str, Any]) -> PyTree:
     return {name: _found(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
 
 
-def _weights(batch: PyTree) -> Any:
-    """A function that gives the weights of a batch's rows; it holds no other array of the batch."""
+def _weights(batch: PyTree, steps_per_call: int) -> Any:
+    """A function that gives the weights of a batch's rows, or of each step's; it holds no other array of the batch."""
     mask = batch.get(MASK) if isinstance(batch, Mapping) else batch.mask if isinstance(batch, Masked) else None
     if mask is not None:
-        return lambda: np.asarray(local_rows(mask), np.float64)
+        return lambda: np.asarray(local_rows(mask, axis=int(steps_per_call > 1)), np.float64)
     leaf = jax.tree.leaves(batch)[0]
     if not isinstance(leaf, np.ndarray | jax.Array):
         return None  # a parameter server's worker reads it, and nobody here knows its rows

@@ -37,10 +37,23 @@ def main(folder: Path, epochs: int) -> None:
         log_to=folder / "log",
         progress=False,
     )
+    several = jdist.fit(
+        loop_programs.train_step,
+        strategy.init(loop_programs.create_state),
+        loop_programs.DATA,
+        strategy=strategy,
+        epochs=epochs,
+        global_batch=16,
+        shuffle_seed=0,
+        steps_per_call=3,
+        progress=False,
+        log_to=None,
+    )
     rows = jdist.predict(loop_programs.predict_step, state, loop_programs.DATA, strategy=strategy, global_batch=16)
     found = {
         "epochs": history.epochs,
         "evals": history.evals,
+        "steps_per_call": several[1].epochs,
         "w": np.asarray(strategy.fetch(state).params["w"]).tolist(),
         "average": np.asarray(average.average()["w"]).tolist(),
         "y": rows["y"].tolist(),

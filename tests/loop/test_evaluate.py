@@ -24,6 +24,24 @@ def state() -> jdist.TrainState:
     return made.replace(params={"w": W})
 
 
+@pytest.mark.parametrize("make", [lambda: jdist.data.from_arrays(DATA, global_batch=20), lambda: list(batches(20))])
+def test_a_dataset_that_was_left_in_the_middle_is_gone_through_whole(make):
+    strategy = jdist.mirrored(jax.devices()[:2])
+    dataset, expected = strategy.distribute_dataset(make()), np.mean(errors({"w": W}, DATA))
+    for _ in range(2):
+        next(iter(dataset))
+        assert jdist.evaluate(eval_step, state(), dataset, strategy=strategy)["loss"] == pytest.approx(
+            expected, rel=1e-5
+        )
+    next(iter(dataset))
+    results = jdist.predict(predict_step, state(), dataset, strategy=strategy)
+    np.testing.assert_array_equal(results["y"], DATA["y"])
+
+
+def batches(rows: int) -> Any:
+    return ({name: x[i : i + rows] for name, x in DATA.items()} for i in range(0, 100, rows))
+
+
 def test_a_step_that_never_reads_the_mask_of_padded_batches_is_told_of():
     def careless(state: Any, batch: Any) -> Any:
         return {"loss": jdist.mean(errors(state.params, batch))}

@@ -60,7 +60,8 @@ class Run:
         self._strategy, self._train_step, self._feed, self._total = strategy, train_step, feed, total
         self._log_every, self._evaluate, self._eval_every = log_every, evaluate, eval_every
         self._per_call = train_step.options.steps_per_call
-        self._tally = Tally(metrics, steps_per_call=self._per_call)
+        skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
+        self._tally = Tally(metrics, steps_per_call=self._per_call, skips=skips)
         self._keeps = _by_name(callbacks)
         events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "save", "end")
         self._told = {event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events}

@@ -40,15 +40,16 @@ class Tally:
             metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`; a step that
             returns scalars by name has these.
         steps_per_call: how many steps a call makes; above 1 results lead with that axis.
+        skips: whether steps that are not finite are left out of the training, and so are their scalars.
 
     Raises:
         StepError: `metrics` is neither.
     """
 
-    def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1):
+    def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1, skips: bool = False):
         self._whole = metrics if isinstance(metrics, Metric) else None
         self._metrics = _by_name(metrics)
-        self._steps_per_call = steps_per_call
+        self._steps_per_call, self._skips = steps_per_call, skips
         self._waiting: list[tuple[Any, Any, Sequence[int]]] = []
         self._newest: Any = None
         self._epochs: dict[int, _Totals] = {}
@@ -201,7 +202,10 @@ class Tally:
                 each = weights() if self._steps_per_call > 1 else [weights().sum()]
             for i, epoch in enumerate(epochs):
                 own = values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
-                self._epochs.setdefault(epoch, _Totals()).add(float(np.sum(each[i])), own, self._metrics)
+                scalars = [value for name, value in own.items() if name not in self._metrics]
+                left_out = self._skips and not np.isfinite(scalars).all()
+                weight = 0.0 if left_out else float(np.sum(each[i]))
+                self._epochs.setdefault(epoch, _Totals()).add(weight, own, self._metrics)
 
     def _result(self, name: str, value: Any) -> Any:
         metric = self._metrics.get(name)

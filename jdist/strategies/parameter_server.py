@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.unused import note_coordinator
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
@@ -109,6 +110,7 @@ def parameter_server(
         if spec is None
         else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
     )
+    note_coordinator()
     return _strategy(PsJob(servers, options))
 
 

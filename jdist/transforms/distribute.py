@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any, overload
 
+from jdist.cluster.unused import unused_job
 from jdist.errors import StepError
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Step
@@ -56,6 +59,9 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
     Raises:
         StepError: an option or role that is not allowed.
 
+    Warns:
+        UserWarning: `jdist launch` has started this process as one of several, and the strategy is for one.
+
     Example:
         >>> import jdist, numpy as np
         >>> @jdist.distribute(jdist.one_device())
@@ -69,6 +75,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
     if isinstance(step, Strategy):
         if strategy is not None:
             raise StepError("jdist.distribute takes the step first: write `distribute(step, strategy)`.")
+        _check_job(step)
         checked = make_options(**options)
         return lambda function: step.operations.distribute(step, function, checked)
     if not isinstance(strategy, Strategy):
@@ -79,7 +86,13 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         )
     if not callable(step):
         raise StepError(f"jdist.distribute needs a function to distribute, it got {step!r}.")
+    _check_job(strategy)
     return strategy.operations.distribute(strategy, step, make_options(**options))
+
+
+def _check_job(strategy: Strategy) -> None:
+    if strategy.cluster is None and strategy.coordinator is None and (job := unused_job(os.environ)) is not None:
+        warnings.warn(f"{strategy.name}: `jdist launch` has started this process {job}.", stacklevel=3)
 
 
 def distribute_locally(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:

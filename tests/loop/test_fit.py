@@ -41,6 +41,18 @@ class TestEpochs:
         assert [(row["step"], row["epoch"]) for row in history.epochs] == [(7, 1), (14, 2), (21, 3)]
         np.testing.assert_allclose([row["loss"] for row in history.epochs], means, rtol=1e-5)
 
+    @pytest.mark.parametrize("steps_per_call", [1, 4])
+    def test_a_step_that_is_left_out_is_left_out_of_the_epochs_mean(self, steps_per_call):
+        rows = {name: x.copy() for name, x in DATA.items()}
+        rows["y"][40] = np.nan  # of the third of seven steps
+        kept = np.delete(np.arange(100), np.arange(32, 48))
+        step = jdist.distribute(train_step, mirrored(), non_finite="skip", steps_per_call=steps_per_call)
+        _, history = jdist.fit(step, create_state(), rows, global_batch=16, **QUIET)
+        batches = [{name: x[kept][i : i + 16] for name, x in DATA.items()} for i in range(0, 84, 16)]
+        one = jdist.fit(train_step, create_state(), batches, **QUIET)[1]
+        assert step.num_skipped == 1
+        assert history.epochs[0]["loss"] == pytest.approx(one.epochs[0]["loss"], rel=1e-5)
+
     def test_neither_epochs_nor_steps_is_one_pass(self):
         state, history = jdist.fit(train_step, create_state(), DATA, global_batch=16, **QUIET)
         assert int(state.step) == 7

@@ -1,0 +1,68 @@
+"""A job that the launcher has started, and that a strategy of one process makes no use of."""
+
+import json
+import warnings
+
+import pytest
+
+import jdist
+from jdist.cluster import unused
+
+TWO = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+SERVERS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Makes this process one that the launcher has started."""
+
+    def launch(cluster, task, attempt="0"):
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}}))
+        if attempt is not None:
+            monkeypatch.setenv("JDIST_LAUNCH_ATTEMPT", attempt)
+        monkeypatch.setattr(unused, "_coordinates", False)
+
+    return launch
+
+
+def step(state, batch):
+    return state
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "text"),
+    [
+        (TWO, "worker", "as one of 2 processes, and each of them trains by itself"),
+        (SERVERS, "chief", "with parameter servers, which nothing uses"),
+    ],
+)
+def test_a_strategy_of_one_process_is_told_of(launched, cluster, task, text):
+    launched(cluster, task)
+    for distribute in (lambda made: jdist.distribute(step, made), lambda made: jdist.distribute(made)(step)):
+        with pytest.warns(UserWarning, match=f"mirrored: `jdist launch` has started this process {text}") as warned:
+            distribute(jdist.mirrored())
+        assert [warning.filename for warning in warned] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "attempt"),
+    [
+        (TWO, "worker", None),  # others than the launcher may start programs that have nothing to do with each other
+        (TWO, "evaluator", "0"),
+        ({"worker": ["127.0.0.1:1"]}, "worker", "0"),
+        (SERVERS, "worker", "0"),  # runs what the chief sends
+    ],
+)
+def test_nothing_is_said_where_nothing_is_left_unused(launched, cluster, task, attempt):
+    launched(cluster, task, attempt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jdist.distribute(step, jdist.mirrored())
+
+
+def test_a_coordinator_may_have_a_strategy_of_its_own(launched):
+    launched(SERVERS, "chief")
+    unused.note_coordinator()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jdist.distribute(step, jdist.one_device())

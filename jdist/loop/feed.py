@@ -13,6 +13,7 @@ import numpy as np
 from jdist.data import from_arrays
 from jdist.data.arrays import ArraySource
 from jdist.data.dataset import DistributedDataset
+from jdist.data.source import RandomAccessSource
 from jdist.errors import DatasetError
 from jdist.strategy import Strategy
 
@@ -96,6 +97,7 @@ def open_feed(
             epochs=None if steps is not None else epochs or 1,
         )
     else:
+        _check_is_data(data)
         for name, value in (("global_batch", global_batch), ("shuffle_seed", shuffle_seed)):
             if value is not None:
                 raise DatasetError(
@@ -110,9 +112,7 @@ def open_feed(
             batches=batches,
             steps_per_epoch=data.steps_per_epoch,
             num_steps=data.num_steps,
-            pads=bool(
-                data.global_batch % strategy.num_replicas or (data.num_rows % data.global_batch and not data.drop_short)
-            ),
+            pads=_pads(data, strategy, steps),
         )
     if isinstance(data, DistributedDataset) or (strategy.coordinator is not None and _is_of_workers(data)):
         batches: Any = data
@@ -129,6 +129,32 @@ def open_feed(
     )
 
 
+def _check_is_data(data: Any) -> None:
+    """Refuses what is neither arrays nor a source of batches."""
+    if isinstance(data, Mapping | tuple):
+        leaves = jax.tree_util.tree_leaves_with_path(data, is_leaf=lambda x: not isinstance(x, Mapping | tuple))
+        if not leaves:
+            raise DatasetError(f"`data` is {data!r}, which has no arrays.")
+        path, leaf = next((path, leaf) for path, leaf in leaves if not is_arrays(leaf))
+        raise DatasetError(
+            f"`data` has a {type(leaf).__name__} at {jax.tree_util.keystr(path)}, where an array of rows should be. Make it "
+            "one: `np.asarray(...)`."
+        )
+    if not (callable(data) or isinstance(data, Iterable | RandomAccessSource)):
+        raise DatasetError(
+            f"`data` is a {type(data).__name__}: neither arrays nor a source of batches. After the step and the state give the "
+            'data, such as {"x": x, "y": y}.'
+        )
+
+
+def _pads(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
+    """Whether a batch has to be filled up before `steps` are made."""
+    if source.global_batch % strategy.num_replicas:
+        return True
+    full, short = divmod(source.num_rows, source.global_batch)
+    return bool(short) and not source.drop_short and (steps is None or steps > full)
+
+
 def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) -> None:
     """Refuses arrays that are no dict where batches have to be filled up."""
     if isinstance(data, Mapping):
@@ -136,9 +162,9 @@ def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) ->
     rows = len(jax.tree.leaves(data)[0])
     if rows % global_batch or global_batch % strategy.num_replicas:
         raise DatasetError(
-            f"`data` is {_kind(data)} of {rows:,} rows, which do not come out even in batches of {global_batch:,} over "
-            f"{strategy.num_replicas} replicas: a batch has to be filled up, and a mask says which of its rows are real. Name "
-            'the arrays, and the mask comes beside them: {"x": x, "y": y}, batch["mask"].'
+            f"`data` has {rows:,} rows, which do not come out even in batches of {global_batch:,} over "
+            f"{strategy.num_replicas} replicas: a batch has to be filled up, and a mask says which of its rows are real. Give "
+            'a dict, in which the mask has its place: {"x": data}, with batch["x"] and batch["mask"] in the step.'
         )
 
 

@@ -523,16 +523,19 @@ class TestErrors:
             loss, grads = jdist.value_and_grad(lambda p: jdist.mean(errors(p, batch)))(state.params)
             return state.apply_gradients(grads=grads), {"loss": loss}
 
-        def warned_of(step: Any, **more: Any) -> list[tuple[str, str]]:
+        def warned_of(step: Any, epochs: int | None = 1, **more: Any) -> list[tuple[str, str]]:
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                jdist.fit(jdist.distribute(step, make(), **options), create_state(), DATA, epochs=1, **more, **QUIET)
+                jdist.fit(
+                    jdist.distribute(step, make(), **options), create_state(), DATA, epochs=epochs, **more, **QUIET
+                )
             return [(str(w.message).partition(",")[0], w.filename) for w in seen]
 
         told = ('careless never reads batch["mask"]', __file__)
         assert warned_of(careless, global_batch=16) == [told]
         assert warned_of(train_step, global_batch=16) == []
         assert warned_of(careless, global_batch=20) == []
+        assert warned_of(careless, global_batch=16, epochs=None, steps=6) == []
         evaluation = {"eval_step": lambda state, batch: {"loss": jdist.mean(errors(state.params, batch))}}
         told = ('<lambda> never reads batch["mask"]', __file__)
         assert warned_of(train_step, global_batch=16, eval_data=DATA, **evaluation) == [told]
@@ -554,6 +557,19 @@ class TestErrors:
         default = jdist.default()
         state, _ = jdist.fit(train_step, state, DATA, strategy=default, global_batch=16, **QUIET)
         assert int(state.step) == 7
+
+    @pytest.mark.parametrize(
+        ("data", "text"),
+        [
+            ({"x": [1.0, 2.0]}, r"a list at \['x'\], where an array of rows should be"),
+            ((np.ones(3), {"y": [1]}), r"a list at \[1\]\['y'\], where an array"),
+            ({}, "which has no arrays"),
+            (create_state(), "`data` is a TrainState: neither arrays nor a source of batches"),
+        ],
+    )
+    def test_data_that_is_none(self, data, text):
+        with pytest.raises(DatasetError, match=text):
+            jdist.fit(train_step, create_state(), data, global_batch=16, **QUIET)
 
     def test_arrays_without_names_have_no_place_for_a_mask(self):
         with pytest.raises(DatasetError, match=r"100 rows, which do not come out even in batches of 16"):

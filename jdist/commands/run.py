@@ -75,7 +75,9 @@ def run(
 
         return follow(checked, document)
 
+    from jdist.cluster.launcher.environment import ATTEMPT
     from jdist.experiment.run import run as run_experiment
 
-    command = shlex.join(["jdist", "run", config, *overrides])
+    start = ["jdist", "launch", "...", "--"] if ATTEMPT in os.environ else ["jdist", "run"]
+    command = shlex.join([*start, config, *overrides])
     return run_experiment(checked, document, command=command, fresh=fresh)

@@ -122,10 +122,8 @@ def prepare(
                 remedy=" A task's train_data(global_batch, seed, epochs=None) is to repeat without end.",
             )
         )
-    given = values["train"]["optimizer"]
-    section = fill_lengths(given, steps=steps or _LONG)
-    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(given)).keys()}
-    problems += check_optimizer(section, global_batch=train.global_batch, filled=filled, length=length)
+    section, filled, wrong = _optimizer(values, steps=steps, length=length)
+    problems += wrong
     if problems or task is None or strategy is None or steps is None or one_epoch is None:
         raise refusal(document, problems)
     values["train"]["optimizer"] = section
@@ -141,6 +139,30 @@ def prepare(
         values=values,
         derived=dict.fromkeys(filled, f"the run's {steps} steps"),
     )
+
+
+def check_names(config: Config, document: Document) -> None:
+    """Refuses names and options of strategy and optimizer that there are not, as `prepare` does, without devices and data.
+
+    Raises:
+        ConfigError: one line for each.
+    """
+    values = config.model_dump()
+    name, options = config.strategy.name, {k: v for k, v in values["strategy"].items() if k != "name"}
+    *_, wrong = _optimizer(values, steps=config.train.steps, length=("train", "steps"))
+    if problems := [*_check_strategy(name, options), *wrong]:
+        raise refusal(document, problems)
+
+
+def _optimizer(
+    values: dict[str, Any], *, steps: int | None, length: Key
+) -> tuple[dict[str, Any], set[Key], list[Problem]]:
+    """The section of the optimizer with lengths of schedules filled in, the keys of these, and what is wrong with it."""
+    given = values["train"]["optimizer"]
+    section = fill_lengths(given, steps=steps or _LONG)
+    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(given)).keys()}
+    global_batch = values["train"]["global_batch"]
+    return section, filled, list(check_optimizer(section, global_batch=global_batch, filled=filled, length=length))
 
 
 def _check_strategy(name: str, options: Mapping[str, Any]) -> Iterator[Problem]:

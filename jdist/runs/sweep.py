@@ -10,7 +10,8 @@ from pathlib import Path
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.describe import flow
-from jdist.experiment.load import dotted, leaves, load
+from jdist.experiment.load import Document, dotted, leaves, load
+from jdist.experiment.prepare import check_names
 from jdist.experiment.record import RunFolder
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.validate import validate
@@ -63,7 +64,7 @@ def sweep(
         trial: [*overrides, *trial.overrides, f"name={flow(trial.name)}", f"log.folder={flow(str(folder))}"]
         for trial in trials
     }
-    wanted = {trial: validate(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
+    wanted = {trial: _checked(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
     done: dict[Point, RunSummary] = {}
     if not fresh:
         done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
@@ -98,6 +99,13 @@ def sweep(
         print(f"stopped when {len(done):,} of {count} had finished; the same command goes on")
         return stop.exit_code
     return 1 if failures else 0
+
+
+def _checked(document: Document) -> Config:
+    """The config of a run, with all that is wrong with it told as far as that is known before it runs."""
+    config = validate(document)
+    check_names(config, document)
+    return config
 
 
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:

@@ -132,6 +132,8 @@ def test_a_log_tells_why_a_run_failed(tmp_path, code, log, said):
     [
         (["toy.yaml"], "needs something to try"),
         (["toy.yaml", "--grid", "train.stps=1,2"], "Did you mean train.steps?"),
+        (["toy.yaml", "--grid", "train.optimizer.lr=1,2"], "train.optimizer.lr: optax."),
+        (["toy.yaml", "--grid", "strategy.name=mirrored,mirored"], "Did you mean mirrored?"),
         (
             ["toy.yaml", "checkpoint.best=null", "--grid", "train.seed=1", "--metric", "close"],
             "--metric close: its name does not say whether more or less is better",

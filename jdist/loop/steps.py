@@ -12,6 +12,7 @@ from jdist.errors import StepError, StrategyError
 from jdist.loop.tally import Metrics
 from jdist.loop.task import Task
 from jdist.nnx import NNXStep
+from jdist.remote import RemoteTree
 from jdist.strategies.default import get_strategy
 from jdist.strategy import Strategy
 from jdist.transforms.distribute import distribute
@@ -27,6 +28,12 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
+    made = step.strategy if isinstance(step, Distributed) else strategy
+    if isinstance(state, RemoteTree) and (made or get_strategy()).coordinator is None:
+        raise StrategyError(
+            "the state lives on parameter servers, and the step does not run there: give `strategy.fetch(state)`, of the "
+            "strategy that trained it; or that strategy."
+        )
     if not isinstance(step, Distributed):
         return _current(state) if strategy is None else strategy
     if strategy is not None and strategy is not step.strategy:
@@ -95,6 +102,11 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: str = "me
         step = step.eval_step
     if not isinstance(step, Distributed):
         return distributed_once(_callable(step, call), strategy, returns)
+    if step.options.args != ("state", "batch"):
+        raise StepError(
+            f"{step.__name__} has args={step.options.args!r}; {call} calls a step with a state and a batch. Distribute it "
+            "without `args`, or give the plain function."
+        )
     if step.options.returns != (returns,):
         raise StepError(
             f"{step.__name__} was distributed with returns={step.options.returns!r}; {call} needs "

@@ -186,7 +186,7 @@ class PsStep(Distributed):
         explanation = f"{workers} workers' gradients in an update" if workers > 1 else f"{devices} devices of a worker"
         batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
         batches = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), batches)  # shapes alone count
-        check_batch(batches, parts=workers * devices * k, explanation=explanation + f" x accumulate={k}" * (k > 1))
+        check_batch(batches, parts=workers * devices, explanation=explanation, accumulate=k)
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

@@ -170,10 +170,9 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions) -> Non
         BatchError: with the numbers and the remedy.
     """
     n, k = strategy.num_replicas, options.accumulate
-    explanation = f"{n} replicas" + (f" x accumulate={k}" if k > 1 else "")
     # One batch is the usual case; its leaves are then named without the place among several.
     batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
-    check_batch(batches, parts=n * k, explanation=explanation, lead=int(options.steps_per_call > 1))
+    check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=k, lead=int(options.steps_per_call > 1))
 
 
 def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:

@@ -158,13 +158,14 @@ def summary(tree: PyTree) -> str:
     return first + (f" and {len(leaves) - 4} more leaves" if len(leaves) > 4 else "")
 
 
-def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0) -> None:
+def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: int = 1, lead: int = 0) -> None:
     """Refuses a batch whose rows disagree between leaves or do not divide among the replicas.
 
     Args:
         batches: pytree of arrays [rows, ...], or [steps, rows, ...] with `lead=1`.
-        parts: what the number of rows must be a multiple of.
-        explanation: where `parts` comes from, for the message.
+        parts: among how many the rows are divided.
+        explanation: who these are, for the message.
+        accumulate: into how many microbatches each divides its rows again.
         lead: number of axes before the rows.
 
     Raises:
@@ -189,10 +190,14 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, lead: int = 0)
                 f"batch leaves disagree on the number of rows: {first} has {rows}, {name} has {shape[lead]}. "
                 "Every leaf must hold one row for each example."
             )
+    parts *= accumulate
     if rows is not None and rows % parts:
         below, above = rows - rows % parts, rows - rows % parts + parts
         sizes = f"{below} or {above}" if below else f"{above}"
+        remedy = '`strategy.distribute_dataset(..., partial="pad")` fills a batch up to a multiple of the replicas.'
+        if accumulate > 1:
+            explanation += f" x accumulate={accumulate}"
+            remedy = "Each microbatch has an equal part of each replica's rows; or take another `accumulate`."
         raise BatchError(
-            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {sizes} rows. "
-            '`strategy.distribute_dataset(..., partial="pad")` fills a batch up to a multiple of the replicas.'
+            f"a batch of {rows} rows does not divide by {parts} ({explanation}). Use {sizes} rows. {remedy}"
         )

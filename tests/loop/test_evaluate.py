@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.errors import DatasetError, StepError
+from jdist.errors import DatasetError, StepError, StrategyError
+from jdist.remote import RemoteTree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_programs import DATA, create_state, errors, eval_step, predict_step
@@ -40,6 +41,26 @@ def test_a_dataset_that_was_left_in_the_middle_is_gone_through_whole(make):
 
 def batches(rows: int) -> Any:
     return ({name: x[i : i + rows] for name, x in DATA.items()} for i in range(0, 100, rows))
+
+
+def test_a_state_on_parameter_servers_is_asked_to_be_fetched():
+    class Elsewhere(RemoteTree):
+        shapes = property(lambda self: self.fetch())
+
+        def fetch(self) -> Any:
+            return state()
+
+    for call in (jdist.evaluate, jdist.predict, jdist.fit):
+        with pytest.raises(StrategyError, match=r"lives on parameter servers, .* give `strategy.fetch\(state\)`"):
+            call(eval_step, Elsewhere(), DATA, strategy=jdist.one_device(), global_batch=20)
+
+
+def test_a_step_with_other_roles_is_refused():
+    step = jdist.distribute(lambda batch, own: {}, jdist.one_device(), args=("batch", "state"), returns=("metrics",))
+    with pytest.raises(
+        StepError, match=r"has args=\('batch', 'state'\); jdist.evaluate calls a step with a state and a batch"
+    ):
+        jdist.evaluate(step, state(), DATA, global_batch=16)
 
 
 def test_a_step_that_never_reads_the_mask_of_padded_batches_is_told_of():

@@ -54,8 +54,8 @@ def names_of(
     if feed.pads and preview.ignores_mask:
         warnings.warn(
             f'{step.__name__} never reads batch["mask"], and batches of its data are filled up with rows that are not real: '
-            'these count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and metric, or choose a '
-            "global batch that divides by the replicas, and by which the rows divide.",
+            'these count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and '
+            "to each metric; or choose a global batch that divides by the replicas, and by which the rows divide.",
             stacklevel=depth + 1,
         )
     return names

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from jdist.errors import StepError
+from jdist.number import is_number
 from jdist.report.history import OF_ROWS, History
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class Moment:
         for name, value in values.items():
             if name in OF_ROWS:
                 raise StepError(f"moment.log: rows have {name!r} themselves. Choose another name.")
-            if isinstance(value, str) or np.ndim(value) != 0:
+            if not is_number(value):
                 raise StepError(f"moment.log: {name!r} is {value!r:.80}; give one number.")
         if self.row is not None:
             self.row.update({name: float(value) for name, value in values.items()})
@@ -162,6 +161,9 @@ class Callback:
         watches: names of what it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names of what it adds to rows by `moment.log`, at which others may look though no step returns it; None: any.
 
+    Raises:
+        StepError: `watches` or `logs` is no tuple of names.
+
     Example:
         >>> import jdist
         >>> def tell(moment):
@@ -182,3 +184,10 @@ class Callback:
     name: str = "callback"
     watches: tuple[str, ...] = ()
     logs: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for argument, names in (("watches", self.watches), ("logs", () if self.logs is None else self.logs)):
+            if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+                raise StepError(
+                    f'{self.name}: `{argument}` is {names!r:.80}; give a tuple of names, such as ("loss",).'
+                )

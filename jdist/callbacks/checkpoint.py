@@ -15,6 +15,7 @@ from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.cluster.runtime import alone
 from jdist.cluster.together import together
 from jdist.errors import CheckpointError, StepError
+from jdist.number import count
 from jdist.remote import fetched, shapes_of
 from jdist.report.files import first_free, writing
 from jdist.train import Checkpointer, CheckpointWarning
@@ -58,8 +59,10 @@ def checkpoint(
 
     Source: `tf.keras.callbacks.ModelCheckpoint` and `BackupAndRestore`
     """
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+    if every is not None and count(every) is None:
         raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
+    if (kept_newest := count(keep)) is None:
+        raise StepError(f"checkpoint: `keep` is {keep!r}; it must be a whole number, 1 or more.")
     if best is not None:
         check_evaluated("checkpoint", "best", best, ("eval/",))
     best_mode = "max" if best is None else mode_of("checkpoint", best, mode)
@@ -81,7 +84,7 @@ def checkpoint(
                 if moment.is_chief and folder.exists():
                     with writing(folder):
                         folder.rename(first_free(folder))
-        opened.append(Checkpointer(directory, keep=keep, best_metric=best, best_mode=best_mode, cluster=cluster))
+        opened.append(Checkpointer(directory, keep=kept_newest, best_metric=best, best_mode=best_mode, cluster=cluster))
         kept = {name: each.get() for name, each in moment.kept.items()}
         try:
             restored = opened[0].restore(WithKept(shapes_of(moment.state), kept))

@@ -61,7 +61,7 @@ def csv(path: str | os.PathLike[str]) -> Callback:
             csv_format.DictWriter(handle[0], columns, lineterminator="\n").writerow(row)
             handle[0].flush()
 
-    return Callback(on_row=on_row, close=close)
+    return Callback(on_row=on_row, close=close, logs=())
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, Any]:

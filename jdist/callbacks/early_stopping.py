@@ -7,6 +7,7 @@ from typing import Literal
 from jdist.callbacks.callback import Callback, Moment, Stop
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.errors import StepError
+from jdist.number import count, is_number
 
 
 def early_stopping(
@@ -35,8 +36,10 @@ def early_stopping(
 
     Source: `tf.keras.callbacks.EarlyStopping`
     """
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+    if count(patience) is None:
         raise StepError(f"early_stopping: `patience` is {patience!r}; it must be a whole number, 1 or more.")
+    if isinstance(min_delta, bool) or not is_number(min_delta) or not 0 <= min_delta < float("inf"):
+        raise StepError(f"early_stopping: `min_delta` is {min_delta!r:.80}; it must be a number, 0 or more.")
     check_evaluated("early_stopping", "metric", metric, ("eval/", "epoch/"))
     sign = 1.0 if mode_of("early_stopping", metric, mode) == "min" else -1.0
 
@@ -46,7 +49,7 @@ def early_stopping(
         best, waited = float("inf"), 0
         _, values = moment.history[metric]
         for value in sign * values:
-            is_better = value < best - min_delta
+            is_better = value < best - float(min_delta)
             best, waited = (value, 0) if is_better else (best, waited + 1)
         if waited < patience:
             return None

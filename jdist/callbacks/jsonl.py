@@ -37,4 +37,4 @@ def jsonl(path: str | os.PathLike[str]) -> Callback:
         if moment.is_chief and moment.row is not None:
             file.write(moment.step, {name: value for name, value in moment.row.items() if name != "step"})
 
-    return Callback(on_start=on_start, on_row=on_row, close=lambda: file.close())
+    return Callback(on_start=on_start, on_row=on_row, close=lambda: file.close(), logs=())

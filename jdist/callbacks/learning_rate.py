@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jdist.callbacks.callback import Callback, Moment
 from jdist.errors import StepError
 from jdist.global_arrays import to_host
+from jdist.number import is_number
 from jdist.transforms.trees import kind_of
 
 
-def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "learning_rate") -> Callback:
+def learning_rate_log(
+    schedule: Callable[[Any], Any] | jax.typing.ArrayLike, *, name: str = "learning_rate"
+) -> Callback:
     """Logs the learning rate that the newest update was made with.
 
     The count of updates is the optimiser's own, where it keeps one for its schedule: steps that were left out, as a gradient
@@ -37,7 +39,7 @@ def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "le
         >>> schedule = optax.cosine_decay_schedule(1e-3, decay_steps=1000)
         >>> callbacks = [jdist.callbacks.learning_rate_log(schedule)]
     """
-    if not callable(schedule) and (isinstance(schedule, bool) or not isinstance(schedule, int | float)):
+    if not callable(schedule) and (isinstance(schedule, bool) or not is_number(schedule)):
         raise StepError(f"learning_rate_log: `schedule` is {schedule!r}; give optax's schedule, or a number.")
 
     def on_step(moment: Moment) -> None:
@@ -49,7 +51,7 @@ def learning_rate_log(schedule: Callable[[Any], Any] | float, *, name: str = "le
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:
     rate = schedule(count)
-    if not isinstance(rate, int | float) and (not isinstance(rate, np.ndarray | np.generic | jax.Array) or rate.ndim):
+    if not is_number(rate):
         raise StepError(
             f"learning_rate_log: `schedule` gives {kind_of(rate)} for step {count}; it must give one number."
         )

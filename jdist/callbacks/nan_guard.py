@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from jdist.callbacks.callback import Callback, Moment, Stop
+from jdist.errors import StepError
 
 
 def nan_guard(*metrics: str) -> Callback:
@@ -18,7 +19,13 @@ def nan_guard(*metrics: str) -> Callback:
 
     Returns:
         The callback.
+
+    Raises:
+        StepError: a name is no text.
     """
+    for name in metrics:
+        if not isinstance(name, str):
+            raise StepError(f'nan_guard: {name!r:.80} is no name of a metric; give names, such as nan_guard("loss").')
 
     def on_row(moment: Moment) -> Stop | None:
         for name, value in (moment.row or {}).items():
@@ -26,4 +33,4 @@ def nan_guard(*metrics: str) -> Callback:
                 return Stop(f"{name} is {value} at step {moment.step:,}")
         return None
 
-    return Callback(on_row=on_row, name="nan_guard", watches=metrics)
+    return Callback(on_row=on_row, name="nan_guard", watches=metrics, logs=())

@@ -49,4 +49,4 @@ def tensorboard(folder: str | os.PathLike[str]) -> Callback:
         while writers:
             writers.pop().close()
 
-    return Callback(on_row=on_row, close=close)
+    return Callback(on_row=on_row, close=close, logs=())

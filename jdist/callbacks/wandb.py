@@ -43,4 +43,4 @@ def wandb(**options: Any) -> Callback:
         while runs:
             runs.pop().finish()
 
-    return Callback(on_row=on_row, close=close)
+    return Callback(on_row=on_row, close=close, logs=())

@@ -62,9 +62,9 @@ def check_evaluated(callback: str, argument: str, metric: str, prefixes: tuple[s
     Raises:
         StepError: says the name that was probably meant: Keras has "val_loss".
     """
-    if not metric.startswith(prefixes):
+    if not isinstance(metric, str) or not metric.startswith(prefixes):
         allowed = " or ".join(map(repr, prefixes))
+        name = metric.removeprefix("epoch/").removeprefix("val_") if isinstance(metric, str) else "loss"
         raise StepError(
-            f"{callback}: `{argument}` is {metric!r}; it must begin with {allowed}. Did you mean "
-            f"{'eval/' + metric.removeprefix('val_')!r}?"
+            f"{callback}: `{argument}` is {metric!r:.80}; it must begin with {allowed}. Did you mean {f'eval/{name}'!r}?"
         )

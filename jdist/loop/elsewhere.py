@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from jdist.errors import StepError
+from jdist.loop.task import Task
 from jdist.near import did_you_mean
 
 P = ParamSpec("P")
@@ -43,6 +44,11 @@ def explained(call: Callable[P, R], /) -> Callable[P, R]:
             raise StepError(
                 f"jdist.{call.__name__} takes a step, a state and the data by position, it got {len(args)} arguments. The data "
                 'is one tree, {"x": x, "y": y}; all else is given by name.'
+            )
+        if len(args) > 1 and callable(args[1]) and not callable(args[0]) and not isinstance(args[0], Task):
+            raise StepError(
+                f"jdist.{call.__name__} got a {type(args[0]).__name__} as the step, and a function as the state: the two seem "
+                f"to be swapped. Call `jdist.{call.__name__}(step, state, data)`."
             )
         for name in kwargs.keys() - known.keys():
             if name in _HERE:

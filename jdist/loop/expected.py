@@ -90,7 +90,7 @@ def check_watched(
     evaluated: frozenset[str] | None,
     evaluates: bool,
 ) -> None:
-    """Refuses callbacks that look at what is never measured.
+    """Refuses callbacks that look at what is never measured, or would log it in the place of what is.
 
     Args:
         callbacks: all of the run.
@@ -102,13 +102,23 @@ def check_watched(
         StepError: says what there will be.
     """
     logged = _logged(callbacks)
+    measured = {prefix + name for prefix in ("", _EPOCH) for name in trained or ()} | {
+        _EVAL + n for n in evaluated or ()
+    }
     for callback in callbacks:
+        for name in callback.logs or ():
+            if name in measured:
+                raise StepError(
+                    f"{callback.name}: it logs {name!r}, which a step returns already. Choose another name."
+                )
         for metric in callback.watches:
             is_eval = metric.startswith(_EVAL)
             if is_eval and not evaluates:
+                # What saves by a metric, saves by an evaluation's.
+                other = "" if callback.on_save is not None else ", or take a metric of training, such as 'epoch/loss'"
                 raise StepError(
                     f"{callback.name}: {metric!r} is never measured, as this run does not evaluate. Give `eval_data` and "
-                    "`eval_step`, or take a metric of training, such as 'epoch/loss'."
+                    f"`eval_step`{other}."
                 )
             names = evaluated if is_eval else trained
             if names is None or logged is None or metric in logged:
@@ -127,7 +137,8 @@ def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
     """What callbacks add to a row before others look at it; None: it may be anything."""
     found: set[str] = set()
     for callback in callbacks:
-        if any(function is not None for function in (callback.on_eval, callback.on_epoch, callback.on_step)):
+        functions = (callback.on_eval, callback.on_epoch, callback.on_step, callback.on_row)
+        if any(function is not None for function in functions):
             if callback.logs is None:
                 return None
             found.update(callback.logs)

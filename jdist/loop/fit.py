@@ -16,7 +16,7 @@ from jdist.callbacks.jsonl import jsonl
 from jdist.callbacks.progress import progress as progress_bar
 from jdist.cluster.stop import preemption
 from jdist.data.dataset import DistributedDataset
-from jdist.errors import StepError
+from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
 from jdist.loop.elsewhere import explained
 from jdist.loop.evaluation import Evaluation
 from jdist.loop.expected import check_returned, check_watched, names_of
@@ -26,8 +26,10 @@ from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_o
 from jdist.loop.tally import Metrics
 from jdist.loop.task import Task
 from jdist.metrics import Metric
+from jdist.number import count
 from jdist.report.history import History
 from jdist.strategy import Strategy
+from jdist.transforms.distributed import Distributed
 
 PyTree = Any
 
@@ -108,7 +110,13 @@ def fit(
 
     Source: `tf.keras.Model.fit`
     """
-    _check_counts(epochs=epochs, steps=steps, steps_per_call=steps_per_call, eval_every=eval_every, log_every=log_every)
+    log_every = _count("log_every", log_every)
+    counts = {"epochs": epochs, "steps": steps, "steps_per_call": steps_per_call, "eval_every": eval_every}
+    epochs, steps, steps_per_call, eval_every = (
+        None if value is None else _count(name, value) for name, value in counts.items()
+    )
+    if epochs is not None and steps is not None:
+        raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
     strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
     metrics = metrics_of(step, metrics)
@@ -122,7 +130,7 @@ def fit(
         shuffle_seed=shuffle_seed,
         steps_per_call=per_call,
     )
-    evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_strategy, global_batch, metrics)
+    evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_every, eval_strategy, global_batch, metrics)
     run = Run(
         strategy=strategy,
         train_step=train_step,
@@ -148,6 +156,7 @@ def fit(
         check_returned(metrics, trained, evaluated)
         check_watched(told, trained=trained, evaluated=evaluated, evaluates=evaluation is not None)
         run.start(state)
+        first = run.step
         if steps is not None and (left := max(steps - run.step, 0)) % per_call:
             raise StepError(
                 f"`steps` is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose other "
@@ -170,8 +179,8 @@ def fit(
             run.end(interrupted=stop.reason is not None)
         except Exception as exc:
             exc.add_note(
-                f"jdist.fit was at step {run.step:,}. The newest state of a step that you distribute yourself, "
-                "`train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+                f"jdist.fit was at step {run.step:,}.{_which(exc, step, first)} The newest state of a step that you "
+                "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
             )
             raise
     if stop.reason not in (None, "SIGINT"):
@@ -193,13 +202,14 @@ def _evaluation(
     eval_step: Any,
     data: Any,
     strategy: Strategy,
+    every: int | None,
     elsewhere: Strategy | None,
     global_batch: int | None,
     metrics: Metrics,
 ) -> Evaluation | None:
     """How to evaluate a state; None without data for it."""
     if data is None:
-        for name, value in (("eval_step", eval_step), ("eval_strategy", elsewhere)):
+        for name, value in (("eval_step", eval_step), ("eval_every", every), ("eval_strategy", elsewhere)):
             if value is not None:
                 raise StepError(f"`{name}` is given without `eval_data`. Give the data to evaluate on as well.")
         return None
@@ -260,9 +270,22 @@ def _takes_a_moment(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise StepError(f"`{name}` is {value!r}; it must be a whole number, 1 or more.")
-    if counts["epochs"] is not None and counts["steps"] is not None:
-        raise StepError(f"`epochs` is {counts['epochs']} and `steps` is {counts['steps']}; give one of them.")
+def _count(name: str, value: Any) -> int:
+    if (number := count(value)) is None:
+        raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
+    return number
+
+
+def _which(exc: Exception, step: Any, first: int) -> str:
+    """Which step of the run an error tells of that counts from 0.
+
+    Args:
+        exc: the error.
+        step: what `fit` was given; a plain function has been distributed for this run.
+        first: how many steps the run had behind it when it began, or went on.
+    """
+    if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
+        return ""
+    if isinstance(step, Distributed | Task):
+        return " The error counts from 0, since the step was distributed."
+    return f" The error counts from 0, since the run began or went on: that is the run's step {first + exc.step + 1:,}."

@@ -84,6 +84,8 @@ class Run:
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
                 self._restore_feed(answer.data)
                 self._go_on(answer.notes)
+            else:
+                self._heed("resume", answer)
         self._tell("start", None)
         if self._strategy.cluster is not None:
             self._strategy.cluster.at_step(self.step)

@@ -130,6 +130,7 @@ def _callable(step: Any, call: str) -> Callable[..., Any]:
         )
     if not callable(step):
         raise StepError(
-            f"{call} needs a step, it got {step!r:.80}: a function of a state and a batch, or a `jdist.tasks.Task`."
+            f"{call} needs a step, it got a {type(step).__name__}: give a function of a state and a batch, or a "
+            "`jdist.tasks.Task`."
         )
     return step

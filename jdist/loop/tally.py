@@ -126,7 +126,7 @@ class Tally:
         self._read(0)
         totals = self._epochs.pop(epoch, None) or _Totals()
         weight, sums = totals.together(cluster)
-        found: Measured = {name: float(np.float64(total) / np.float64(weight)) for name, total in sums.items()}
+        found: Measured = {name: total / weight if weight else math.nan for name, total in sums.items()}
         found |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
         return _flat(found), weight
 
@@ -169,6 +169,10 @@ class Tally:
                 '`{"loss": loss}`.'
             )
         for name, value in measured.items():
+            if not isinstance(name, str):
+                raise StepError(
+                    f"{by} returned a metric of the name {name!r:.80}, of type {type(name).__name__}; names are text."
+                )
             if name in OF_ROWS or name.startswith(PREFIXES):
                 raise StepError(
                     f"{by} returned a metric of the name {name!r}, which the rows of a run have themselves. Choose another, "
@@ -184,8 +188,9 @@ class Tally:
                     type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
                 )
                 raise StepError(
-                    f"{by} returned metric {name!r} of {shape}, not a scalar. If it is what a `jdist.metrics` metric "
-                    f"contributes, say which: `metrics={{{name!r}: metric}}`."
+                    f"{by} returned metric {name!r} of {shape}, not a scalar. If it holds a value for each row, return "
+                    'their mean, `jdist.mean(rows, batch["mask"])`; if it is what a `jdist.metrics` metric contributes, say '
+                    f"which: `metrics={{{name!r}: metric}}`."
                     + (f" It has {', '.join(map(repr, self._metrics))}." if self._metrics else "")
                 )
 

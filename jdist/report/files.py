@@ -20,8 +20,8 @@ def writing(path: Path) -> Iterator[None]:
         where = exc.filename or path
         raise ConfigError(
             f"{where}: cannot be written: {exc.strerror or exc}. What was saved before is untouched; "
-            "free or mend the disk, or choose another place (of `jdist run`: log.folder=FOLDER), and run the "
-            "same command again."
+            "free or mend the disk, or choose another place (of `jdist run`: log.folder=FOLDER; of `jdist.fit`: "
+            "log_to=FOLDER), and run the same again."
         ) from exc
 
 

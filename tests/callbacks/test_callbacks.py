@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import os
 import re
 import signal
@@ -77,12 +78,42 @@ class TestCallback:
         [
             ({"step": 1.0}, "rows have 'step' themselves"),
             ({"a": np.ones(2)}, "'a' is"),
-            ({"a": "b"}, "give one number"),
+            *(({"a": value}, "give one number") for value in ("b", None, 1j, np.complex64(1), jnp.array(1j))),
         ],
     )
     def test_what_is_logged_is_one_number_of_a_name_of_its_own(self, values, text):
         with pytest.raises(StepError, match=text):
             fit(lambda moment: moment.log(**values))
+
+    def test_numbers_of_every_kind_are_logged(self):
+        values = {"a": 1, "b": True, "c": np.float32(2), "d": jnp.bfloat16(3), "e": np.array(4)}
+        _, history = fit(lambda moment: moment.log(**values), epochs=1)
+        assert [history.rows[-1][name] for name in values] == [1.0, 1.0, 2.0, 3.0, 4.0]
+
+    @pytest.mark.parametrize(
+        ("names", "text"),
+        [
+            ({"logs": True}, "`logs` is True"),
+            ({"logs": "lr"}, "`logs` is 'lr'; give a tuple"),
+            ({"watches": "loss"}, "`watches` is 'loss'"),
+            ({"watches": (1,)}, r"`watches` is \(1,\)"),
+            ({"watches": None}, "`watches` is None"),
+        ],
+    )
+    def test_names_are_a_tuple(self, names, text):
+        with pytest.raises(StepError, match=text):
+            callbacks.Callback(**names)
+
+    def test_what_logs_with_a_row_is_known_to_those_after_it(self):
+        logs = callbacks.Callback(on_row=lambda moment: moment.log(x=math.inf), logs=("x",))
+        _, history = fit(logs, callbacks.nan_guard("x"))
+        assert history.stopped == "x is inf at step 7"
+        any_name = callbacks.Callback(on_row=lambda moment: moment.log(x=math.inf))
+        assert fit(any_name, callbacks.nan_guard("x"))[1].stopped == history.stopped
+
+    def test_a_stop_as_it_resumes_is_heeded(self):
+        state, history = fit(callbacks.Callback(on_resume=lambda moment: callbacks.Stop("not today")))
+        assert (int(state.step), history.stopped) == (0, "not today")
 
     def test_all_are_closed_after_an_error(self):
         closed = []
@@ -135,6 +166,8 @@ class TestEarlyStopping:
             ({"patience": 0}, "`patience` is 0"),
             ({"metric": "loss"}, "must begin with 'eval/' or 'epoch/'. Did you mean 'eval/loss'?"),
             ({"metric": "val_accuracy"}, "Did you mean 'eval/accuracy'?"),
+            ({"metric": None}, "`metric` is None"),
+            *(({"min_delta": value}, "`min_delta` is .*a number, 0 or more") for value in ("1", math.nan, -1, None)),
         ],
     )
     def test_bad_arguments(self, arguments, text):
@@ -164,7 +197,7 @@ class TestEarlyStopping:
         with pytest.raises(StepError, match=text):
             fit(callbacks.early_stopping(metric, mode="min"), callbacks.Callback(on_start=told.append), **EVAL)
         with pytest.raises(StepError, match="'los' will not be measured; there will be 'loss'"):
-            fit(callbacks.nan_guard("los"), callbacks.ema(), progress=True)
+            fit(callbacks.nan_guard("los"), callbacks.ema(), callbacks.csv("never"), progress=True)
         assert told == []
 
     def test_a_metric_that_a_callback_says_it_logs_is_known_and_others_are_not(self):
@@ -173,6 +206,13 @@ class TestEarlyStopping:
         assert history.rows[-1]["learning_rate"] == 0.1
         with pytest.raises(StepError, match=r"'lss' will not be measured; .* Did you mean 'loss'"):
             fit(rate, callbacks.nan_guard("lss"), epochs=1)
+        with pytest.raises(StepError, match="nan_guard: 3 is no name of a metric"):
+            callbacks.nan_guard(3)
+
+    @pytest.mark.parametrize("name", ["loss", "epoch/loss", "eval/loss"])
+    def test_what_a_step_returns_is_not_logged_over(self, name):
+        with pytest.raises(StepError, match=f"learning_rate_log: it logs '{name}', which a step returns already"):
+            fit(callbacks.learning_rate_log(0.1, name=name), **EVAL)
 
     def test_a_metric_that_another_callback_logs_is_waited_for(self):
         logs = callbacks.Callback(on_eval=lambda moment: moment.log(**{"eval/f1": 0.5}))
@@ -396,11 +436,23 @@ class TestCheckpoint:
         assert int(state.step) == 7
 
     @pytest.mark.parametrize(
-        ("arguments", "text"), [({"every": 0}, "`every` is 0"), ({"best": "val_loss"}, "Did you mean 'eval/loss'")]
+        ("arguments", "text"),
+        [
+            ({"every": 0}, "`every` is 0"),
+            *(({"keep": value}, f"`keep` is {value}; it must be a whole number") for value in (0, -1, 1.5, None)),
+            ({"best": "val_loss"}, "Did you mean 'eval/loss'"),
+            ({"best": "epoch/loss"}, "Did you mean 'eval/loss'"),
+        ],
     )
     def test_bad_arguments(self, arguments, text, tmp_path):
         with pytest.raises(StepError, match=text):
             callbacks.checkpoint(tmp_path, **arguments)
+
+    def test_the_best_of_an_evaluation_needs_one(self, tmp_path):
+        with pytest.raises(StepError, match=r"does not evaluate\. Give `eval_data` and `eval_step`\.$"):
+            fit(callbacks.checkpoint(tmp_path, best="eval/loss"))
+        with pytest.raises(StepError, match=r"`eval_step`, or take a metric of training, such as 'epoch/loss'\.$"):
+            fit(callbacks.early_stopping("eval/loss"))
 
 
 class TestEma:
@@ -532,8 +584,8 @@ class TestFiles:
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigError, match="cannot be written"):
-            fit(callbacks.jsonl(tmp_path / "file" / "rows.jsonl"))
+        with pytest.raises(ConfigError, match=r"cannot be written.* of `jdist\.fit`: log_to=FOLDER"):
+            fit(log_to=tmp_path / "file" / "rows")
 
     def test_tensorboard(self, tmp_path):
         pytest.importorskip("tensorboardX")
@@ -587,7 +639,9 @@ class TestOthers:
             callbacks.learning_rate_log("cosine")
         with pytest.raises(StepError, match=r"`schedule` gives float32\[1\] for step 0; it must give one number"):
             fit(callbacks.learning_rate_log(lambda step: jnp.ones(1)), log_every=1)
-        fit(callbacks.learning_rate_log(lambda step: np.float32(0.1)), log_every=1)
+        for rate in (lambda step: np.float32(0.1), np.float32(0.1), jnp.float32(0.1)):
+            _, history = fit(callbacks.learning_rate_log(rate), log_every=7)
+            assert history.rows[-1]["learning_rate"] == np.float32(0.1)
 
     @pytest.mark.parametrize("strategy", [jdist.mirrored, jdist.central_storage])
     def test_the_learning_rate_is_that_of_the_updates_that_were_made(self, strategy):

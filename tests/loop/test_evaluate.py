@@ -138,6 +138,11 @@ class TestErrors:
         with pytest.raises(DatasetError, match="empty"):
             jdist.evaluate(eval_step, state(), {"x": DATA["x"][:0], "y": DATA["y"][:0]}, global_batch=16)
 
+    @pytest.mark.filterwarnings("error::RuntimeWarning")
+    def test_no_row_that_counts(self):
+        with pytest.raises(DatasetError, match=r"no rows; check .* its mask"):
+            jdist.evaluate(eval_step, state(), DATA | {"mask": np.zeros(100, np.float32)}, global_batch=16)
+
     def test_metrics_that_are_no_dict(self):
         with pytest.raises(StepError, match=r"returned float32\[\] for metrics; return a dict"):
             jdist.evaluate(lambda own, batch: batch["x"].mean(), state(), DATA, global_batch=16)

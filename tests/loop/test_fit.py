@@ -58,6 +58,13 @@ class TestEpochs:
         assert int(state.step) == 7
         assert len(history.epochs) == 1
 
+    def test_counts_may_be_numpys(self):
+        counts = {"steps": np.int64(5), "log_every": np.uint8(2), "global_batch": np.int32(16)}
+        state, history = jdist.fit(train_step, create_state(), DATA, **counts, **QUIET)
+        assert int(state.step) == 5
+        assert [row["step"] for row in history.rows] == [2, 4, 5]
+        assert all(type(row["step"]) is int for row in history.rows)
+
     def test_steps_go_on_in_further_passes(self):
         batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
         for data, options in ((DATA, {"global_batch": 25}), (batches, {})):
@@ -364,13 +371,27 @@ class TestEnding:
         with jdist.train.Checkpointer(tmp_path) as checkpoints:
             assert checkpoints.steps()
 
-    def test_a_gradient_that_is_no_number_says_which_step(self):
+    @pytest.mark.parametrize("steps_per_call", [1, 2])
+    def test_a_gradient_that_is_no_number_says_which_step(self, steps_per_call, tmp_path):
         data = {"x": DATA["x"].copy(), "y": DATA["y"]}
-        data["x"][40] = np.nan
-        with pytest.raises(NonFiniteError) as raised:
-            jdist.fit(train_step, create_state(), data, global_batch=16, **QUIET)
-        assert raised.value.step == 2
-        assert "jdist.fit was at step" in "".join(raised.value.__notes__)
+        data["x"][70] = np.nan
+
+        def run(step: Any, **options: Any) -> NonFiniteError:
+            with pytest.raises(NonFiniteError) as raised:
+                jdist.fit(step, create_state(), data, global_batch=16, **options, **QUIET)
+            assert "jdist.fit was at step" in "".join(raised.value.__notes__)
+            return raised.value
+
+        error = run(train_step, steps_per_call=steps_per_call)
+        assert error.step == 4
+        assert "is the run's step 5." in "".join(error.__notes__)
+        own = run(jdist.distribute(train_step, jdist.one_device(), steps_per_call=steps_per_call))
+        assert "counts from 0, since the step was distributed." in "".join(own.__notes__)
+        told = {"callbacks": [callbacks.checkpoint(tmp_path)], "steps_per_call": steps_per_call}
+        jdist.fit(train_step, create_state(), data, steps=2, global_batch=16, **told, **QUIET)
+        error = run(train_step, **told)
+        assert error.step == 2
+        assert "is the run's step 5." in "".join(error.__notes__)
 
 
 class TestErrors:
@@ -382,9 +403,12 @@ class TestErrors:
             ({"epochs": 0}, StepError, "`epochs` is 0"),
             ({"steps": True}, StepError, "`steps` is True"),
             ({"steps": 5, "steps_per_call": 2}, StepError, "no multiple of steps_per_call=2"),
+            ({"steps": np.float32(3)}, StepError, r"`steps` is np.float32\(3.0\)"),
             ({"log_every": 0}, StepError, "`log_every` is 0"),
+            ({"log_every": None}, StepError, "`log_every` is None"),
             ({"eval_data": HELD_OUT}, StepError, "without `eval_step`"),
-            ({"eval_step": eval_step}, StepError, "without `eval_data`"),
+            ({"eval_step": eval_step}, StepError, "`eval_step` is given without `eval_data`"),
+            ({"eval_every": 3}, StepError, "`eval_every` is given without `eval_data`"),
             ({"strategy": "mirrored"}, StrategyError, "`strategy` is 'mirrored'"),
             ({"callbacks": ["early"]}, StepError, "'early', which is no callback"),
             ({"callbacks": jdist.callbacks.nan_guard()}, StepError, "give a list"),
@@ -399,6 +423,7 @@ class TestErrors:
             ({"epoch": 1}, StepError, "no argument `epoch`. Did you mean 'epochs'"),
             ({"colour": 1}, TypeError, "unexpected keyword argument 'colour'"),
             ({"callbacks": [lambda moment: True]}, StepError, "a callback returned True"),
+            ({"callbacks": [callbacks.Callback(on_resume=lambda moment: 3)]}, StepError, "a callback returned 3"),
         ],
     )
     def test_bad_arguments(self, options, error, text):
@@ -540,13 +565,20 @@ class TestErrors:
         told = ('<lambda> never reads batch["mask"]', __file__)
         assert warned_of(train_step, global_batch=16, eval_data=DATA, **evaluation) == [told]
 
-    @pytest.mark.parametrize("name", ["step", "eval/loss"])
-    def test_names_that_rows_have_themselves_are_no_metrics(self, name):
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("step", "name 'step', which the rows of a run have"),
+            ("eval/loss", "name 'eval/loss', which the rows of a run have"),
+            (1, "name 1, of type int; names are text"),
+        ],
+    )
+    def test_names_that_rows_have_themselves_or_that_are_no_text_are_no_metrics(self, name, text):
         def step(state, batch):
             state, metrics = train_step(state, batch)
-            return state, {**metrics, name: metrics["loss"]}
+            return state, {name: metrics["loss"]}
 
-        with pytest.raises(StepError, match=f"a metric of the name '{name}', which the rows of a run have"):
+        with pytest.raises(StepError, match=text):
             jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)
 
     def test_a_state_of_a_strategy_that_nobody_named(self):
@@ -588,8 +620,13 @@ class TestErrors:
             jdist.fit(step, create_state(), DATA, strategy=mirrored(), global_batch=16, **QUIET)
 
     def test_no_step(self):
-        with pytest.raises(StepError, match=r"jdist\.fit needs a step, it got 'adam'"):
+        with pytest.raises(StepError, match=r"jdist\.fit needs a step, it got a str: give a function"):
             jdist.fit("adam", create_state(), DATA, global_batch=16, **QUIET)
+
+    def test_a_step_and_a_state_that_are_swapped(self):
+        for call, step in ((jdist.fit, train_step), (jdist.evaluate, eval_step)):
+            with pytest.raises(StepError, match=rf"jdist\.{call.__name__} got a TrainState as the step, .* swapped"):
+                call(create_state(), step, DATA, global_batch=16)
 
     def test_a_step_of_another_strategy(self):
         step = jdist.distribute(train_step, mirrored())
@@ -614,5 +651,6 @@ class TestErrors:
         def step(state: Any, batch: Any) -> Any:
             return state, {"error": batch["x"].mean(0)}
 
-        with pytest.raises(StepError, match=r"metric 'error' of shape \(3,\), not a scalar"):
+        remedy = r'return their mean, `jdist\.mean\(rows, batch\["mask"\]\)`; if it is what a `jdist\.metrics` metric'
+        with pytest.raises(StepError, match=r"metric 'error' of shape \(3,\), not a scalar.*" + remedy):
             jdist.fit(step, create_state(), DATA, global_batch=16, **QUIET)

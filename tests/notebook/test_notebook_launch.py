@@ -82,6 +82,8 @@ def fine():
         ({"devices_per_process": 0}, "devices_per_process=0 is too small"),
         ({"timeout_s": 0}, "timeout_s=0 is not a duration"),
         ({"grace_s": -1}, "grace_s=-1 is not a duration"),
+        ({"grace_s": "a"}, "grace_s='a' is not a duration"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan is not a duration"),
         ({"args": 3}, r"`args` is an int; .*args=\(x,\)"),
         ({"args": (1, object())}, r"`args\[1\]` is an object, which cannot be given"),
     ],

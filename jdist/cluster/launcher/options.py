@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import shutil
 import sys
 from collections.abc import Sequence
@@ -116,8 +117,8 @@ def check_positive(name: str, seconds: float) -> None:
     Raises:
         LaunchError: names it.
     """
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise LaunchError(f"{name}={seconds:g} is not a duration: give seconds above 0.")
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:
+        raise LaunchError(f"{name}={seconds!r:.80} is not a duration: give seconds above 0.")
 
 
 def check_at_least(name: str, value: int, smallest: int) -> None:

@@ -2,10 +2,10 @@
 
     python benchmarks/fit.py [--devices 1 2] [--rounds 25]
 
-Both train the MLP 784-512-512-10 at global batch 1,024 from arrays in memory, as many rows as MNIST has, two epochs a round,
-from a state that is there already; the step is compiled before. `fit` has its default callbacks: a row of metrics every 20 steps
-and at the end of an epoch into a file, and lines of progress (into a file, too). The loop by hand reads no metric at all. "by hand again" is the noise. Target: a median
-ratio of at most 1.02.
+Both train the MLP 784-512-512-10 at global batch 1,024 from arrays in memory, as many rows as MNIST has, two epochs a
+round, from a state that is there already; the step is compiled before. `fit` has its default callbacks: a row of metrics
+every 20 steps and at the end of an epoch into a file, and lines of progress (into a file, too). The loop by hand reads no
+metric at all. "by hand again" is the noise. Target: a median ratio of at most 1.02.
 """
 
 from __future__ import annotations

@@ -21,34 +21,21 @@ def main(folder: Path, epochs: int) -> None:
         state, told = loop_programs.train_step(state, batch)
         return state, told | {"right": right.update(batch["x"][:, 0], batch["y"] > 0, batch["mask"])}
 
+    def fit(step: Any, **options: Any) -> Any:
+        state = strategy.init(loop_programs.create_state)
+        options |= {"epochs": epochs, "global_batch": 16, "shuffle_seed": 0, "progress": False}
+        return jdist.fit(step, state, loop_programs.DATA, strategy=strategy, **options)
+
     average = jdist.callbacks.ema(0.8)
-    state, history = jdist.fit(
+    state, history = fit(
         train_step,
-        strategy.init(loop_programs.create_state),
-        loop_programs.DATA,
-        strategy=strategy,
-        epochs=epochs,
-        global_batch=16,
-        shuffle_seed=0,
         eval_data=loop_programs.HELD_OUT,
         eval_step=loop_programs.eval_step,
         metrics={"right": right},
         callbacks=[jdist.callbacks.checkpoint(folder / "saved"), average],
         log_to=folder / "log",
-        progress=False,
     )
-    several = jdist.fit(
-        loop_programs.train_step,
-        strategy.init(loop_programs.create_state),
-        loop_programs.DATA,
-        strategy=strategy,
-        epochs=epochs,
-        global_batch=16,
-        shuffle_seed=0,
-        steps_per_call=3,
-        progress=False,
-        log_to=None,
-    )
+    several = fit(loop_programs.train_step, steps_per_call=3, log_to=None)
     rows = jdist.predict(loop_programs.predict_step, state, loop_programs.DATA, strategy=strategy, global_batch=16)
     found = {
         "epochs": history.epochs,

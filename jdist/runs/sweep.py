@@ -11,7 +11,6 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.describe import flow
 from jdist.experiment.load import Document, dotted, leaves, load
-from jdist.experiment.prepare import check_names
 from jdist.experiment.record import RunFolder
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.validate import validate
@@ -103,6 +102,8 @@ def sweep(
 
 def _checked(document: Document) -> Config:
     """The config of a run, with all that is wrong with it told as far as that is known before it runs."""
+    from jdist.experiment.prepare import check_names  # brings JAX, which lists and grids do without
+
     config = validate(document)
     check_names(config, document)
     return config

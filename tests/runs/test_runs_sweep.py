@@ -33,18 +33,18 @@ def in_processes(monkeypatch):
 
 
 def test_a_sweep_ends_in_one_table_and_one_plot_and_names_what_failed(jdist, in_processes):
-    grid = ["--grid", "train.optimizer.learning_rate=1e-2,1e-1,nope"]
+    grid = ["--grid", "train.optimizer.learning_rate=1e-2,1e-1,1e30"]
     code, out, err = jdist("sweep", "toy.yaml", *grid, "train.steps=8", "--metric", "loss")
     assert (code, err) == (1, "")
     folder = Path("runs/toy-sweep")
     rows = json.loads((folder / "table.json").read_text())
-    assert [row["learning_rate"] for row in rows] == ["0.1", "0.01", "nope"]  # sorted by the loss
+    assert [row["learning_rate"] for row in rows] == ["0.1", "0.01", "1.0e+30"]  # sorted by the loss
     assert rows[0]["loss"] < rows[1]["loss"]
     assert [row["status"].partition(":")[0] for row in rows] == ["finished", "finished", "failed"]
-    assert '"nope" is neither a number nor a schedule' in rows[2]["status"]
+    assert "is NaN or infinite" in rows[2]["status"]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     with (folder / "table.csv").open() as file:
-        assert [row["learning_rate"] for row in csv.DictReader(file)] == ["0.1", "0.01", "nope"]
+        assert [row["learning_rate"] for row in csv.DictReader(file)] == ["0.1", "0.01", "1.0e+30"]
     assert (folder / "table.txt").read_text() in out
     last = json.loads((folder / "learning_rate-0.1/metrics.jsonl").read_text().splitlines()[-1])
     assert rows[0]["loss"] == last["eval/loss"]
@@ -133,6 +133,10 @@ def test_a_log_tells_why_a_run_failed(tmp_path, code, log, said):
         (["toy.yaml"], "needs something to try"),
         (["toy.yaml", "--grid", "train.stps=1,2"], "Did you mean train.steps?"),
         (["toy.yaml", "--grid", "train.optimizer.lr=1,2"], "train.optimizer.lr: optax."),
+        (
+            ["toy.yaml", "--grid", "train.optimizer.learning_rate=0.1,nope"],
+            '"nope" is neither a number nor a schedule',
+        ),
         (["toy.yaml", "--grid", "strategy.name=mirrored,mirored"], "Did you mean mirrored?"),
         (
             ["toy.yaml", "checkpoint.best=null", "--grid", "train.seed=1", "--metric", "close"],

@@ -66,10 +66,11 @@ def evaluate(
     strategy = strategy_of(step, strategy, state)
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
     feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
+    wanted = metrics_of(step, metrics)
     if feed.pads:
         state = eval_step.prepare(state, feed.batches.element_spec)
-        names_of(eval_step, state, feed, metrics_of(step, metrics))  # warns of a mask that is not read
-    measured = measure(eval_step, state, feed.batches, strategy.cluster, metrics_of(step, metrics))
+        names_of(eval_step, state, feed, wanted)  # warns of a mask that is not read
+    measured = measure(eval_step, state, feed.batches, strategy.cluster, wanted)
     for name in metrics if isinstance(metrics, Mapping) else ():
         if not any(found == name or found.startswith(f"{name}/") for found in measured):
             raise StepError(

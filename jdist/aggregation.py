@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist import context, replica
-from jdist.errors import GlobalViewError, StepError
+from jdist.collective import Collective
+from jdist.errors import StepError
 from jdist.global_arrays import is_key
 from jdist.reducible import as_arrays, named
 
@@ -38,8 +39,7 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
     A counter of what every replica does alike (`step + 1`) needs none of this: it is the same everywhere already.
 
     Under `transform="jit"` the step sees the whole batch and there is one version only, as outside a mesh: "mean", "sum"
-    and "first" are then `new` itself. With `accumulate` a value that depends on the batch is written, and aggregated, once a
-    microbatch.
+    and "first" are then `new` itself. With `accumulate` each microbatch has a version of its own, as a replica has.
 
     Args:
         new: this replica's new version; pytree of arrays.
@@ -54,7 +54,6 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
     Raises:
         StepError: `how` is none of these, `old` is missing or not asked for, a leaf is no array, or there is no such
             aggregation of it: a mean of integers, a sum of bools or keys, `new` and `old` that are unlike.
-        GlobalViewError: "per_replica" in a step that sees the whole batch.
 
     Example:
         >>> import jdist
@@ -74,38 +73,39 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
     if how == "sum":
         as_arrays("jdist.aggregate(..., old=...)", old)
         _check_can_be_added(new, old)
-    axes, trace = replica.replica_axes(), context.current_trace()
     if how == "per_replica":
-        if trace is not None and trace.strategy.transform == "jit":
-            raise GlobalViewError(
-                'jdist.aggregate(..., "per_replica") has no meaning under transform="jit", where a step sees the whole '
-                'batch and there is one version only. Use transform="shard_map".'
-            )
-        if axes is None:
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], new)
-        return _on_arrays(lambda x: jax.lax.all_gather(x, axes), new)
-    if axes is None:
-        return new
-    # By JAX's own collectives: a strategy's all-reduce may be one that compresses gradients.
+        return _on_arrays(lambda xs: [replica.all_gather(x[None]) for x in xs], new)
+    # Not by the strategy's own all-reduce, which may be one that compresses gradients.
     if how == "mean":
-        return jax.tree.map(lambda x: jax.lax.pmean(jnp.asarray(x), axes), new)
+        return _on_arrays(lambda xs: replica.combine(Collective("value", "mean"), xs), new)
     if how == "sum":
-        return jax.tree.map(lambda x, before: before + jax.lax.psum(x - before, axes), new, old)
+        added = jax.tree.map(lambda x, before: x - before, new, old)
+        total = _on_arrays(lambda xs: replica.combine(Collective("value", "sum"), xs), added)
+        return jax.tree.map(lambda before, x: before + x, old, total)
     is_first = replica.replica_id() == 0
-    # As a sum, which takes the memory of one version where a gather takes that of all.
-    return _on_arrays(lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes), new)
+
+    def of_first(xs: list[jax.Array]) -> list[jax.Array]:
+        # As a sum, which takes the memory of one version where a gather takes that of all.
+        return replica.combine(Collective("value", "sum"), [jnp.where(is_first, x, jnp.zeros_like(x)) for x in xs])
+
+    return _on_arrays(of_first, new)
 
 
-def _on_arrays(collective: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    """Applies a collective to every leaf; to keys and bools as the numbers that they are made of."""
+def _on_arrays(collective: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree) -> PyTree:
+    """Applies a collective to all leaves at once; to keys and bools as the numbers that they are made of."""
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
 
-    def one(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if is_key(x):
-            return jax.random.wrap_key_data(collective(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        return collective(x.astype(jnp.uint8)).astype(x.dtype) if x.dtype == jnp.bool_ else collective(x)
+    def number(x: jax.Array) -> jax.Array:
+        return jax.random.key_data(x) if is_key(x) else x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
 
-    return jax.tree.map(one, tree)
+    combined = collective([number(x) for x in leaves])
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if is_key(leaf) else x.astype(leaf.dtype)
+            for x, leaf in zip(combined, leaves, strict=True)
+        ],
+    )
 
 
 def _check_has_mean(new: PyTree) -> None:

@@ -1,29 +1,27 @@
-"""A step -> its gradient part and its update part.
+"""A step -> what each microbatch computes, what is combined over microbatches and replicas, and what is computed once from that.
 
-A step is traced once with a recorder in place, which keeps what reaches a *cut* and hands out placeholders for what
-comes back from it. What depends on a placeholder belongs to the update part; all else belongs to the gradient part.
-
-`at="gradient"` cuts where `jdist.value_and_grad` combines the replicas' gradients. Everything a step does with a
-combined gradient (clipping, logging its norm, the update) is then done once, on the gradient of the whole batch: this
-is what gradient accumulation needs. `at="update"` cuts where an optimiser is called, for strategies whose parameters
-live elsewhere.
+Microbatches are replicas in time: `accumulate=k` on N replicas is the step on k x N replicas. A traced step holds its collectives
+(`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`collective.py`). Each that combines what differs from
+microbatch to microbatch is a *cut*: what it reads is computed in a loop over the microbatches and summed up, the sums are combined over
+the replicas, and what follows reads the result. A cut that depends on another needs a further loop, a *phase*; what it needs
+again of the microbatch is computed again. What depends on no microbatch but through cuts is the *update part* and runs once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import optax
 
-from jdist import dataflow
+from jdist import dataflow, replica
+from jdist.affine import AffineRule
+from jdist.collective import Collective, collective_of
 from jdist.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
-from jdist.state import map_optimizers, optimizer, unmarked_optimizer
 from jdist.strategy import Strategy
 
 PyTree = Any
@@ -32,77 +30,88 @@ Step = Callable[..., tuple[PyTree, PyTree]]
 
 @dataclass(frozen=True)
 class Cut:
-    """One place where a step was cut: the arrays that went in, the placeholders handed out, and how to combine."""
+    """A collective that combines what microbatches computed.
 
-    kind: Literal["gradient", "count", "applied", "update"]
-    op: str
-    inputs: list[jax.Array]
-    placeholders: list[jax.Array]
-    tx: optax.GradientTransformationExtraArgs | None = None
-    treedef: Any = None
+    Attributes:
+        collective: what it does.
+        shapes: of the combined arrays.
+        is_read_again: whether a later phase reads them; else the update part alone.
+    """
+
+    collective: Collective
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    is_read_again: bool
 
 
-@dataclass
-class _Recorder:
-    at: str
-    num_microbatches: int
-    microbatch: jax.Array
-    cuts: list[Cut] = field(default_factory=list)
+@dataclass(frozen=True)
+class Phase:
+    """One loop over the microbatches.
 
-    def _cut(self, kind: Any, op: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> list[jax.Array]:
-        # A barrier gives every placeholder a variable of its own in the traced step, even where it is a constant.
-        placeholders = [jax.lax.optimization_barrier(x) for x in outputs]
-        self.cuts.append(Cut(kind, op, list(inputs), placeholders, **more))
-        return placeholders
+    Attributes:
+        cuts: those whose operands it computes.
+        carried: which of `Split.carried` it computes, by place.
+        outputs: which of the step's outputs it computes, by place.
+        prepare: `(state, others, combined) -> prepared`, what is the same for all its microbatches; `combined` holds the combined arrays
+            of all earlier phases' cuts.
+        run: `(prepared, batch, microbatch) -> (operands of each cut, carried leaves, outputs)`.
+    """
 
-    def gradient(self, tree: PyTree, op: str) -> PyTree:
-        leaves, treedef = jax.tree.flatten(tree)
-        return jax.tree.unflatten(treedef, self._cut("gradient", op, leaves, leaves))
+    cuts: tuple[Cut, ...]
+    carried: tuple[int, ...]
+    outputs: tuple[int, ...]
+    prepare: Callable[[PyTree, PyTree, list[jax.Array]], list[jax.Array]]
+    run: Callable[[list[jax.Array], PyTree, jax.Array], tuple[list[list[jax.Array]], list[jax.Array], list[jax.Array]]]
 
-    def count(self, count: jax.Array) -> jax.Array:
-        return self._cut("count", "sum", [count], [count])[0]
 
-    def applied(self, grads: PyTree) -> None:
-        self._cut("applied", "", jax.tree.leaves(grads), [])
+@dataclass(frozen=True)
+class Carried:
+    """A leaf of the state that a step computes from its rows without combining it.
 
-    def update(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
-        leaves, treedef = jax.tree.flatten((grads, opt_state, params, extra))
-        shapes = jax.eval_shape(lambda g, o, p, e: tx.update(g, o, p, **e), grads, opt_state, params, extra)
-        outputs, out_treedef = jax.tree.flatten(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-        return jax.tree.unflatten(out_treedef, self._cut("update", "", leaves, outputs, tx=tx, treedef=treedef))
+    Attributes:
+        leaf: its number in the state.
+        adds_up: whether each microbatch adds to the old value (a counter), so that all additions count; else the microbatches'
+            values are averaged, as replicas' are.
+    """
+
+    leaf: int
+    adds_up: bool
 
 
 @dataclass(frozen=True)
 class Split:
-    """A step in two parts, each a pure function of flat lists of arrays.
-
-    In the order of execution: `counts`, once for each microbatch; `gradients`, with the summed counts, once for each
-    microbatch, handing on `carried`; the cuts combined over microbatches and replicas; `update`, once.
+    """A traced step in phases, each a pure function of flat lists of arrays.
 
     Attributes:
-        cuts: op ("mean" or "sum") of each array that `gradients` returns for the cuts.
-        gradients_of: how many of these arrays each gradient gave, its loss first.
-        carried: indices of the state's leaves that the gradient part writes itself (batch statistics, counters).
-        crossing: what else the update part reads from the gradient part: paths of the results that need each.
-        read: indices of the state's leaves that the gradient part reads.
-        own: for each output of the update part whether it may differ between replicas; False for the others.
-        counts: `(state, batch, others, microbatch) -> counts`, the weights that masked means divide by.
-        gradients: `(state, batch, others, microbatch, counts) -> (cut arrays, carried, crossing, outputs)`; of
-            `outputs` only those that do not wait for the update, None in place of the rest.
-        update: `(state, others, cut arrays, carried, crossing) -> (state, outputs)`, with the rest of `outputs`.
+        phases: in the order of execution.
+        carried: the leaves of the state that phases write.
+        read: numbers of the state's leaves that phases read.
+        varies: for each output, whether it differs between replicas (or microbatches) if it is not averaged.
+        early: for each output, whether a phase computes it; the others wait for the update.
+        output_shapes: of the outputs.
+        update: `(state, others, combined, carried) -> (state leaves, outputs)`, `combined` the arrays of all cuts in order, None in the
+            place of an output that a phase computes.
+        closed: the traced step, `(state leaves, batch leaves, others, microbatch) -> (state leaves, outputs)`.
+        combined: the variables of it that hold the combined arrays, in order.
+        state_treedef: of the state.
+        outputs_treedef: of the outputs.
     """
 
-    cuts: tuple[str, ...]
-    gradients_of: tuple[int, ...]
-    carried: tuple[int, ...]
-    crossing: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    carried: tuple[Carried, ...]
     read: tuple[int, ...]
-    own: tuple[bool, ...]
-    counts: Callable[..., list[jax.Array]]
-    gradients: Callable[..., tuple[list[jax.Array], list[jax.Array], list[jax.Array], list[jax.Array | None]]]
+    varies: tuple[bool, ...]
+    early: tuple[bool, ...]
+    output_shapes: tuple[jax.ShapeDtypeStruct, ...]
     update: Callable[..., tuple[list[jax.Array], list[jax.Array | None]]]
+    closed: Any
+    combined: tuple[Any, ...]
     state_treedef: Any
     outputs_treedef: Any
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Those of all phases, in order."""
+        return tuple(cut for phase in self.phases for cut in phase.cuts)
 
 
 def split(
@@ -112,9 +121,8 @@ def split(
     batch: PyTree,
     others: PyTree = (),
     *,
-    at: Literal["gradient", "update"] = "gradient",
     num_microbatches: int = 1,
-    needs_cut: bool = True,
+    needs_gradient: bool = True,
     otherwise: str = "leave `accumulate` at 1",
 ) -> Split:
     """Traces a step once and splits it.
@@ -125,57 +133,61 @@ def split(
         state: pytree of arrays or tracers.
         batch: one microbatch; pytree of arrays or tracers.
         others: further arguments, the same for all microbatches.
-        at: where to cut.
-        num_microbatches: how many microbatches the gradient part will run over.
-        needs_cut: whether to refuse a step without a cut; all of such a step but what its update part computes from
-            the old state alone is gradient part.
+        num_microbatches: how many microbatches a replica has.
+        needs_gradient: whether to refuse a step that combines no gradient.
         otherwise: what an error tells the user to do instead of writing the step anew.
 
     Returns:
-        The two parts.
+        Its phases and its update part.
 
     Raises:
-        BoundaryError: the step calls no gradient (or optimiser) at its own level, or a gradient in it depends on what
-            an earlier one of the same step has updated.
+        BoundaryError: a collective of the step stands inside a loop, a condition or a `jax.checkpoint` of its own; the step combines no
+            gradient; or it writes to its state what microbatches have no common value of.
     """
-    cuts: list[Cut] = []
-    step = _marking_optimizers(step)
+
+    num_virtual = [1]
 
     def traced(state: PyTree, batch: PyTree, others: PyTree, microbatch: jax.Array) -> Any:
-        recorder = _Recorder(at, num_microbatches, microbatch)
-        with tracing(ReplicaTrace(strategy, recorder=recorder)):
-            new_state, outputs = step(state, batch, others)
-        cuts.extend(recorder.cuts)
-        return (new_state, outputs), [cut.inputs for cut in cuts], [cut.placeholders for cut in cuts]
+        with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
+            num_virtual[0] = replica.num_replicas()
+            return step(state, batch, others)
 
     closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, batch, others, jnp.int32(0))
-    # A value that was kept inside an inner trace is no variable of this one; JAX takes it for a constant.
-    if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
-        raise BoundaryError(
-            "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or its optimiser inside a `lax.scan`, "
-            "`lax.cond`, `jax.jit` or `jax.checkpoint` of its own, where it cannot be split. "
-            "Call it in the step itself: let the inner function return the loss of each example and take the mean "
-            f"outside of it; or {otherwise}."
-        )
-    if needs_cut and not any(cut.kind == at for cut in cuts):
-        what = "`jdist.value_and_grad` or `jdist.grad`" if at == "gradient" else "an optimiser"
-        hint = (
-            "Change `jax.value_and_grad` to `jdist.value_and_grad` (a DynamicScale takes gradients of its own and "
-            "cannot be split)."
-            if at == "gradient"
-            else "Change `tx` to `jdist.optimizer(tx)`."
-        )
-        raise BoundaryError(f"the step calls {what} nowhere, so there is nothing to split. {hint}")
-    return _Analysis(dataflow.forwarded(closed), shapes[0], cuts, state, batch, others, otherwise).split()
+    closed = dataflow.flat_collectives(closed)
+
+    def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
+        """The transpose of a gather: the sum over all, of which each takes the rows that it gave."""
+        found = collective_of(eqn)
+        if found is None or not dataflow.is_transposed_gather(eqn):
+            return None
+        with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
+            totals = replica.combine(Collective("value", "sum"), operands)
+            return [own_rows(x, v.aval.shape) for x, v in zip(totals, eqn.outvars, strict=True)]
+
+    if any(map(dataflow.is_transposed_gather, dataflow.body_of(closed).eqns)):
+        closed = dataflow.replaced(closed, scattered)
+    closed = dataflow.forwarded(closed)
+    return _Analysis(
+        closed, shapes, state, batch, others, num_microbatches, num_virtual[0], needs_gradient, otherwise
+    ).split()
 
 
 class _Analysis:
-    """Sorts the variables of a traced step into those of the gradient part and those of the update part."""
+    """Sorts the equations of a traced step into phases and the update part."""
 
     def __init__(
-        self, closed: Any, shapes: Any, cuts: list[Cut], state: PyTree, batch: PyTree, others: PyTree, otherwise: str
+        self,
+        closed: Any,
+        shapes: Any,
+        state: PyTree,
+        batch: PyTree,
+        others: PyTree,
+        num_microbatches: int,
+        num_virtual: int,
+        needs_gradient: bool,
+        otherwise: str,
     ):
-        self.closed, self.cuts, self.otherwise = closed, cuts, otherwise
+        self.closed, self.otherwise, self.num_virtual = closed, otherwise, num_virtual
         jaxpr = dataflow.body_of(closed)
         invars, outvars = iter(jaxpr.invars), iter(jaxpr.outvars)
         self.state = _take(invars, len(jax.tree.leaves(state)))
@@ -185,179 +197,233 @@ class _Analysis:
         self.new_state_shape, self.outputs_shape = shapes
         self.new_state = _take(outvars, len(jax.tree.leaves(self.new_state_shape)))
         self.outputs = _take(outvars, len(jax.tree.leaves(self.outputs_shape)))
-        self.inputs = [_take(outvars, len(cut.inputs)) for cut in cuts]
-        self.placeholders = [_take(outvars, len(cut.placeholders)) for cut in cuts]
 
-        self.late_sources = self._flat(self.placeholders, lambda cut: cut.kind != "count")
-        self.late = dataflow.dependents(closed, self.late_sources)
-        # A print or a callback belongs to the part in which what it shows is known.
+        # Whatever is one microbatch's own, and which phase may read what: after which cuts a variable is known.
+        self.own = dataflow.of_one_microbatch(closed, [*self.batch, self.microbatch])
+        self.level: dict[Any, int] = {}
+        self.cut_level: dict[int, int] = {}  # of a cut, by the place of its equation
+        self.equations = list(jaxpr.eqns)
+        for place, eqn in enumerate(self.equations):
+            level = max((self._level(v) for v in eqn.invars), default=0)
+            if any(map(self._is_own, eqn.invars)):
+                self._check_nested(eqn, num_microbatches)
+                if collective_of(eqn) is not None:
+                    self.cut_level[place] = level
+                    level += 1
+            self.level.update((v, level) for v in eqn.outvars)
+        self.gradients = sorted(
+            level for place, level in self.cut_level.items() if self._collective(place).kind == "gradient"
+        )
+        self._check_gradients(needs_gradient)
+        self.place_of = {v: place for place in self.cut_level for v in self.equations[place].outvars}
+        self._check_effects()
+
+    def _collective(self, place: int) -> Collective:
+        found = collective_of(self.equations[place])
+        assert found is not None  # every cut is one
+        return found
+
+    def _is_own(self, v: Any) -> bool:
+        return not dataflow.is_literal(v) and v in self.own
+
+    def _level(self, v: Any) -> int:
+        return 0 if dataflow.is_literal(v) else self.level.get(v, 0)
+
+    def _check_nested(self, eqn: Any, num_microbatches: int) -> None:
+        if collective_of(eqn) is None and num_microbatches > 1 and dataflow.collectives_in(eqn):
+            raise BoundaryError(
+                "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or another jdist collective inside a `lax.scan`, "
+                "`lax.cond`, `lax.while_loop` or `jax.checkpoint` of its own, where it cannot be split. "
+                "Call it in the step itself: let the inner function return the loss of each example and take the mean "
+                f"outside of it; or {self.otherwise}."
+            )
+
+    def _check_gradients(self, needs_gradient: bool) -> None:
+        names = {collective.kind for eqn in self.equations for collective in dataflow.collectives_in(eqn)}
+        if needs_gradient and "gradient" not in names:
+            raise BoundaryError(
+                "the step calls `jdist.value_and_grad` or `jdist.grad` nowhere, so there is nothing to split. Change "
+                "`jax.value_and_grad` to `jdist.value_and_grad` (a DynamicScale takes gradients of its own and cannot be split)."
+            )
+
+    def _check_effects(self) -> None:
         self.late_effects, self.early_effects = [], []
-        for eqn in dataflow.effects_of(closed):
+        for eqn in dataflow.effects_of(self.closed):
             if not dataflow.is_print_or_callback(eqn):
                 raise BoundaryError(
                     f"the step reads or writes a `jax.Ref` (`{eqn.primitive.name}`), so it cannot be split. Compute with "
                     "arrays, or leave `accumulate` at 1."
                 )
-            is_late = any(v in self.late for v in eqn.invars if _is_var(v))
-            (self.late_effects if is_late else self.early_effects).append(eqn)
-        # An update part that runs where the parameters live knows no replica's number; one that runs on the replicas does.
-        elsewhere = any(cut.kind == "update" for cut in cuts)
-        self.varying = dataflow.dependents(
-            closed,
-            [*self.batch, self.microbatch],
-            starts=lambda eqn: elsewhere and dataflow.uses_primitive(eqn, "axis_index"),
-        )
-
-    def _flat(self, lists: list[list[Any]], which: Callable[[Cut], bool]) -> list[Any]:
-        return [v for cut, vs in zip(self.cuts, lists, strict=True) if which(cut) for v in vs]
+            # A print or a callback belongs to the part in which what it shows is known.
+            (self.early_effects if any(map(self._is_own, eqn.invars)) else self.late_effects).append(eqn)
 
     def split(self) -> Split:
-        self._check_order()
-        # The gradient part writes a leaf of the state where it depends on the batch and on no placeholder.
-        carried = tuple(
-            i for i, v in enumerate(self.new_state) if _is_var(v) and v in self.varying and v not in self.late
-        )
-        carried_vars = [self.new_state[i] for i in carried]
-        early = [_is_var(v) and v not in self.late for v in self.outputs]
-        crossing, crossing_paths = self._crossing(set(carried_vars))
+        carried = tuple(self._carried(i) for i, v in enumerate(self.new_state) if self._is_own(v))
+        early = tuple(map(self._is_own, self.outputs))
+        phase_of_cut = self._schedule(carried, early)
+        wanted = [(self._home(self.new_state[c.leaf]), "carried", n) for n, c in enumerate(carried)]
+        wanted += [(self._home(v), "outputs", i) for i, v in enumerate(self.outputs) if early[i]]
+        effects = [(max(self._home(v) for v in eqn.invars if self._is_own(v)), eqn) for eqn in self.early_effects]
+        effects = [(max(p, max(self._level(v) for v in eqn.invars)), eqn) for p, eqn in effects]
+        numbers = sorted({*phase_of_cut.values(), *(p for p, _, _ in wanted), *(p for p, _ in effects)})
 
-        counts_in = self._flat(self.inputs, lambda cut: cut.kind == "count")
-        counts_out = self._flat(self.placeholders, lambda cut: cut.kind == "count")
-        cut_in = self._flat(self.inputs, lambda cut: cut.kind == "gradient")
-        cut_out = self._flat(self.placeholders, lambda cut: cut.kind == "gradient")
-        ops = tuple(cut.op for cut in self.cuts if cut.kind == "gradient" for _ in cut.inputs)
-        arguments = [*self.state, *self.batch, *self.others, self.microbatch]
-        early_vars = [v for v, is_early in zip(self.outputs, early, strict=True) if is_early]
+        phases: list[Phase] = []
+        combined: list[Any] = []
+        reads: set[Any] = set()
+        for number in numbers:
+            places = sorted(place for place, phase in phase_of_cut.items() if phase == number)
+            mine = {
+                what: tuple(i for p, w, i in wanted if p == number and w == what) for what in ("carried", "outputs")
+            }
+            phases.append(self._phase(places, carried, mine, [e for p, e in effects if p == number], combined, reads))
+            combined += [v for place in places for v in self.equations[place].outvars]
+        again = reads & set(combined)
+        ordered = [place for number in numbers for place in sorted(p for p, n in phase_of_cut.items() if n == number)]
+        described = iter(
+            Cut(
+                self._collective(place),
+                tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.equations[place].outvars),
+                any(v in again for v in self.equations[place].outvars),
+            )
+            for place in ordered
+        )
+        phases = [
+            Phase(tuple(next(described) for _ in phase.cuts), phase.carried, phase.outputs, phase.prepare, phase.run)
+            for phase in phases
+        ]
+        carried_vars = [self.new_state[c.leaf] for c in carried]
+        of_replicas = dataflow.varying(self.closed, [*self.batch, *carried_vars])
         late_vars = [v for v, is_early in zip(self.outputs, early, strict=True) if not is_early]
+        given = [*self.state, *self.others, *combined, *carried_vars]
+        self._check_not_called_again([*self.new_state, *late_vars], given)
+        run_update = dataflow.subfunction(self.closed, given, [*self.new_state, *late_vars], self.late_effects)
 
-        self._check_not_called_again(counts_in, arguments)
-        gradient_results = [*cut_in, *carried_vars, *crossing, *early_vars]
-        run_counts = dataflow.subfunction(self.closed, arguments, counts_in)
-        run_gradients = dataflow.subfunction(
-            self.closed, [*arguments, *counts_out], gradient_results, self.early_effects
-        )
-        own = dataflow.own_of_replicas(self.closed, {*cut_out, *counts_out, *carried_vars})
-        _, reads = dataflow.needed(
-            self.closed, [*gradient_results, *counts_in], {*arguments, *counts_out}, self.early_effects
-        )
-        run_update = self._update_function(
-            [*self.state, *self.others, *cut_out, *carried_vars, *crossing], [*self.new_state, *late_vars]
-        )
-
-        def counts(state: Any, batch: Any, others: Any, microbatch: Any) -> list[jax.Array]:
-            return run_counts([*_leaves(state, batch, others), microbatch])
-
-        def gradients(state: Any, batch: Any, others: Any, microbatch: Any, counts: Sequence[Any]) -> Any:
-            out = iter(run_gradients([*_leaves(state, batch, others), microbatch, *counts]))
-            sizes = len(cut_in), len(carried_vars), len(crossing)
-            return *(_take(out, n) for n in sizes), [next(out) if is_early else None for is_early in early]
-
-        def update(state: Any, others: Any, cut: Sequence[Any], carried: Sequence[Any], crossing: Sequence[Any]) -> Any:
-            out = iter(run_update([*_leaves(state, others), *cut, *carried, *crossing]))
+        def update(state: Any, others: Any, combined: Sequence[Any], carried: Sequence[Any]) -> Any:
+            out = iter(run_update([*_leaves(state, others), *combined, *carried]))
             return _take(out, len(self.new_state)), [None if is_early else next(out) for is_early in early]
 
         return Split(
-            cuts=ops,
-            gradients_of=tuple(len(cut.inputs) for cut in self.cuts if cut.kind == "gradient"),
+            phases=tuple(phases),
             carried=carried,
-            crossing=crossing_paths,
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
-            own=tuple(_is_var(v) and v in self.late and v in own for v in self.outputs),
-            counts=counts,
-            gradients=gradients,
+            varies=tuple(not dataflow.is_literal(v) and (v in of_replicas or v in self.own) for v in self.outputs),
+            early=early,
+            output_shapes=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.outputs),
             update=update,
+            closed=self.closed,
+            combined=tuple(combined),
             state_treedef=jax.tree.structure(self.new_state_shape),
             outputs_treedef=jax.tree.structure(self.outputs_shape),
         )
 
-    def _check_order(self) -> None:
-        number = 0
-        for cut, inputs in zip(self.cuts, self.inputs, strict=True):
-            if cut.kind == "applied":
-                self._check_combined(inputs)
-                continue
-            number += cut.kind != "count"
-            gradient = inputs if cut.kind != "update" else inputs[: self._num_gradient_leaves(cut)]
-            if any(_is_var(v) and v in self.late for v in gradient):
-                what = "a masked mean" if cut.kind == "count" else f"gradient number {number}"
-                raise BoundaryError(
-                    f"{what} of the step depends on an earlier gradient of the same step, or on what an update by it has "
-                    "changed, so the step cannot be split into one gradient part and one update part. Compute all gradients "
-                    "from the parameters as they came in, or make two steps of it that hand on in the state what the first "
-                    f"has found, or {self.otherwise}."
-                )
+    def _home(self, v: Any) -> int:
+        """The phase that computes what no cut reads: that of the first gradient for which all it needs is known."""
+        level = self._level(v)
+        last = max(self.cut_level.values(), default=0)
+        return next((g for g in self.gradients if g >= level), max(level, last))
 
-    def _check_combined(self, gradients: list[Any]) -> None:
-        if any(_is_var(v) and v in self.varying and v not in self.late for v in gradients):
-            raise BoundaryError(
-                "an optimiser of the step is given gradients that did not come from `jdist.value_and_grad` or `jdist.grad`, so "
-                "its call belongs to no part of the step. Take all gradients of the step by them (a DynamicScale takes "
-                f"gradients of its own), or {self.otherwise}."
-            )
+    def _schedule(self, carried: Sequence[Carried], early: Sequence[bool]) -> dict[int, int]:
+        """The phase of each cut: as soon as its operands are known where another phase reads it, else where a gradient is taken.
 
-    @staticmethod
-    def _num_gradient_leaves(cut: Cut) -> int:
-        return len(jax.tree.leaves(jax.tree.unflatten(cut.treedef, range(len(cut.inputs)))[0]))
+        So a total of what the forward pass gives needs no forward pass of its own.
+        """
+        ends = [v for v, is_early in zip(self.outputs, early, strict=True) if is_early]
+        ends += [self.new_state[c.leaf] for c in carried]
+        ends += [v for eqn in self.early_effects for v in eqn.invars]
+        ends += [v for place in self.cut_level for v in self.equations[place].invars]
+        _, reads = dataflow.needed(self.closed, [v for v in ends if not dataflow.is_literal(v)], set())
+        return {
+            place: level if any(v in reads for v in self.equations[place].outvars) else self._phase_of_end(place, level)
+            for place, level in self.cut_level.items()
+        }
+
+    def _phase_of_end(self, place: int, level: int) -> int:
+        if self._collective(place).kind == "gradient":
+            return level
+        return next((g for g in self.gradients if g >= level), level)
+
+    def _phase(
+        self,
+        places: list[int],
+        carried: Sequence[Carried],
+        mine: dict[str, tuple[int, ...]],
+        effects: list[Any],
+        combined: list[Any],
+        reads: set[Any],
+    ) -> Phase:
+        operands = [self.equations[place].invars for place in places]
+        carried_vars = [self.new_state[carried[n].leaf] for n in mine["carried"]]
+        outputs = [self.outputs[i] for i in mine["outputs"]]
+        wanted = [*(v for vs in operands for v in vs), *carried_vars, *outputs]
+        known = list(combined)
+        given = {*self.state, *self.others, *known}
+        equations, _ = dataflow.needed(self.closed, wanted, {*self.batch, self.microbatch, *given}, effects)
+        if any(
+            e is other for e in equations for other in self.early_effects if all(other is not own for own in effects)
+        ):
+            self._refuse_second_call()
+        read = {v for eqn in equations for v in eqn.invars if not dataflow.is_literal(v)}
+        read |= {v for v in wanted if not dataflow.is_literal(v)}
+        # What is the same for all microbatches is computed before their loop: variables that own equations, or results, read.
+        looped = [eqn for eqn in equations if any(map(self._is_own, eqn.invars)) or any(eqn is e for e in effects)]
+        at_loop = {v for eqn in looped for v in eqn.invars if not dataflow.is_literal(v)}
+        at_loop |= {v for v in wanted if not dataflow.is_literal(v)}
+        constants = set(dataflow.body_of(self.closed).constvars)
+        hoisted = [v for v in dict.fromkeys([*self._in_order(at_loop)]) if v not in self.own and v not in constants]
+        before = dataflow.subfunction(self.closed, [*self.state, *self.others, *known], hoisted)
+        _, needed_before = dataflow.needed(self.closed, hoisted, given)
+        reads |= needed_before | set(hoisted)
+        inside = dataflow.subfunction(self.closed, [*hoisted, *self.batch, self.microbatch], wanted, effects)
+        sizes = [len(vs) for vs in operands]
+
+        def prepare(state: Any, others: Any, combined: Sequence[Any]) -> list[Any]:
+            return before([*_leaves(state, others), *combined])
+
+        def run(prepared: Sequence[Any], batch: Any, microbatch: Any) -> Any:
+            out = iter(inside([*prepared, *jax.tree.leaves(batch), microbatch]))
+            return [_take(out, n) for n in sizes], _take(out, len(carried_vars)), _take(out, len(outputs))
+
+        placeholder = Cut(Collective("value", "sum"), (), False)  # described once all phases are known
+        return Phase((placeholder,) * len(places), mine["carried"], mine["outputs"], prepare, run)
+
+    def _in_order(self, variables: set[Any]) -> list[Any]:
+        order = [*dataflow.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)]
+        return [v for v in order if v in variables]
+
+    def _carried(self, i: int) -> Carried:
+        """How microbatches share a leaf that each computes for itself."""
+        old, new = self.state[i], self.new_state[i]
+        dtype = old.aval.dtype
+        slope = AffineRule(self.closed, old, new, self.num_virtual).of_program()
+        if isinstance(slope, float | int) and slope == 1:
+            return Carried(i, adds_up=True)
+        if jnp.issubdtype(dtype, jnp.floating) and slope is not None:
+            return Carried(i, adds_up=False)
+        path = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(self.new_state_shape)][i]
+        raise BoundaryError(
+            f"the step computes state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, from the rows of one microbatch, and "
+            "microbatches, like replicas, have no common value of it: it is no sum and no moving average. Say how they come together: "
+            '`jdist.all_reduce(x, "max")`, `jdist.aggregate(new, "sum", old=old)`, ...; for parameters change `jax.value_and_grad` to '
+            f"`jdist.value_and_grad`; or {self.otherwise}."
+        )
 
     def _check_not_called_again(self, wanted: list[Any], given: list[Any]) -> None:
         equations, _ = dataflow.needed(self.closed, wanted, set(given))
         if any(eqn is effect for eqn in equations for effect in self.early_effects):
-            raise BoundaryError(
-                "the update, or the mask of a mean, needs what a callback of the step returned, and would call it once more. "
-                "Call it outside of the step and pass the value as an argument, or leave `accumulate` at 1."
-            )
+            self._refuse_second_call()
 
-    def _crossing(self, carried: set[Any]) -> tuple[list[Any], tuple[str, ...]]:
-        """What the update part reads of the gradient part beside the cuts, and the results that need it."""
-        results = [*self.new_state, *self.outputs]
-        names = [
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path((self.new_state_shape, self.outputs_shape))
-        ]
-        gradient_side = {v for v in self.varying if v not in self.late}
-        given = {*self.state, *self.others, *self.late_sources, *carried, *gradient_side}
-        wanted = [(v, name) for v, name in zip(results, names, strict=True) if not _is_var(v) or v not in gradient_side]
-        wanted += [(v, "the optimiser") for v in self._flat(self.inputs, lambda cut: cut.kind == "update")]
-        wanted += [(v, "a print or callback") for eqn in self.late_effects for v in eqn.invars]
-        found: dict[Any, list[str]] = {}
-        for v, name in wanted:
-            if _is_var(v):
-                _, reads = dataflow.needed(self.closed, [v], given)
-                for read in reads & gradient_side - carried:
-                    found.setdefault(read, []).append(name)
-        order = sorted(found, key=lambda v: (found[v], v.count if isinstance(getattr(v, "count", None), int) else 0))
-        return order, tuple(", ".join(dict.fromkeys(found[v])) for v in order)
-
-    def _update_function(self, given: list[Any], wanted: list[Any]) -> Callable[[Sequence[Any]], list[Any]]:
-        """The update part; under at="update" it calls each optimiser once its inputs are there."""
-        stages = []
-        known = list(given)
-        for cut, inputs, placeholders in zip(self.cuts, self.inputs, self.placeholders, strict=True):
-            if cut.kind == "update":
-                stages.append((cut, dataflow.subfunction(self.closed, known, inputs)))
-                known = [*known, *placeholders]
-        self._check_not_called_again(wanted, known)
-        finish = dataflow.subfunction(self.closed, known, wanted, self.late_effects)
-
-        def run(values: Sequence[Any]) -> list[Any]:
-            values = list(values)
-            for cut, prepare in stages:
-                grads, opt_state, params, extra = jax.tree.unflatten(cut.treedef, prepare(values))
-                assert cut.tx is not None  # an update cut always has its optimiser
-                values += jax.tree.leaves(cut.tx.update(grads, opt_state, params, **extra))
-            return finish(values)
-
-        return run
+    def _refuse_second_call(self) -> None:
+        raise BoundaryError(
+            "what a callback of the step returned is needed in more than one of the parts that the step is split into (the mask of a mean "
+            "and the loss, for example), and it would be called once for each. Call it outside of the step and pass the value as an "
+            f"argument, or {self.otherwise}."
+        )
 
 
-def _marking_optimizers(step: Step) -> Step:
-    """The step with every optimiser that a dataclass in its state holds marked, and unmarked again on return."""
-
-    def marked(state: PyTree, batch: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
-        new_state, outputs = step(map_optimizers(optimizer, state), batch, others)
-        return map_optimizers(unmarked_optimizer, new_state), outputs
-
-    return marked
+def own_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """This replica's rows of an array of all replicas' rows; `shape` is what it gave."""
+    axis = next((i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b), 0)
+    return jax.lax.dynamic_slice_in_dim(x, replica.replica_id() * shape[axis], shape[axis], axis)
 
 
 def _leaves(*trees: PyTree) -> list[jax.Array]:
@@ -366,7 +432,3 @@ def _leaves(*trees: PyTree) -> list[jax.Array]:
 
 def _take(items: Any, count: int) -> list[Any]:
     return [next(items) for _ in range(count)]
-
-
-def _is_var(v: Any) -> bool:
-    return not dataflow.is_literal(v)

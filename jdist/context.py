@@ -3,8 +3,8 @@
 Two kinds of context, and nothing else in jdist keeps any:
 
 - the *current strategy*, which `strategy.scope()` and `set_strategy` choose and which library code may ask for;
-- the *replica trace*: while a transform traces a step, `replica.py` finds here the strategy, and the
-  recorder that splits the step. It is JAX user context, so a function that the user jitted
+- the *replica trace*: while a transform traces a step, `replica.py` finds here the strategy, and which microbatch
+  the step is traced for. It is JAX user context, so a function that the user jitted
   inside a step is never taken from a cache that another strategy filled.
 """
 
@@ -28,36 +28,6 @@ if TYPE_CHECKING:
 PyTree = Any
 
 
-class Recorder(Protocol):
-    """Cuts a step while it is traced; see `boundary.py`.
-
-    Attributes:
-        at: "gradient" cuts where gradients are combined over replicas, "update" where optimisers are called.
-        num_microbatches: how many parts a replica's batch comes in.
-        microbatch: which of them this is; int32 scalar.
-    """
-
-    at: str
-    num_microbatches: int
-    microbatch: jax.Array
-
-    def gradient(self, tree: PyTree, op: str) -> PyTree:
-        """Keeps what one replica computed, hands out placeholders for what all computed together."""
-        ...
-
-    def count(self, count: jax.Array) -> jax.Array:
-        """Keeps one microbatch's weight, hands out a placeholder for the whole global batch's."""
-        ...
-
-    def applied(self, grads: PyTree) -> None:
-        """Keeps gradients that an optimiser is given, to check where they come from."""
-        ...
-
-    def update(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
-        """Keeps the gradients given to an optimiser, hands out placeholders for the updates."""
-        ...
-
-
 class Residuals(Protocol):
     """Hands each gradient of a step what earlier all-reduces of it left out; see `transforms/residuals.py`."""
 
@@ -76,9 +46,8 @@ class ReplicaTrace:
 
     Attributes:
         strategy: the strategy whose replicas run the step.
-        recorder: set while the step is being split into gradient part and update part.
-        reduced: arrays that already hold the same value on every replica, so that averaging them again can be left out.
-        reduced_by: the op of each array in `reduced`, by its id.
+        num_microbatches: how many parts each replica's batch comes in; each counts as a replica of its own.
+        microbatch: which of them the step is traced for; int32 scalar, None where there is one.
         finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
         looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
         hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
@@ -88,9 +57,8 @@ class ReplicaTrace:
     """
 
     strategy: Strategy
-    recorder: Recorder | None = None
-    reduced: list[jax.Array] = field(default_factory=list)
-    reduced_by: dict[int, str] = field(default_factory=dict)
+    num_microbatches: int = 1
+    microbatch: jax.Array | None = None
     finite: list[tuple[str, jax.Array]] = field(default_factory=list)
     looks_at_parts: bool = False
     hidden: list[str] = field(default_factory=list)

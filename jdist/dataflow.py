@@ -15,6 +15,11 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
+from jdist.collective import Collective, collective_of
+
+# What lays the elements of an array out anew.
+RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
 
 
@@ -23,36 +28,44 @@ def body_of(closed: Any) -> Any:
     return closed.jaxpr
 
 
-def dependents(closed: Any, sources: Iterable[Var], starts: Callable[[Any], bool] = lambda eqn: False) -> set[Var]:
+def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
     """Every variable of a jaxpr whose value depends on one of `sources`, these included.
 
     Args:
         closed: what `jax.make_jaxpr` returned.
         sources: variables of it.
-        starts: equations for which it holds make their results dependent too, whatever they read.
     """
     found = set(sources)
     for eqn in body_of(closed).eqns:
-        if starts(eqn) or any(v in found for v in eqn.invars if not isinstance(v, jex.Literal)):
+        if any(v in found for v in eqn.invars if not isinstance(v, jex.Literal)):
             found.update(eqn.outvars)
     return found
 
 
-def forwarded(closed: Any) -> Any:
+def forwarded(closed: Any, *, collectives: bool = False) -> Any:
     """The same function, in which what an equation hands on unchanged is read where that equation had it from.
 
     A scan over layers that returns their parameters beside its result, as `nnx.scan` does, makes nothing of them: they
     depend on no more than before it.
+
+    Args:
+        closed: a traced function.
+        collectives: whether a collective of one replica, the identity, counts as such an equation.
     """
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
     def resolved(v: Var) -> Var:
         return v if is_literal(v) else source.get(v, v)
 
+    def handed_on(eqn: Any) -> dict[int, int]:
+        if collective_of(eqn) is None:
+            return _handed_on(eqn)
+        return _passed_by_one_replica(eqn) if collectives else {}
+
     equations = []
     for eqn in jaxpr.eqns:
         equations.append(eqn.replace(invars=[resolved(v) for v in eqn.invars]))
-        for result, operand in _handed_on(eqn).items():
+        for result, operand in handed_on(eqn).items():
             source[eqn.outvars[result]] = equations[-1].invars[operand]
     replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
     return jex.ClosedJaxpr(replaced, closed.consts)
@@ -75,6 +88,18 @@ def _handed_on(eqn: Any) -> dict[int, int]:
     return {}
 
 
+def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
+    """As `_handed_on`, of a collective."""
+    body = body_of(next(_nested(eqn.params.values())))
+    if [inner.primitive.name for inner in body.eqns] != ["optimization_barrier"]:
+        return {}
+    place = {v: i for i, v in enumerate(body.invars)}
+    source = {
+        out: place[v] for out, v in zip(body.eqns[0].outvars, body.eqns[0].invars, strict=True) if not is_literal(v)
+    }
+    return {i: source[v] for i, v in enumerate(body.outvars) if not is_literal(v) and v in source}
+
+
 def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
     """How many variables of a scan are whole in its body, too; of the others it has a row. JAX versions say it differently."""
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
@@ -87,25 +112,138 @@ def _arguments_returned(closed: Any) -> dict[int, int]:
     return {i: place[v] for i, v in enumerate(jaxpr.outvars) if not is_literal(v) and v in place}
 
 
-# What gives every replica the same of values that differ, and what gives each replica its own of equal ones.
-_MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather"})
-_MAKE_OWN = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+# JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
+_MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
+_MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 
 
 def makes_alike(eqn: Any) -> bool:
-    """Whether an equation is a collective of all replicas that gives them the same."""
+    """Whether an equation is one of JAX's own collectives of all replicas that gives them the same."""
     return eqn.primitive.name in _MAKE_ALIKE and eqn.params.get("axis_index_groups") is None
 
 
-def own_of_replicas(closed: Any, alike: Collection[Var] = ()) -> set[Var]:
-    """Every variable of a jaxpr that may differ between replicas although its arguments, and `alike`, do not."""
-    found: set[Var] = set()
+def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
+    """Every variable that depends on one of `sources` by way of no collective of jdist.
+
+    A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that microbatch's.
+    """
+    found = set(sources)
     for eqn in body_of(closed).eqns:
-        reads_own = any(v in found for v in eqn.invars if not isinstance(v, jex.Literal))
-        grouped = eqn.params.get("axis_index_groups") is not None
-        if not makes_alike(eqn) and (reads_own or grouped or any(uses_primitive(eqn, name) for name in _MAKE_OWN)):
-            found.update(v for v in eqn.outvars if v not in alike)
+        combines = collective_of(eqn) is not None and not is_transposed_gather(eqn)
+        if not combines and any(v in found for v in eqn.invars if not is_literal(v)):
+            found.update(eqn.outvars)
     return found
+
+
+def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
+    """Finds what differs from replica to replica.
+
+    Args:
+        closed: a traced function.
+        sources: arguments of it that differ.
+
+    Returns:
+        Variables of it; one too many where a nested function cannot be looked into.
+    """
+    jaxpr = body_of(closed)
+    found = set(sources)
+    _spread(jaxpr, found)
+    return found
+
+
+def _spread(jaxpr: Any, found: set[Var]) -> None:
+    """Adds to `found` all that varies as its members do."""
+    for eqn in jaxpr.eqns:
+        flags = [not is_literal(v) and v in found for v in eqn.invars]
+        found.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
+
+
+def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
+    """Which results of an equation vary, if the operands marked in `flags` do."""
+    name, every = eqn.primitive.name, [True] * len(eqn.outvars)
+    if is_transposed_gather(eqn):
+        return every
+    if collective_of(eqn) is not None or makes_alike(eqn):
+        return [False] * len(eqn.outvars)
+    if name in _MAKE_OWN:
+        return every
+    bodies = list(_nested(eqn.params.values()))
+    if not bodies:
+        return every if any(flags) or eqn.params.get("axis_index_groups") is not None else [False] * len(every)
+    if name in _CALLS and len(body_of(bodies[0]).invars) == len(flags):
+        return _body_varies(bodies[0], flags)
+    if name == "cond":
+        if flags[0]:
+            return every
+        return [any(each) for each in zip(*(_body_varies(b, flags[1:]) for b in bodies), strict=True)]
+    if name == "scan":
+        first = _number_not_scanned(eqn.invars, body_of(bodies[0]).invars)
+        carry = _number_not_scanned(eqn.outvars, body_of(bodies[0]).outvars)
+        while True:
+            results = _body_varies(bodies[0], flags)
+            after = [a or b for a, b in zip(flags[first - carry : first], results[:carry], strict=True)]
+            if after == flags[first - carry : first]:
+                return results
+            flags = [*flags[: first - carry], *after, *flags[first:]]
+    own = any(uses_primitive(eqn, name) for name in _MAKE_OWN)
+    return every if own or any(flags) else [False] * len(every)
+
+
+def _body_varies(closed: Any, flags: Sequence[bool]) -> list[bool]:
+    jaxpr = body_of(closed)
+    found = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
+    _spread(jaxpr, found)
+    return [not is_literal(v) and v in found for v in jaxpr.outvars]
+
+
+def is_transposed_gather(eqn: Any) -> bool:
+    """Whether an equation is what differentiation makes of `jdist.all_gather`: each replica's rows of the sum over all."""
+    found = collective_of(eqn)
+    return found is not None and found.op == "gather" and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+
+
+def collectives_in(eqn: Any) -> list[Collective]:
+    """The collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
+    own = collective_of(eqn)
+    if own is not None:
+        return [own]
+    return [c for body in _nested(eqn.params.values()) for inner in body_of(body).eqns for c in collectives_in(inner)]
+
+
+def flat_collectives(closed: Any) -> Any:
+    """The same function with calls (`jax.jit`, `custom_jvp`) entered that hold a collective of jdist; other calls stay."""
+    if not any(_holds_collective(eqn) for eqn in body_of(closed).eqns):
+        return closed
+
+    def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
+        if not _holds_collective(eqn):
+            return None
+        return jex.jaxpr_as_fun(flat_collectives(next(_nested(eqn.params.values()))))(*operands)
+
+    return replaced(closed, entered)
+
+
+def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
+    """The same function with some equations computed otherwise, by `rule(equation, operands, last argument)`; None: as it is."""
+
+    def run(*values: Any) -> list[Any]:
+        known = values_at_start(closed, values)
+        for eqn in body_of(closed).eqns:
+            operands = [value_of(v, known) for v in eqn.invars]
+            results = rule(eqn, operands, values[-1] if values else None)
+            if results is None:
+                results = apply_equation(closed, eqn, operands)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [value_of(v, known) for v in body_of(closed).outvars]
+
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body_of(closed).invars]
+    return jax.make_jaxpr(run)(*structs)
+
+
+def _holds_collective(eqn: Any) -> bool:
+    """Whether an equation is a call, to be entered, of a function that holds a collective of jdist."""
+    enterable = eqn.primitive.name in _CALLS - {"checkpoint", "remat2"} and collective_of(eqn) is None
+    return enterable and bool(collectives_in(eqn))
 
 
 def uses_primitive(eqn: Any, name: str) -> bool:
@@ -176,6 +314,11 @@ def subfunction(
 ) -> Callable[[Sequence[jax.Array]], list[Any]]:
     """The function that computes the variables `wanted` from the variables `given`, has `effects`, and does nothing else."""
     return _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted)
+
+
+def run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced function."""
+    return list(jex.jaxpr_as_fun(closed)(*arguments))
 
 
 @dataclass(frozen=True)

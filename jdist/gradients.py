@@ -9,18 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist import context
+from jdist.collective import Collective, alone, emit, gradient_of
 from jdist.errors import StepError
 from jdist.mixed_precision import InUse
-from jdist.replica import (
-    all_reduce,
-    check_op,
-    gradient_recorder,
-    note_reduced,
-    num_replicas,
-    refuse_in_global_view,
-    replica_axes,
-    replica_id,
-)
+from jdist.replica import check_op, combine, num_replicas, replica_axes, replica_id
 
 PyTree = Any
 GradientOp = Literal["mean", "sum"]
@@ -51,8 +43,8 @@ def value_and_grad(
         A function that returns `(value, grads)` or `((value, aux), grads)`, the same on every replica but for `aux`.
 
     Raises:
-        StepError: the loss is not a scalar, or `op` is neither "mean" nor "sum".
-        GlobalViewError: `op="sum"` in a step that sees the whole batch.
+        StepError: the loss is not a scalar, or `op` is neither "mean" nor "sum"; or `jax.vmap` maps it over examples, whose
+            gradients are local: take `jax.value_and_grad` for these.
 
     Example:
         >>> import jdist
@@ -95,11 +87,13 @@ def value_and_grad(
 
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)
-        if has_aux:
-            value, aux = value
-            value, grads = combine_gradients(value, grads, op)
-            return (value, aux), grads
-        return combine_gradients(value, grads, op)
+        value, aux = value if has_aux else (value, None)
+        if context.current_trace() is not None:
+            first = args[argnums if isinstance(argnums, int) else argnums[0]]
+            for parameter in jax.tree.leaves(first)[:1]:
+                gradient_of(*map(jax.lax.stop_gradient, (jnp.asarray(value), jnp.asarray(parameter))))
+        value, grads = combine_gradients(value, grads, op)
+        return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_all
 
@@ -128,7 +122,7 @@ def grad(
 
 
 def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
-    """Reduces one replica's loss and gradient over the replicas, or cuts the step here if it is being split.
+    """Reduces one replica's loss and gradient over the replicas.
 
     Args:
         value: this replica's loss; scalar, multiplied by the loss scale if there is one.
@@ -138,10 +132,6 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     Returns:
         `(value, grads)`, the same on every replica.
     """
-    if op == "sum":
-        refuse_in_global_view(
-            'value_and_grad(op="sum")', "the loss of the whole batch has its whole gradient; leave `op` out"
-        )
     precision = precision_in_use()
     if precision is not None:
         value, grads = precision.unscaled((value, grads))
@@ -150,18 +140,14 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     real = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
     local = (value, [leaves[i][1] for i in real])
     trace = context.current_trace()
-    recorder = gradient_recorder(trace)
-    if recorder is not None:
-        value, combined = recorder.gradient(local, op)
-    else:
-        value, combined = reduce_gradients(*local, op)
+    value, combined = reduce_gradients(*local, op)
     out = [leaf for _, leaf in leaves]
     for i, leaf in zip(real, combined, strict=True):
         out[i] = leaf
     if trace is not None and not trace.at_step_level():
         trace.hidden.append(op)
     elif trace is not None:
-        own_part = _own_part if recorder is None and trace.looks_at_parts else lambda x: x
+        own_part = _own_part if trace.looks_at_parts else lambda x: x
         trace.finite.append(("the loss", all_finite(value)))
         trace.finite.extend(
             (f"the gradient of {paths[i] or 'the parameters'}", all_finite(own_part(out[i])))
@@ -171,7 +157,7 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
     return value, jax.tree_util.tree_unflatten(treedef, out)
 
 
-def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
+def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -> tuple[jax.Array, list[jax.Array]]:
     """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
 
     Args:
@@ -187,8 +173,11 @@ def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[j
     """
     axes, trace = replica_axes(), context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
-    if axes is None or strategy is None or not strategy.keeps_residuals:
-        return all_reduce((value, grads), op)
+    mean_or_sum = Collective("gradient", op)
+    keeps = axes is not None and strategy is not None and strategy.keeps_residuals
+    if not keeps or (trace is not None and trace.num_microbatches > 1):  # of microbatches, once all are added up
+        value, *grads = combine(mean_or_sum, [value, *grads], by_strategy=True)
+        return value, grads
     if trace is None or trace.residuals is None or not trace.at_step_level():
         raise StepError(
             f"all-reduce {strategy.reduction.name} keeps what it leaves out of a gradient for the next step, which it can do "
@@ -197,9 +186,8 @@ def reduce_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[j
         )
     grads = trace.residuals.sum(grads, axes)
     if op == "mean":
-        grads = jax.tree.map(lambda leaf: leaf / num_replicas(), grads)
-    note_reduced(trace, grads, op)
-    return all_reduce(value, op), grads
+        grads = [leaf / num_replicas() for leaf in grads]
+    return combine(Collective("value", op), [value])[0], emit(mean_or_sum, alone, grads)
 
 
 def precision_in_use() -> InUse | None:

@@ -22,8 +22,7 @@ def compute_average_loss(
 ) -> jax.Array:
     """This replica's part of the average loss: the sum of its losses, divided by the number of rows of the global batch.
 
-    The parts add up to the average, so gradients are summed: `jdist.value_and_grad(loss_fn, op="sum")`; under
-    `transform="jit"`, where the one part is the whole, without `op`.
+    The parts add up to the average, so gradients are summed: `jdist.value_and_grad(loss_fn, op="sum")`.
 
     Args:
         per_example_loss: shape [rows, ...].
@@ -61,9 +60,11 @@ def compute_average_loss(
                 f"{losses.shape}; the weights' shape must be the beginning of the losses' shape, usually [rows]."
             )
         losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    parts, weight = _parts("compute_average_loss", global_batch is not None)
-    rows = losses.shape[0] * parts if global_batch is None else _checked_rows(global_batch)
-    total = losses.sum() * weight
+    if global_batch is None:
+        rows = losses.shape[0] * _num_replicas("compute_average_loss")
+    else:
+        rows = _checked_rows(global_batch)
+    total = losses.sum()
     if not isinstance(rows, jax.Array):
         return total / max(rows, 1)
     return jnp.where(rows == 0, 0, total / jnp.where(rows == 0, 1, rows))  # two, for the gradient's sake
@@ -92,28 +93,17 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
     """
     loss = _numbers("scale_regularization_loss", "regularization_loss", regularization_loss)
     loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-    parts, weight = _parts("scale_regularization_loss", knows_the_whole=False)
-    return loss.sum() * weight / parts
+    return loss.sum() / _num_replicas("scale_regularization_loss")
 
 
-def _parts(call: str, knows_the_whole: bool) -> tuple[int, int]:
-    """In how many parts a step's loss is computed, replicas times microbatches, and by what each has to be multiplied.
-
-    In the global view there is no `op="sum"`: microbatches are averaged, so each stands for all of them.
-    """
+def _num_replicas(call: str) -> int:
+    """In how many parts a step's loss is computed."""
     if not context.in_replica_context():
-        if knows_the_whole:
-            return 1, 1
         raise StepError(
             f"jdist.{call} was called within `strategy.scope()` but outside a step, where no replica computes. Call it in a "
             "distributed step or in `strategy.run`."
         )
-    trace = context.current_trace()
-    recorder = None if trace is None else trace.recorder
-    microbatches = recorder.num_microbatches if recorder is not None and recorder.at == "gradient" else 1
-    if trace is not None and trace.strategy.transform == "jit":
-        return microbatches, microbatches
-    return replica.num_replicas() * microbatches, 1
+    return replica.num_replicas()
 
 
 def _numbers(call: str, name: str, x: Any) -> jax.Array:

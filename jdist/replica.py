@@ -3,19 +3,21 @@
 Outside a strategy every function here is plain JAX or the identity, so one step serves everywhere. The mesh axes
 come from JAX itself (the manual axes of the current mesh), cut down to those of the current strategy.
 
-Under `transform="jit"` a step sees the whole batch at once (the *global view*). What a mean over replicas gives is
-there already; a call that needs single replicas has no meaning and raises `GlobalViewError` when traced.
+Under `transform="jit"` a step sees the whole batch at once (the *global view*): it is one replica, and every call here means what
+it means on one device with the whole batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jdist import context
-from jdist.errors import GlobalViewError, StepError, StrategyError
+from jdist.collective import Collective, alone, emit, without_gradient
+from jdist.errors import StepError, StrategyError
 from jdist.near import did_you_mean
 from jdist.reducible import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.reduction import psum
@@ -43,25 +45,21 @@ def replica_axes() -> tuple[str, ...] | None:
 
 
 def num_replicas() -> int:
-    """How many replicas run this step; 1 outside a mesh.
-
-    Raises:
-        GlobalViewError: the step sees the whole batch.
-    """
-    refuse_in_global_view("num_replicas()", "use `strategy.num_replicas` if the number of devices is meant")
-    axes = replica_axes()
-    return 1 if axes is None else axes_size(axes)
+    """How many replicas run this step, each microbatch of `accumulate` counted as one; 1 outside a mesh and in the global view."""
+    trace, axes = context.current_trace(), replica_axes()
+    return (1 if axes is None else axes_size(axes)) * (1 if trace is None else trace.num_microbatches)
 
 
 def replica_id() -> jax.Array:
-    """This replica's number, int32 scalar in [0, num_replicas); 0 outside a mesh.
+    """This replica's number, int32 scalar in [0, num_replicas); 0 outside a mesh and in the global view.
 
-    Raises:
-        GlobalViewError: the step sees the whole batch.
+    Microbatch `m` of `k` on replica `r` of the mesh is replica `r * k + m`.
     """
-    refuse_in_global_view("replica_id()", "the whole batch is one computation here, on no replica in particular")
-    axes = replica_axes()
-    return jnp.int32(0) if axes is None else jax.lax.axis_index(axes)
+    trace, axes = context.current_trace(), replica_axes()
+    number = jnp.int32(0) if axes is None else jax.lax.axis_index(axes)
+    if trace is None or trace.microbatch is None:
+        return number
+    return number * trace.num_microbatches + trace.microbatch
 
 
 def replica_rng(key: jax.Array) -> jax.Array:
@@ -76,13 +74,7 @@ def replica_rng(key: jax.Array) -> jax.Array:
     Returns:
         Keys of the same shape.
     """
-    trace = context.current_trace()
-    if replica_axes() is not None and num_replicas() > 1:
-        key = _fold_in(key, replica_id())
-    recorder = gradient_recorder(trace)
-    if recorder is not None and recorder.num_microbatches > 1:
-        key = _fold_in(key, recorder.microbatch)
-    return key
+    return _fold_in(key, replica_id()) if num_replicas() > 1 else key
 
 
 def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
@@ -108,52 +100,67 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
         counts them in int32, everywhere.
 
     Raises:
-        StepError: `op` is none of these, or a leaf has no such reduction.
+        StepError: `op` is none of these, or a leaf has no such reduction; or a maximum or minimum is differentiated.
         StrategyError: the strategy's algorithm claims to be exact and keeps something, or returned no sum of the tree.
-        GlobalViewError: `op="sum"` in a step that sees the whole batch.
     """
     check_op(op, get_args(ReduceOp))
-    if op == "sum":
-        refuse_in_global_view(
-            'all_reduce(..., "sum")',
-            "a sum over the whole batch is `jnp.sum`, there is nothing left to add up",
-        )
     tree = as_arrays("jdist.all_reduce", tree)
     check_numbers("jdist.all_reduce", op, tree)
     if op in ("mean", "sum"):
         tree = jax.tree.map(floating if op == "mean" else countable, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, combine(Collective("value", op), leaves, by_strategy=True))
+
+
+def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy: bool = False) -> list[jax.Array]:
+    """Combines arrays over all replicas and microbatches, by an equation of the step that is found again.
+
+    Args:
+        collective: what is wanted.
+        leaves: this replica's arrays.
+        by_strategy: whether sums and means are made by the strategy's own all-reduce, if that is exact.
+
+    Returns:
+        The combined arrays.
+    """
     axes, trace = replica_axes(), context.current_trace()
-    if axes is None:
-        if trace is not None and op != "mean":
-            tree = jax.tree.map(jnp.copy, tree)  # arrays of their own: what is noted is not the caller's argument
-            note_reduced(trace, tree, op)
-        return tree
+    k = 1 if trace is None else trace.num_microbatches
+    mesh_size = 1 if axes is None else axes_size(axes)
+    if trace is None and axes is None:
+        return list(leaves)
+
+    def body(*operands: jax.Array) -> Sequence[jax.Array]:
+        # For operands that are the same for all microbatches: those that differ never get here (`boundary.py`).
+        if collective.op in ("max", "min"):
+            operands = tuple(map(without_gradient, operands))
+        if axes is None or mesh_size == 1:
+            operands = tuple(alone(*operands))
+        elif collective.op in ("max", "min"):
+            reduce = jax.lax.pmax if collective.op == "max" else jax.lax.pmin
+            operands = tuple(reduce(x, axes) for x in operands)
+        else:
+            operands = tuple(_total(operands, axes) if by_strategy else jax.lax.psum(operands, axes))
+        if collective.op == "mean":
+            return [x / mesh_size for x in operands] if mesh_size > 1 else operands
+        return [x * jnp.asarray(k, x.dtype) for x in operands] if collective.op == "sum" and k > 1 else operands
+
+    return list(body(*leaves)) if trace is None else emit(collective, body, leaves)
+
+
+def _total(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Sequence[jax.Array]:
+    """The sum over the replicas of a mesh, by the strategy's own algorithm."""
+    trace = context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
-    if op in ("max", "min"):
-        collective = jax.lax.pmax if op == "max" else jax.lax.pmin
-        reduced = jax.tree.map(lambda leaf: collective(leaf, axes), tree)
-    else:
-        # One that is not exact is for gradients; a single replica needs none.
-        reduction = strategy.reduction if strategy.reduction.exact and num_replicas() > 1 else psum()
-        carry = reduction.init(tree)
-        if jax.tree.leaves(carry):
-            raise StrategyError(
-                f"all-reduce {reduction.name} keeps something from call to call (`init` returned arrays), which only one for "
-                "gradients can: make it `Reduction(name, init, apply, exact=False)`, or let `init` return ()."
-            )
-        reduced, _ = apply_reduction(reduction, tree, carry, axes)
-        if op == "mean":
-            reduced = jax.tree.map(lambda leaf: leaf / num_replicas(), reduced)
-    if trace is not None:
-        note_reduced(trace, reduced, op)
-    return reduced
-
-
-def note_reduced(trace: context.ReplicaTrace, reduced: PyTree, op: str) -> None:
-    leaves = jax.tree.leaves(reduced)
-    trace.reduced.extend(leaves)
-    trace.reduced_by.update((id(leaf), op) for leaf in leaves)
+    # One that is not exact is for gradients.
+    reduction = strategy.reduction if strategy.reduction.exact else psum()
+    carry = reduction.init(list(leaves))
+    if jax.tree.leaves(carry):
+        raise StrategyError(
+            f"all-reduce {reduction.name} keeps something from call to call (`init` returned arrays), which only one for "
+            "gradients can: make it `Reduction(name, init, apply, exact=False)`, or let `init` return ()."
+        )
+    return apply_reduction(reduction, list(leaves), carry, axes)[0]
 
 
 def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
@@ -164,13 +171,11 @@ def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
         axis: the axis to concatenate along; negative counts from the end.
 
     Returns:
-        The tree with `axis` grown by the factor `num_replicas()`; the identity outside a mesh.
+        The tree with `axis` grown by the factor `num_replicas()`; the identity outside a mesh and in the global view.
 
     Raises:
         StepError: `axis` is no int, or a leaf has no such axis or is no array.
-        GlobalViewError: the step sees the whole batch.
     """
-    refuse_in_global_view("all_gather()", "the rows of the whole batch are here already")
     axis = as_axis("jdist.all_gather", axis)
     tree = as_arrays("jdist.all_gather", tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -180,10 +185,27 @@ def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
                 f"jdist.all_gather: leaf {jax.tree_util.keystr(path) or 'value'} has shape {jnp.shape(leaf)} and no "
                 f"axis {axis} to concatenate along. For one scalar a replica write `all_gather(x[None])`."
             )
-    axes = replica_axes()
-    if axes is None:
-        return tree
-    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axes, axis=axis % jnp.ndim(leaf), tiled=True), tree)
+    return jax.tree.map(lambda leaf: _gathered(leaf, axis % jnp.ndim(leaf)), tree)
+
+
+def _gathered(leaf: jax.Array, axis: int) -> jax.Array:
+    axes, trace = replica_axes(), context.current_trace()
+    k = 1 if trace is None else trace.num_microbatches
+    mesh_size = 1 if axes is None else axes_size(axes)
+
+    def body(x: jax.Array) -> Sequence[jax.Array]:
+        if mesh_size * k == 1:
+            return alone(x)
+        if k == 1:
+            return [jax.lax.all_gather(x, axes, axis=axis, tiled=True)]
+        # The same for all microbatches of a replica (`boundary.py`): its rows once for each of them.
+        parts = x[None] if axes is None else jax.lax.all_gather(x, axes)
+        rows = jnp.moveaxis(jnp.repeat(parts, k, axis=0), 0, axis)
+        return [rows.reshape(*x.shape[:axis], mesh_size * k * x.shape[axis], *x.shape[axis + 1 :])]
+
+    if trace is None:
+        return leaf if axes is None else body(leaf)[0]
+    return emit(Collective("value", "gather"), body, [leaf])[0]
 
 
 def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -223,34 +245,11 @@ def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         total = jnp.where(weights, values, 0).sum()  # where, not *: an infinite loss on padding stays out
     else:
         total = jnp.where(weights != 0, weights * values, 0).sum()
-    count = jax.lax.stop_gradient(weights.sum(dtype=values.dtype))
-    axes, recorder = replica_axes(), gradient_recorder(context.current_trace())
-    parts = 1 if axes is None else num_replicas()
-    if recorder is not None:
-        parts *= recorder.num_microbatches
-        count = recorder.count(count)
-    elif axes is not None:
-        count = jax.lax.psum(count, axes)
-    return total * (parts / jnp.where(count == 0, 1, count))
+    (count,) = combine(Collective("value", "sum"), [weights.sum(dtype=values.dtype)])
+    return total * (num_replicas() / jnp.where(count == 0, 1, count))
 
 
 def check_op(op: str, allowed: tuple[str, ...]) -> None:
     """Refuses an `op` that is not allowed, by name."""
     if op not in allowed:
         raise StepError(f"`op` is {op!r}; allowed are {', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}")
-
-
-def refuse_in_global_view(call: str, instead: str) -> None:
-    """Refuses a call that means nothing where the step sees the whole batch; says what to write instead."""
-    trace = context.current_trace()
-    if trace is not None and trace.strategy.transform == "jit":
-        raise GlobalViewError(
-            f'jdist.{call} has no meaning under transform="jit", where a step sees the whole batch: {instead}. '
-            'Or use transform="shard_map".'
-        )
-
-
-def gradient_recorder(trace: context.ReplicaTrace | None) -> context.Recorder | None:
-    """The recorder of a step that is being cut at its gradients; None where it is not."""
-    recorder = None if trace is None else trace.recorder
-    return recorder if recorder is not None and recorder.at == "gradient" else None

@@ -1,4 +1,4 @@
-"""Train state, and the mark that tells jdist where a step calls its optimiser."""
+"""Train state: parameters, the optimiser's state, and what else a step carries along."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist import context
 from jdist.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.errors import StepError
 
@@ -18,63 +17,15 @@ PyTree = Any
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Marks an optax optimiser that a step calls itself.
+    """The optimiser itself.
 
-    Strategies that place the optimiser's update elsewhere (on the host, on a parameter server) find it by this mark.
-    A `TrainState`, jdist's or flax's, needs none.
+    A step once had to mark an optimiser that it calls itself. Strategies that place the update elsewhere (on the host, on a
+    parameter server) find it in the traced step now, so the mark is of no use; programs that set it run unchanged.
 
     Args:
         tx: the optimiser.
-
-    Returns:
-        The same optimiser, marked; marking twice changes nothing.
     """
-    if isinstance(tx.update, _MarkedUpdate):
-        return tx
-    return optax.GradientTransformationExtraArgs(tx.init, _MarkedUpdate(tx))
-
-
-def unmarked_optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimiser that `optimizer` was given; any other is returned as it is."""
-    return tx.update.tx if isinstance(tx.update, _MarkedUpdate) else tx
-
-
-def map_optimizers(change: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """A tree with `change` applied to every optax optimiser that a dataclass in it holds."""
-
-    def fields_of(node: Any) -> dict[str, Any]:
-        return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)} if is_holder(node) else {}
-
-    def is_holder(node: Any) -> bool:
-        return dataclasses.is_dataclass(node) and any(
-            isinstance(getattr(node, f.name), optax.GradientTransformation) for f in dataclasses.fields(node)
-        )
-
-    def replaced(node: Any) -> Any:
-        if not is_holder(node):
-            return node
-        changed = {
-            name: change(value) if isinstance(value, optax.GradientTransformation) else map_optimizers(change, value)
-            for name, value in fields_of(node).items()
-        }
-        return dataclasses.replace(node, **changed)
-
-    return jax.tree.map(replaced, tree, is_leaf=is_holder)
-
-
-@dataclasses.dataclass(frozen=True)
-class _MarkedUpdate:
-    tx: optax.GradientTransformation
-
-    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        tx = optax.with_extra_args_support(self.tx)
-        trace = context.current_trace()
-        if trace is None or trace.recorder is None:
-            return tx.update(updates, state, params, **extra)
-        if trace.recorder.at == "gradient":
-            trace.recorder.applied(updates)
-            return tx.update(updates, state, params, **extra)
-        return trace.recorder.update(tx, updates, state, params, extra)
+    return tx
 
 
 @jax.tree_util.register_dataclass
@@ -169,7 +120,7 @@ class TrainState:
             if name in extra:
                 old = {"old": self.extra[name]} if how == "sum" else {}
                 extra[name] = aggregate(extra[name], how, **old)
-        updates, opt_state = optimizer(self.tx).update(grads, self.opt_state, self.params)
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         return dataclasses.replace(
             self,
             step=self.step + 1,

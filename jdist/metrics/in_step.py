@@ -1,7 +1,7 @@
 """What metrics do inside a step: check their inputs, weigh rows, and bring together what the replicas have.
 
-What leaves here is marked as a total over the replicas, as what `jdist.all_reduce(x, "sum")` returns is: a step hands it
-out as it is, integers as integers, and microbatches and the closures of one update add up.
+What leaves here is a total over replicas and microbatches, by `jdist.all_reduce(x, "sum")`: a step hands it out as it is, integers
+as integers.
 """
 
 from __future__ import annotations
@@ -12,36 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist import context, replica
+from jdist import replica
 from jdist.errors import StepError
 from jdist.global_arrays import is_key
-from jdist.reducible import as_array, as_arrays, countable
+from jdist.reducible import as_array, countable
 
 PyTree = Any
-
-
-def over_replicas(call: str, sums: PyTree) -> PyTree:
-    """The sums of the global batch, from those of a replica's rows.
-
-    Args:
-        call: who was called, for errors.
-        sums: pytree of arrays, over the rows that the step sees.
-
-    Raises:
-        StepError: it was called inside a transform of the step's own, out of which a total comes as any other array.
-    """
-    trace = context.current_trace()
-    if trace is not None and not trace.at_step_level():
-        raise StepError(
-            f"{call}: `update` was called inside a `jax.jit`, `jax.grad`, `lax.scan` or the like of the step's own, where its "
-            "sums would be taken for averages. Call it in the step itself: let the loss function return the logits beside the "
-            "loss (`has_aux=True`)."
-        )
-    if trace is not None and trace.strategy.transform == "jit":  # the rows of all replicas are in these sums already
-        sums = jax.tree.map(jnp.copy, jax.tree.map(countable, as_arrays(call, sums)))
-        replica.note_reduced(trace, sums, "sum")
-        return sums
-    return replica.all_reduce(sums, "sum")
 
 
 def all_rows(call: str, rows: PyTree) -> PyTree:
@@ -57,13 +33,13 @@ def all_rows(call: str, rows: PyTree) -> PyTree:
     Returns:
         Arrays of shape [rows of all replicas and microbatches].
     """
-    number, count = _part()
+    number, count = replica.replica_id(), replica.num_replicas()
 
     def placed(x: jax.Array) -> jax.Array:
         x = countable(x)
         return jax.lax.dynamic_update_slice(jnp.zeros(count * x.size, x.dtype), x, (number * x.size,))
 
-    return over_replicas(call, jax.tree.map(placed, rows))
+    return replica.all_reduce(jax.tree.map(placed, rows), "sum")
 
 
 def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -77,7 +53,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     Raises:
         StepError: the mask does not fit, or there are too many elements to be counted in 32 bits.
     """
-    size, (_, count) = math.prod(shape), _part()
+    size, count = math.prod(shape), replica.num_replicas()
     if size * count >= 2**31:
         raise StepError(
             f"{call}: a global batch has {size:,} x {count} elements, which 32 bits cannot count (2,147,483,647 at most). "
@@ -159,15 +135,3 @@ def class_ids(call: str, predictions: Any, labels: jax.Array) -> jax.Array:
             "`jdist.metrics.accuracy(threshold=...)`; one-hot labels become class numbers by `labels.argmax(-1)`."
         )
     return predictions.astype(jnp.int32)
-
-
-def _part() -> tuple[Any, int]:
-    """Which part of the global batch the step sees, and how many there are: replicas times microbatches."""
-    number: Any = 0
-    count = 1
-    if replica.replica_axes() is not None:
-        number, count = replica.replica_id(), replica.num_replicas()
-    recorder = replica.gradient_recorder(context.current_trace())
-    if recorder is not None:
-        number, count = recorder.microbatch * count + number, recorder.num_microbatches * count
-    return number, count

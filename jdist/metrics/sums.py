@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist import replica
 from jdist.errors import StepError
 from jdist.global_arrays import to_host
-from jdist.metrics.in_step import over_replicas
 from jdist.metrics.metric import Metric
 from jdist.reducible import named
 
@@ -45,7 +45,7 @@ def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], 
 
     @functools.wraps(sums)
     def update(*inputs: Any, **named_inputs: Any) -> PyTree:
-        return over_replicas(f"jdist.metrics.{name}", sums(*inputs, **named_inputs))
+        return replica.all_reduce(sums(*inputs, **named_inputs), "sum")
 
     def as_total(given: PyTree) -> PyTree:
         if jax.tree.structure(given) != jax.tree.structure(zero):

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jdist import dataflow
-from jdist.transforms.spread_equations import ELEMENTWISE, RESHAPING, apply_stored
+from jdist.transforms.spread_equations import ELEMENTWISE, apply_stored
 
 SMALL_BYTES = 64 << 10
 
@@ -307,7 +307,7 @@ def _by_rows(found: _Sorted, leaves: list[int], pushed: list[int]) -> bool:
         ins, outs = [v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars]
         if not any(ins) and not any(outs):
             return True
-        if eqn.primitive.name in RESHAPING:
+        if eqn.primitive.name in dataflow.RESHAPING:
             return (ins[0] == outs[0] or not ins[0]) and outs == [shape]
         return eqn.primitive.name in ELEMENTWISE and outs == [shape] and all(s in ((), shape) for s in ins)
 

@@ -1,28 +1,28 @@
-"""Gradient accumulation: the gradient part over microbatches, one all-reduce, one update."""
+"""Gradient accumulation: a step's phases over microbatches, one all-reduce a phase, one update."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jdist import gradients, replica
-from jdist.boundary import Split, split
+from jdist.boundary import Cut, Phase, Split, split
+from jdist.collective import Collective
 from jdist.context import ReplicaTrace, Residuals, tracing
-from jdist.errors import BoundaryError
 from jdist.reducible import countable
 from jdist.strategy import Strategy
 from jdist.transforms.loops import scan
-from jdist.transforms.results import EXTREME, LOCAL, METRIC, ROWS
+from jdist.transforms.results import LOCAL, METRIC, ROWS, check_means, rows_of
 
 PyTree = Any
 # (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
 Pure = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, list[str]]]
-Combine = Callable[[PyTree], PyTree]
+# (cuts of a phase, what this replica's microbatches gave together for each) -> what all replicas gave
+Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,26 @@ class Plan:
 
     Attributes:
         k: the number of microbatches.
-        parts: the step as one microbatch sees it.
-        whole: the step as all of a replica's rows see it; its update part is the one to run.
+        parts: the step, as one microbatch sees it.
         kinds: how each output comes together from the replicas.
     """
 
     k: int
     parts: Split
-    whole: Split
     kinds: list[str]
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the gradient part gives, over all microbatches and replicas.
+    """What the phases give, over all microbatches and replicas.
 
     Attributes:
-        cuts: the combined gradients and losses.
-        carried: the leaves of the state that the gradient part wrote.
+        combined: the combined arrays of all cuts.
+        carried: the leaves of the state that phases wrote.
         outputs: those outputs that do not wait for the update, None in place of the rest.
     """
 
-    cuts: list[jax.Array]
+    combined: list[jax.Array]
     carried: list[jax.Array]
     outputs: list[jax.Array | None]
 
@@ -78,22 +76,17 @@ def accumulated(
         residuals: what the all-reduce keeps of each gradient.
 
     Returns:
-        `(new state, outputs)`, as `pure` with the whole of `batches` gives them.
+        `(new state, outputs)`, as `pure` on `k` times as many replicas gives them; per-replica outputs lead with an axis of
+        microbatches.
 
     Raises:
         BoundaryError: the step cannot be split.
     """
     plan = make_plan(strategy, pure, k, state, batches, others)
-    sum_cuts = (lambda cuts: _sum_each(cuts, plan.parts.gradients_of)) if strategy.keeps_residuals else None
-    made = gradient_part(strategy, plan, state, batches, others, sum_cuts, residuals)
-    with tracing(ReplicaTrace(strategy)):
-        new_leaves, late = plan.whole.update(state, others, made.cuts, made.carried, [])
-        own = [
-            x if mine and kind == METRIC else None
-            for x, mine, kind in zip(late, plan.whole.own, plan.kinds, strict=True)
-        ]
-        if jax.tree.leaves(own):
-            late = [x if mean is None else mean for x, mean in zip(late, replica.all_reduce(own, "mean"), strict=True)]
+    with tracing(ReplicaTrace(strategy, residuals=residuals)):
+        made = gradient_part(strategy, plan, state, batches, others, all_reduced(strategy))
+        new_leaves, late = plan.parts.update(state, others, made.combined, made.carried)
+        late = finish_late(plan, late)
     outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
     outputs = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
     return jax.tree.unflatten(plan.parts.state_treedef, new_leaves), outputs
@@ -107,13 +100,14 @@ def make_plan(
     batches: PyTree,
     others: PyTree,
     *,
-    needs_cut: bool = True,
+    needs_gradient: bool = True,
     otherwise: str = "leave `accumulate` at 1",
 ) -> Plan:
     """Splits a step for `k` microbatches; the arguments are those of `accumulated` and of `boundary.split`.
 
     Raises:
         BoundaryError: the step cannot be split.
+        StepError: a metric is a count that nothing adds up.
     """
     kinds: list[str] = []
 
@@ -121,171 +115,199 @@ def make_plan(
         new_state, outputs, kinds[:] = pure(state, batches, others)
         return new_state, outputs
 
-    def split_for(batches: PyTree) -> Split:
-        return split(
-            strategy,
-            without_kinds,
-            state,
-            batches,
-            others,
-            num_microbatches=k,
-            needs_cut=needs_cut,
-            otherwise=otherwise,
-        )
-
-    parts = split_for(jax.tree.map(lambda x: x[0], _microbatches(batches, k)) if k > 1 else batches)
-    # The update is traced with the whole batch, so that a count made from its shape counts every row.
-    whole = split_for(batches) if k > 1 else parts
-    if (whole.cuts, whole.carried) != (parts.cuts, parts.carried):
-        raise BoundaryError(
-            "the step does different things for different numbers of rows; `accumulate` cannot split it."
-        )
-    if parts.crossing:
-        results = "; ".join(dict.fromkeys(map(_readable, parts.crossing)))  # two values may go into the same results
-        raise BoundaryError(
-            "these results need values of a single microbatch or replica together with the combined gradients: "
-            f"{results}. Compute each from the batch alone, or from the combined loss and gradients alone; or {otherwise}."
-        )
-    return Plan(k, parts, whole, kinds)
+    shapes = jax.eval_shape(lambda x: jax.tree.map(lambda leaf: leaf[0], microbatches(strategy, x, k)), batches)
+    parts = split(
+        strategy,
+        without_kinds,
+        state,
+        shapes,
+        others,
+        num_microbatches=k,
+        needs_gradient=needs_gradient,
+        otherwise=otherwise,
+    )
+    averaged = [v and kind == METRIC for v, kind in zip(parts.varies, kinds, strict=True)]
+    check_means(jax.tree.unflatten(parts.outputs_treedef, parts.output_shapes), averaged, rows_of(shapes))
+    return Plan(k, parts, kinds)
 
 
-def _microbatches(batches: PyTree, k: int) -> PyTree:
-    """`k` microbatches, stacked.
+def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
+    """`k` microbatches, stacked: microbatch `m` of replica `r` has the rows that replica `r * k + m` of `k` times as many has."""
 
-    Every k-th row: in the global view each device then keeps its own rows, and padding spreads evenly.
-    """
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // k, k, *x.shape[1:]).swapaxes(0, 1), batches)
+    def cut(x: jax.Array) -> jax.Array:
+        parts = x.reshape(k, x.shape[0] // k, *x.shape[1:])
+        if strategy.transform != "jit" or k == 1 or strategy.batch_sharding is None:
+            return parts
+        # In the global view each microbatch is spread over all devices again.
+        spec = jax.sharding.PartitionSpec(None, *strategy.batch_sharding.spec)
+        return jax.lax.with_sharding_constraint(parts, strategy.batch_sharding.update(spec=spec))
+
+    return jax.tree.map(cut, batches)
 
 
 def gradient_part(
-    strategy: Strategy,
-    plan: Plan,
-    state: PyTree,
-    batches: PyTree,
-    others: PyTree,
-    sum_cuts: Combine | None = None,
-    residuals: Residuals | None = None,
+    strategy: Strategy, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine
 ) -> Gradients:
-    """Runs the gradient part over all microbatches and combines what the replicas computed.
+    """Runs the phases over all microbatches and combines what the replicas computed; called under a trace.
 
     Args:
         strategy: what the step runs under.
         plan: the step.
-        state: the state; leaves that the gradient part does not read may hold anything of their shape.
+        state: the state; leaves that no phase reads may hold anything of their shape.
         batches: one replica's rows.
         others: further arguments.
-        sum_cuts: sums gradients and losses over the replicas; None: an all-reduce.
-        residuals: what the all-reduce keeps of each gradient.
+        combine: brings a cut's arrays together from the replicas.
 
     Returns:
-        The combined gradients, and what else the gradient part gives.
+        The combined arrays, and what else the phases give.
     """
-    run = _once if plan.k == 1 else _in_loop
-    cuts, carried, outputs = run(strategy, plan, state, batches, others)
-    with tracing(ReplicaTrace(strategy, residuals=residuals)):
-        size = plan.k
-        metrics = [leaf if kind == METRIC else None for leaf, kind in zip(outputs, plan.kinds, strict=True)]
-        if replica.replica_axes() is not None:
-            size *= replica.num_replicas()
-            if sum_cuts is None:
-                cuts, metrics = replica.all_reduce((cuts, metrics), "sum")
+    parts, micro = plan.parts, microbatches(strategy, batches, plan.k)
+    old = jax.tree.leaves(state)
+    combined: list[jax.Array] = []
+    carried: dict[int, jax.Array] = {}
+    outputs: dict[int, jax.Array] = {}
+    for phase in parts.phases:
+        prepared = phase.prepare(state, others, combined)
+        begun = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
+        operands, leaves, results = _over_microbatches(strategy, plan, phase, prepared, begun, micro)
+        carried.update(leaves)
+        outputs.update(results)
+        # Metrics go with the sums of the phase, in one all-reduce.
+        means = [i for i in results if plan.kinds[i] == METRIC]
+        metrics = Cut(Collective("value", "mean"), (), is_read_again=False)
+        *sums, averages = combine([*phase.cuts, metrics], [*operands, [outputs[i] for i in means]])
+        combined += [x for arrays in sums for x in arrays]
+        outputs.update(zip(means, averages, strict=True))
+    return Gradients(
+        combined, [carried[n] for n in range(len(parts.carried))], [outputs.get(i) for i in range(len(plan.kinds))]
+    )
+
+
+def all_reduced(strategy: Strategy) -> Combine:
+    """Brings the cuts of a phase together by one all-reduce; compressed gradients each by themselves, with their residuals."""
+
+    def combine(cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        found = dict(enumerate(arrays))
+        if replica.num_replicas() == 1:
+            return arrays
+        summed = []
+        for i, cut in enumerate(cuts):
+            op = cut.collective.op
+            if op == "gather":
+                found[i] = [gathered(x, shape) for x, shape in zip(arrays[i], cut.shapes, strict=True)]
+            elif op in ("max", "min"):
+                found[i] = replica.all_reduce(arrays[i], op)
+            elif cut.collective.kind == "gradient" and strategy.keeps_residuals:
+                loss, grads = gradients.reduce_gradients(arrays[i][0], arrays[i][1:], op)
+                found[i] = [loss, *grads]
             else:
-                cuts, metrics = (
-                    sum_cuts(cuts),
-                    replica.all_reduce(metrics, "sum") if jax.tree.leaves(metrics) else metrics,
-                )
-    cuts = [x if op == "sum" else x / size for x, op in zip(cuts, plan.parts.cuts, strict=True)]
-    for i, metric in enumerate(metrics):
-        if metric is not None:  # totals are the same on all replicas already, and those of the microbatches add up
-            outputs[i] = metric / size
-    return Gradients(cuts, carried, outputs)
-
-
-def _summed_counts(strategy: Strategy, counts: list[jax.Array]) -> list[jax.Array]:
-    with tracing(ReplicaTrace(strategy)):
-        return replica.all_reduce(counts, "sum") if counts and replica.replica_axes() else counts
-
-
-def _once(strategy: Strategy, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-    """The gradient part on one replica whose rows are one microbatch."""
-    counts = _summed_counts(strategy, plan.parts.counts(state, batches, others, jnp.int32(0)))
-    cuts, carried, _, outputs = plan.parts.gradients(state, batches, others, jnp.int32(0), counts)
-    return cuts, carried, outputs
-
-
-def _in_loop(strategy: Strategy, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-    """The gradient part on one replica, over its microbatches: sums for the cuts and metrics, means for what is local."""
-    parts, kinds = plan.parts, plan.kinds
-    micro, numbers = _microbatches(batches, plan.k), jnp.arange(plan.k)
-    first = jax.tree.map(lambda x: x[0], micro)
-    state_leaves, state_treedef = jax.tree.flatten(state)
-    counts = [c.sum(0) for c in jax.lax.map(lambda x: parts.counts(state, x[1], others, x[0]), (numbers, micro))]
-    counts = _summed_counts(strategy, counts)
-
-    def one(carried: list[jax.Array], x: tuple[jax.Array, PyTree]) -> Any:
-        leaves = list(state_leaves)
-        for i, leaf in zip(parts.carried, carried, strict=True):
-            leaves[i] = leaf
-        now = jax.tree.unflatten(state_treedef, leaves)
-        cuts, carried, _, outputs = parts.gradients(now, x[1], others, x[0], counts)
-        early = [
-            leaf if leaf is None or kind == ROWS else countable(jnp.asarray(leaf))
-            for leaf, kind in zip(outputs, kinds, strict=True)
+                summed.append(i)
+        found.update(zip(summed, replica.all_reduce([arrays[i] for i in summed], "sum"), strict=True))
+        size = replica.num_replicas()
+        return [
+            [x / size for x in found[i]] if i in summed and cut.collective.op == "mean" else found[i]
+            for i, cut in enumerate(cuts)
         ]
-        for leaf, kind in zip(early, kinds, strict=True):
-            _check_local(leaf, kind)
-        rows = [leaf if kind == ROWS else None for leaf, kind in zip(early, kinds, strict=True)]
-        sums = [None if kind == ROWS else leaf for leaf, kind in zip(early, kinds, strict=True)]
-        return carried, ((cuts, sums), rows)
 
-    # Summing the stacked results would keep k gradients alive, so the sum is part of the carry.
-    carried = [state_leaves[i] for i in parts.carried]
-    shapes = jax.eval_shape(lambda: one(carried, (jnp.int32(0), first))[1][0])
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), shapes)
-
-    def add(carry: Any, x: Any) -> Any:
-        carried, total = carry
-        carried, (now, rows) = one(carried, x)
-        return (carried, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, now)), rows
-
-    (carried, total), rows = scan(strategy, add, (carried, zeros), (numbers, micro))
-    cuts, sums = jax.tree.map(lambda x, s: x.astype(s.dtype), total, shapes)
-    outputs = []
-    for kind, total, row in zip(kinds, sums, rows, strict=True):
-        if row is not None:
-            outputs.append(row.swapaxes(0, 1).reshape(-1, *row.shape[2:]))
-        else:
-            outputs.append(jnp.divide(total, plan.k) if kind == LOCAL and total is not None else total)
-    return cuts, carried, outputs
+    return combine
 
 
-def _sum_each(cuts: list[jax.Array], sizes: tuple[int, ...]) -> list[jax.Array]:
-    """Sums the replicas' losses and gradients, each gradient by itself."""
-    summed, rest = [], iter(cuts)
-    for size in sizes:
-        loss, *grads = (next(rest) for _ in range(size))
-        summed += jax.tree.leaves(gradients.reduce_gradients(loss, grads, "sum"))
-    return summed
+def gathered(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """The rows of all replicas, along the axis on which the shapes differ."""
+    return replica.all_gather(x, axis_of_rows(x.shape, shape.shape))
 
 
-def _readable(names: str) -> str:
-    """Names of results as the user knows them: in the split step the state comes first, then outputs by role, then flags."""
-    return re.sub(r"\[1\]\[0\]\[\d+\]", "result ", re.sub(r"(^|, )\[0\]", r"\1state leaf ", names))
+def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    """The axis along which parts were joined."""
+    return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), 0)
+
+
+def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | None]:
+    """Averages those metrics of the update part that replicas compute of their own number; per-replica results gain their axis."""
+    places = [i for i, x in enumerate(late) if x is not None and plan.parts.varies[i] and plan.kinds[i] == METRIC]
+    averaged = replica.all_reduce([late[i] for i in places], "mean") if places else []
+    found = {**dict(enumerate(late)), **dict(zip(places, averaged, strict=True))}
+    return [
+        jnp.broadcast_to(x, (plan.k, *jnp.shape(x))) if x is not None and plan.kinds[i] == LOCAL else x
+        for i, x in found.items()
+    ]
+
+
+def _over_microbatches(
+    strategy: Strategy, plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
+) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
+    """One phase on one replica.
+
+    Args:
+        strategy: what the step runs under.
+        plan: the step.
+        phase: of it.
+        prepared: what all microbatches share.
+        begun: the old values of the leaves that microbatches add to, by place.
+        micro: the microbatches, stacked.
+
+    Returns:
+        What the microbatches give together: the operands of each cut, the carried leaves, the outputs, both by place.
+    """
+    k = plan.k
+    ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
+    ways += ["sum" if n in begun else "mean" for n in phase.carried]
+    of_kind: dict[str, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
+    ways += [of_kind[plan.kinds[i]] for i in phase.outputs]
+    wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
+
+    def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:
+        operands, carried, outputs = phase.run(prepared, batch, number)
+        added = [new - begun[n] if n in begun else new for n, new in zip(phase.carried, carried, strict=True)]
+        leaves = [*(x for each in operands for x in each), *added, *outputs]
+        return [
+            countable(jnp.asarray(x)) if way in SUMMED else jnp.asarray(x) for x, way in zip(leaves, ways, strict=True)
+        ]
+
+    first = jax.tree.map(lambda x: x[0], micro)
+    if k == 1:
+        values = [x[None] if way == "stack" else x for x, way in zip(one(jnp.int32(0), first), ways, strict=True)]
+    else:
+        shapes = jax.eval_shape(one, jnp.int32(0), first)
+        # Summing the stacked results would keep k gradients alive, so what is summed is part of the carry.
+        zeros = [
+            jnp.zeros(s.shape, _wide(s.dtype)) if way in SUMMED else None for s, way in zip(shapes, ways, strict=True)
+        ]
+
+        def add(totals: list[Any], x: tuple[jax.Array, PyTree]) -> Any:
+            now = one(*x)
+            sums = [
+                None if total is None else total + y.astype(total.dtype) for total, y in zip(totals, now, strict=True)
+            ]
+            return sums, [y if total is None else None for total, y in zip(totals, now, strict=True)]
+
+        totals, stacked = scan(strategy, add, zeros, (jnp.arange(k), micro))
+        values = []
+        for place, (way, total, rows, shape) in enumerate(zip(ways, totals, stacked, shapes, strict=True)):
+            if way in SUMMED:
+                values.append((total / k if way == "mean" else total).astype(shape.dtype))
+            elif way == "gather":
+                axis = axis_of_rows(shape.shape, wholes[place]) if place < len(wholes) else 0
+                values.append(_joined(rows, axis))
+            else:
+                values.append(rows if way == "stack" else rows.max(0) if way == "max" else rows.min(0))
+    rest = iter(values)
+    operands = [[next(rest) for _ in cut.shapes] for cut in phase.cuts]
+    carried = {n: begun[n] + next(rest) if n in begun else next(rest) for n in phase.carried}
+    return operands, carried, {i: next(rest) for i in phase.outputs}
+
+
+# How the values of microbatches come together: "stack" keeps them apart.
+Way = Literal["sum", "mean", "max", "min", "gather", "stack"]
+SUMMED = ("sum", "mean")
+
+
+def _joined(rows: jax.Array, axis: int) -> jax.Array:
+    """Stacked arrays, end to end along one of their axes."""
+    rows = jnp.moveaxis(rows, 0, axis)
+    return rows.reshape(*rows.shape[:axis], rows.shape[axis] * rows.shape[axis + 1], *rows.shape[axis + 2 :])
 
 
 def _wide(dtype: Any) -> Any:
     """What to add up in: float32 for half precision, which would lose small microbatches."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def _check_local(leaf: jax.Array | None, kind: str) -> None:
-    if leaf is not None and kind == EXTREME:
-        raise BoundaryError(
-            "with `accumulate`, a metric that is a maximum or minimum over the replicas would be averaged over microbatches. "
-            'Return it per example (role "examples"), or leave `accumulate` at 1.'
-        )
-    if leaf is not None and kind == LOCAL and not (leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating)):
-        raise BoundaryError(
-            f"with `accumulate`, a per-replica result is averaged over microbatches and must be a floating-point scalar; "
-            f'this one is {leaf.dtype}{list(leaf.shape)}. Return rows with the role "examples".'
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jdist.boundary import Cut
 from jdist.context import ReplicaTrace, tracing
-from jdist.transforms.accumulate import Plan, gradient_part, make_plan
+from jdist.transforms.accumulate import Plan, all_reduced, gradient_part, make_plan
 from jdist.transforms.guard import Flags, guarded
 from jdist.transforms.loops import scan
 from jdist.transforms.over_mesh import Program
@@ -97,23 +99,25 @@ class _CentralStep:
             state,
             batches,
             others,
-            needs_cut=options.accumulate > 1,
+            needs_gradient=options.accumulate > 1,
             otherwise="use `jdist.mirrored()`, which does not split a step",
         )
 
         def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
-            made = gradient_part(self.strategy, plan, state, batches, others)
-            return made.cuts, made.carried
+            with tracing(ReplicaTrace(self.strategy)):
+                made = gradient_part(self.strategy, plan, state, batches, others, all_reduced(self.strategy))
+            return made.combined, made.carried
 
         flags = seen[-1]
         num_outputs = len(plan.kinds) - len(flags.names)
 
-        def run(state: PyTree, others: PyTree, cuts: list[jax.Array], carried: list[jax.Array]) -> Any:
+        def run(state: PyTree, others: PyTree, combined: list[jax.Array], carried: list[jax.Array]) -> Any:
             with tracing(ReplicaTrace(self.strategy)):
-                leaves, late = plan.whole.update(state, others, cuts, carried, [])
+                leaves, late = plan.parts.update(state, others, combined, carried)
+            late = [None if x is None else jnp.asarray(x) for x in late]
             if "state" not in self.spec.traced.returns:
                 return state, late[:num_outputs], Flags([], [], hidden=False)
-            new = check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, leaves))
+            new = check_same_state(state, jax.tree.unflatten(plan.parts.state_treedef, leaves))
             finite = [x for x in late[num_outputs:] if x is not None]
             assert len(finite) == len(flags.names)  # each waits for a combined gradient
             return new, late[:num_outputs], Flags(flags.names, finite, hidden=False)
@@ -121,8 +125,8 @@ class _CentralStep:
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
             return guarded(run, token, state, rest, self.spec.policy, self.spec.watched, (), self.spec.loss_scaling)
 
-        cuts, carried = jax.eval_shape(gradients, state, batches, others)
-        arguments = token, state, others, cuts, carried
+        combined, carried = jax.eval_shape(gradients, state, batches, others)
+        arguments = token, state, others, combined, carried
         closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
         return _Planned(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
 
@@ -152,7 +156,7 @@ class _CentralStep:
         late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(planned.gradients, early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        found = {paths[i]: x for i, x in zip(planned.gradients.whole.carried, hashes, strict=False)}
+        found = {paths[i]: x for i, x in zip((c.leaf for c in planned.gradients.parts.carried), hashes, strict=False)}
         if self.options.check_replicas:
             found |= {paths[i - 1]: x for i, x in late_hashes.items()}
         return results[0], new_state, outputs, found
@@ -181,16 +185,29 @@ class _CentralStep:
             now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
             shapes[:] = [[], []]
 
-            def total(cuts: list[jax.Array]) -> list[jax.Array]:
-                shapes[0].extend(x.shape for x in cuts)
-                return [self.scattered(x) for x in cuts]
+            whole_reduced = all_reduced(self.strategy)
+            in_place: list[bool] = []
 
-            made = gradient_part(self.strategy, plan, now, batches, others, total)
+            def combine(cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
+                """Each replica receives its part of what the update part alone reads."""
+                scatters = [
+                    cut.collective.kind == "gradient" and not cut.is_read_again and cut.collective.op in ("sum", "mean")
+                    for cut in cuts
+                ]
+                rest = [(cut, xs) for cut, xs, scattered in zip(cuts, arrays, scatters, strict=True) if not scattered]
+                reduced = iter(whole_reduced([cut for cut, _ in rest], [xs for _, xs in rest]))
+                in_place.extend(s for cut, s in zip(cuts, scatters, strict=True) for _ in cut.shapes)
+                return [
+                    [self.scattered(x, cut.collective.op) for x in xs] if scattered else next(reduced)
+                    for cut, xs, scattered in zip(cuts, arrays, scatters, strict=True)
+                ]
+
+            with tracing(ReplicaTrace(self.strategy)):
+                made = gradient_part(self.strategy, plan, now, batches, others, combine)
+            shapes[0].extend(shape.shape for cut in plan.parts.cuts for shape in cut.shapes)
             shapes[1].extend(x.shape for x in made.carried)
-            outputs = [
-                x[None] if x is not None and kind == LOCAL else x
-                for x, kind in zip(made.outputs, plan.kinds, strict=True)
-            ]
+            combined = [x if done else self.own_part(x) for x, done in zip(made.combined, in_place, strict=True)]
+            outputs = made.outputs
             by_kind = [
                 {i: x for i, x in enumerate(outputs) if x is not None and (plan.kinds[i] in (LOCAL, ROWS)) == own}
                 for own in (False, True)
@@ -198,7 +215,7 @@ class _CentralStep:
             # Once each replica has kept its part, nobody can tell any more whether they all had the same.
             hashes = [hash_leaf(x)[None] for x in made.carried] if self.options.check_replicas else []
             carried = [self.own_part(x) for x in made.carried]
-            return *self.sorted(made.cuts, shapes[0]), *self.sorted(carried, shapes[1]), *by_kind, hashes
+            return *self.sorted(combined, shapes[0]), *self.sorted(carried, shapes[1]), *by_kind, hashes
 
         same, parts = PartitionSpec(), PartitionSpec(axes)
         cut_parts, cuts, carried_parts, carried, shared, own, hashes = jax.shard_map(
@@ -222,11 +239,13 @@ class _CentralStep:
             hashes,
         )
 
-    def scattered(self, x: jax.Array) -> jax.Array:
-        """The sum over the replicas of a gradient; of a large one each replica receives a part."""
+    def scattered(self, x: jax.Array, op: str) -> jax.Array:
+        """The sum or mean over the replicas of a gradient; of a large one each replica receives a part."""
         if self.layout.is_spread(x.shape, x.dtype):
-            return jax.lax.psum_scatter(self.layout.store(x), self.strategy.axes, tiled=True)
-        return jax.lax.psum(x, self.strategy.axes)
+            total = jax.lax.psum_scatter(self.layout.store(x), self.strategy.axes, tiled=True)
+        else:
+            total = jax.lax.psum(x, self.strategy.axes)
+        return total / self.strategy.num_replicas if op == "mean" else total
 
     def own_part(self, x: jax.Array) -> jax.Array:
         """This replica's part of an array that all hold."""
@@ -246,7 +265,7 @@ class _CentralStep:
         """The step's outputs as they leave the mesh: `late` those that waited for the update, `early` the others."""
         num_flags = len(plan.kinds) - len(late)
         leaves = [before if after is None else after for before, after in zip(early, late, strict=False)]
-        outputs, _ = jax.tree.unflatten(plan.whole.outputs_treedef, [*leaves, *[None] * num_flags])
+        *outputs, _ = jax.tree.unflatten(plan.parts.outputs_treedef, [*leaves, *[None] * num_flags])
         return tuple(
             PerReplica(tree) if role == "per_replica" else tree
             for role, tree in zip(self.spec.traced.output_roles, outputs, strict=True)

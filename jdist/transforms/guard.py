@@ -127,6 +127,7 @@ def guarded(
         return new, outputs, flags.finite
 
     closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, rest)
+    closed = dataflow.forwarded(closed, collectives=True)
     invars, outvars = dataflow.body_of(closed).invars, dataflow.body_of(closed).outvars
     old = jax.tree.leaves(state)
     new_vars, flag_vars = outvars[: len(old)], outvars[len(outvars) - len(names) :]

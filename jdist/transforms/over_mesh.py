@@ -66,7 +66,7 @@ def _plain(function: ReplicaFunction, strategy: Strategy, options: StepOptions, 
         check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
         same, own, rows = _sort(outputs, traced)
-        return token, state, _join(same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows, traced)
+        return token, state, _join(same, own, rows, traced)
 
     return program
 
@@ -77,10 +77,10 @@ def _jit(function: ReplicaFunction, strategy: Strategy, options: StepOptions, tr
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
-        same, _, rows = _sort(outputs, traced)
+        same, own, rows = _sort(outputs, traced)
         keep = jax.lax.with_sharding_constraint
-        token, state, same = keep((token, state, same), whole)
-        return token, state, _join(same, [], [keep(x, by_rows) for x in rows], traced)
+        token, state, same, own = keep((token, state, same, own), whole)
+        return token, state, _join(same, own, [keep(x, by_rows) for x in rows], traced)
 
     return program
 
@@ -94,7 +94,7 @@ def _shard_map(function: ReplicaFunction, strategy: Strategy, options: StepOptio
         token, state, outputs = function(token, map_residuals(lambda x: x[0], state), batches, others)
         same, own, rows = _sort(outputs, traced)
         state = map_residuals(lambda x: x[None], state)
-        return token, state, same, jax.tree.map(lambda x: jnp.asarray(x)[None], own), rows
+        return token, state, same, own, rows
 
     # check_vma=False: with it, averaged gradients come out num_replicas times too large and flax's RNN fails to
     # trace; jdist compares the replicas itself (replica_check.py).
@@ -147,7 +147,7 @@ def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, t
         token, state, same, own, rows = mapped(token, state, parts, others)
         keep = jax.lax.with_sharding_constraint
         token, state, same = keep((token, state, same), (whole, state_sharding, whole))
-        rows = jax.tree.map(lambda x: keep(x.reshape(-1, *x.shape[2:]), by_rows), rows)
+        own, rows = jax.tree.map(lambda x: keep(x.reshape(-1, *x.shape[2:]), by_rows), (own, rows))
         return token, state, _join(same, own, rows, traced)
 
     return program  # to be jitted: `pmap` itself returns through Python, where an interrupt would lose the results

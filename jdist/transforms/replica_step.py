@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist import replica
+from jdist import dataflow, replica
 from jdist.context import ReplicaTrace, current_trace, tracing
 from jdist.data.leaves import MASK
 from jdist.loss_scale import LossScaling, loss_scale_of
@@ -22,9 +22,9 @@ from jdist.transforms.guard import Flags, Watched, guarded
 from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
-from jdist.transforms.results import METRIC, Traced, average, differs, in_float32, kinds_of, sort_results
+from jdist.transforms.results import LOCAL, METRIC, Traced, check_means, differs, kinds_of, rows_of, sort_results
 from jdist.transforms.trees import check_same_state
-from jdist.values import own_state, with_own_state
+from jdist.values import WithResiduals, own_state, with_own_state
 
 PyTree = Any
 ReplicaFunction = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
@@ -76,14 +76,15 @@ class ProgramSpec:
             precision.check_names((own, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
             in_use = InUse(precision, self._loss_scale(state, others))
+        # Copies of the containers: the step may write into them.
+        given, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
-            given = jax.tree.leaves(own)  # before the step, which may change objects in place
-            called = self.call.apply(self.step, own, batches, others)
+            called = self.call.apply(self.step, given, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)
             if self.options.may_update_state:
-                self.traced.changes_state |= differs(given, jax.tree.leaves(new_state))
+                self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
         if precision is not None:
-            outputs = in_float32(precision, outputs, trace)
+            outputs = jax.tree.map(precision.cast_to_output, outputs)
         return with_own_state(state, new_state), outputs, Flags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: PyTree) -> Any:
@@ -100,8 +101,8 @@ class ProgramSpec:
             new_state, outputs, flags = self.apply(state, batches, others)
             seen.append(flags)
             # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
-            kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, _rows(batches))), *[METRIC] * len(flags.finite)]
-            return new_state, (outputs, flags.finite), kinds
+            kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, rows_of(batches))), *[METRIC] * len(flags.finite)]
+            return new_state, (*outputs, flags.finite), kinds
 
         return pure
 
@@ -121,24 +122,41 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
     shares_memory = bool(bound) and one_process and strategy.devices[0].platform == "cpu"
 
     def plain(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
-        state, residuals = Opened.of(strategy, name, state)
-        with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)) as trace:
-            new_state, outputs, flags = spec.apply(state, batches, others)
-            if shares_memory and flags.finite:
-                finite = replica.all_reduce(jnp.stack(flags.finite).astype(jnp.int32), "min") > 0
-                flags = Flags(flags.names, list(finite), flags.hidden)
-            outputs = average(outputs, kinds_of(outputs, traced, _rows(batches)), {id(x) for x in trace.reduced})
-        return (residuals.close(new_state) if residuals else new_state), outputs, flags
+        kinds, names, hidden = list[str](), list[str](), list[bool]()
+
+        def as_written(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
+            state, residuals = Opened.of(strategy, name, state)
+            with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)):
+                new_state, outputs, flags = spec.apply(state, batches, others)
+            kinds[:] = jax.tree.leaves(kinds_of(outputs, traced, rows_of(batches)))
+            names[:], hidden[:] = flags.names, [flags.hidden]
+            return (residuals.close(new_state) if residuals else new_state), outputs, flags.finite
+
+        # Which metrics differ from replica to replica is seen in the traced step.
+        arguments = state, batches, others
+        closed, shapes = jax.make_jaxpr(as_written, return_shape=True)(*arguments)
+        new_state, outputs, finite = jax.tree.unflatten(
+            jax.tree.structure(shapes),
+            dataflow.run(dataflow.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
+        )
+        metrics = averaged_metrics(closed, shapes, jax.tree.structure(arguments), kinds, rows_of(batches))
+        with tracing(ReplicaTrace(strategy)):
+            if shares_memory and finite:
+                finite = list(jax.lax.pmin(jnp.stack(finite).astype(jnp.int32), strategy.axes) > 0)
+            outputs = average(outputs, metrics)
+        own = iter(kinds)
+        outputs = jax.tree.map(lambda x: x[None] if next(own) == LOCAL else x, outputs)
+        return new_state, outputs, Flags(names, finite, hidden[0])
 
     def in_microbatches(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:
         seen: list[Flags] = []
         state, residuals = Opened.of(strategy, name, state)
-        new_state, (outputs, finite) = accumulated(
+        new_state, (*outputs, finite) = accumulated(
             strategy, spec.splittable(seen), options.accumulate, state, batches, others, residuals
         )
         return (
             (residuals.close(new_state) if residuals else new_state),
-            outputs,
+            tuple(outputs),
             Flags(seen[-1].names, finite, seen[-1].hidden),
         )
 
@@ -160,7 +178,9 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
             return (token, state), outputs
 
         (token, state), outputs = scan(strategy, body, (token, state), batches)
-        return token, state, outputs
+        shapes = jax.eval_shape(once, token, state, jax.tree.map(lambda x: x[0], batches), others)[2]
+        own = iter(jax.tree.leaves(kinds_of(shapes, traced)))  # of a replica's own results its axis leads
+        return token, state, jax.tree.map(lambda x: x.swapaxes(0, 1) if next(own) == LOCAL else x, outputs)
 
     def to_learn_residuals(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         first = batches if options.steps_per_call == 1 else jax.tree.map(lambda x: x[0], batches)
@@ -175,6 +195,38 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
     return whole_call
 
 
-def _rows(batches: PyTree) -> int | None:
-    leaves = jax.tree.leaves(batches)
-    return leaves[0].shape[0] if leaves else None
+def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str], rows: int | None) -> list[bool]:
+    """Which outputs of a traced step are metrics that differ from replica to replica.
+
+    Args:
+        closed: `(state, batches, others) -> (state, outputs, flags)`.
+        shapes: what it returns.
+        arguments: the tree of what it is given.
+        kinds: of the outputs' leaves.
+        rows: the number of rows of the batch.
+
+    Raises:
+        StepError: one of them has no mean.
+    """
+    new_state, outputs, _ = shapes
+    jaxpr = dataflow.body_of(closed)
+    state, batches, _ = jax.tree.unflatten(arguments, jaxpr.invars)
+    residuals = jax.tree.leaves(state.residuals) if isinstance(state, WithResiduals) else []
+    varying = dataflow.varying(closed, [*jax.tree.leaves(batches), *residuals])
+    first = len(jax.tree.leaves(new_state))
+    found = [
+        kind == METRIC and not dataflow.is_literal(v) and v in varying
+        for v, kind in zip(jaxpr.outvars[first : first + len(kinds)], kinds, strict=True)
+    ]
+    check_means(outputs, found, rows)
+    return found
+
+
+def average(outputs: PyTree, which: list[bool]) -> PyTree:
+    """Averages some of the outputs' leaves over the replicas, all in one all-reduce."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    places = [i for i, is_mean in enumerate(which) if is_mean]
+    if places and replica.num_replicas() > 1:
+        for i, leaf in zip(places, replica.all_reduce([leaves[i] for i in places], "mean"), strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist import replica
-from jdist.context import ReplicaTrace, current_trace
 from jdist.data.padding import real_rows
-from jdist.errors import GlobalViewError, StepError
+from jdist.errors import StepError
 from jdist.global_arrays import is_key, take_rows
-from jdist.mixed_precision import Precision
-from jdist.reducible import floating
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, check_same_state, kind_of
 from jdist.values import PerReplica, is_per_replica
 
 PyTree = Any
-# How a result leaf comes together from the replicas: averaged, kept apart, or rows joined. A total is a metric that the
-# step summed over the replicas itself, by `jdist.all_reduce(x, "sum")`; an extreme one of which it took max or min.
-METRIC, LOCAL, ROWS, TOTAL, EXTREME = "metric", "local", "rows", "total", "extreme"
+# How a result leaf comes together from the replicas: averaged where it differs, kept apart, or rows joined.
+METRIC, LOCAL, ROWS = "metric", "local", "rows"
 
 
 @dataclass
@@ -51,9 +46,7 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
     """Tells the roles of what the step returned.
 
     Returns:
-        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back. Metrics
-        are floating point, as a mean is, also where one replica alone has nothing to average; only what the step
-        itself summed over the replicas, or took the maximum or minimum of, keeps its dtype.
+        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back.
 
     Raises:
         StepError: the results do not fit their roles, or have a leaf that is no array of numbers.
@@ -92,23 +85,13 @@ def _check_pair(result: Any, state: PyTree) -> None:
 
 def _numbers(role: str, tree: PyTree) -> PyTree:
     check_arrays(tree, f'the result with role "{role}"', "Return numbers; text and objects belong outside of the step.")
-    return jax.tree.map(_floating, tree, is_leaf=is_per_replica) if role == "metrics" else tree
-
-
-def _floating(leaf: Any) -> Any:
-    if isinstance(leaf, PerReplica) or _kind_of_metric(leaf) != METRIC:
-        return leaf
-    if is_key(leaf):
+    if role != "metrics":
+        return tree
+    if any(map(is_key, jax.tree.leaves(tree))):
         raise StepError(
             "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
         )
-    return floating(jnp.asarray(leaf))
-
-
-def _kind_of_metric(leaf: Any) -> str:
-    trace = current_trace()
-    op = trace.reduced_by.get(id(leaf), "") if trace is not None else ""
-    return {"sum": TOTAL, "max": EXTREME, "min": EXTREME}.get(op, METRIC)
+    return jax.tree.map(jnp.asarray, tree)
 
 
 def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str, ...]:
@@ -137,22 +120,10 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
         rows: the number of rows of the batch, which "examples" must have; None: not known.
 
     Raises:
-        GlobalViewError: per-replica values in a step that sees the whole batch.
         StepError: a result that cannot have its role.
-
-    Warns:
-        UserWarning: a metric looks like one value an example, which averaging over replicas would mix.
     """
-    trace = current_trace()
-    global_view = trace is not None and trace.strategy.transform == "jit"
 
     def of(role: str, tree: PyTree) -> PyTree:
-        nodes = jax.tree.leaves(tree, is_leaf=is_per_replica)
-        if global_view and (role == "per_replica" or any(map(is_per_replica, nodes))):
-            raise GlobalViewError(
-                'the step returns per-replica values, which have no meaning under transform="jit", where it sees the '
-                'whole batch. Return the value itself, or use transform="shard_map".'
-            )
         for leaf in jax.tree.leaves(tree) if role == "examples" else ():
             shape = jnp.shape(leaf)
             if not shape or rows not in (None, shape[0]):
@@ -162,10 +133,8 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
                 )
         if role != "metrics":
             return jax.tree.map(lambda _: ROWS if role == "examples" else LOCAL, tree)
-        if trace is not None and (trace.recorder is not None or (trace.strategy.num_replicas > 1 and not global_view)):
-            _warn_of_rows(tree, rows, trace.reduced_by)
         return jax.tree.map(
-            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else _kind_of_metric(node),
+            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else METRIC,
             tree,
             is_leaf=is_per_replica,
         )
@@ -173,51 +142,44 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
     return tuple(of(role, tree) for role, tree in zip(traced.output_roles, outputs, strict=True))
 
 
-def _warn_of_rows(metrics: PyTree, rows: int | None, reduced: Container[int]) -> None:
-    """Warns of metrics that look like one value an example.
-
-    It is no error: a vector of another kind (one entry a class, a layer, an expert) may happen to be as long as the
-    replica's rows, and the same step would be refused on one number of devices and not on another.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_per_replica):
-        if isinstance(leaf, PerReplica) or id(leaf) in reduced or rows in (None, 1) or jnp.shape(leaf)[:1] != (rows,):
-            continue
-        warnings.warn(
-            f"metric {jax.tree_util.keystr(path) or 'itself'}, {kind_of(leaf)}, has one entry for each of the {rows} rows "
-            "of its part of the batch. Metrics are averaged over the replicas entry by entry, which mixes examples "
-            'that have nothing in common. Return one value an example with the role "examples"; if it is no such '
-            'thing, `jdist.all_reduce(x, "mean")` says so.',
-            stacklevel=2,
-        )
+def rows_of(batches: PyTree) -> int | None:
+    """The number of rows of a batch; None of one without arrays."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batches)), None)
 
 
-def in_float32(precision: Precision, outputs: PyTree, trace: ReplicaTrace) -> PyTree:
-    """The results as float32 where they are of the compute dtype; what the step reduced itself counts as reduced still."""
-
-    def cast(leaf: Any) -> Any:
-        wide = precision.cast_to_output(leaf)
-        if wide is not leaf and id(leaf) in trace.reduced_by:
-            replica.note_reduced(trace, wide, trace.reduced_by[id(leaf)])
-        return wide
-
-    return jax.tree.map(cast, outputs)
-
-
-def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
-    """Averages the metrics over the replicas, all in one all-reduce.
+def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int | None) -> None:
+    """Looks at metrics that differ from replica to replica and are averaged.
 
     Args:
-        outputs: the results.
-        kinds: `kinds_of(outputs)`.
-        reduced: ids of arrays that are averages already and are left alone.
+        outputs: the results, one by role; arrays or shapes.
+        averaged: of each leaf, whether it is such a metric.
+        rows: the number of rows of the batch that the step sees.
+
+    Raises:
+        StepError: one is an integer or a bool: a count, of which the mean says nothing.
+
+    Warns:
+        UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a vector of another kind
+            (one entry a class, a layer, an expert) may happen to be as long as the replica's rows.
     """
-    leaves, treedef = jax.tree.flatten(outputs)
-    kinds = jax.tree.leaves(kinds)
-    which = [i for i, kind in enumerate(kinds) if kind == METRIC and id(leaves[i]) not in reduced]
-    averaged = replica.all_reduce([leaves[i] for i in which], "mean") if which else []
-    for i, leaf in zip(which, averaged, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
+    for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
+        if not is_mean:
+            continue
+        name = jax.tree_util.keystr(path[1:]) or "itself"
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise StepError(
+                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are averaged: the mean of a "
+                'count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", "min"); a share of the rows '
+                "is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps each replica's own."
+            )
+        if rows not in (None, 1) and leaf.shape[:1] == (rows,):
+            warnings.warn(
+                f"metric {name}, {kind_of(leaf)}, has one entry for each of the {rows} rows "
+                "of its part of the batch. Metrics are averaged over the replicas entry by entry, which mixes examples "
+                'that have nothing in common. Return one value an example with the role "examples"; if it is no such '
+                'thing, `jdist.all_reduce(x, "mean")` says so.',
+                stacklevel=2,
+            )
 
 
 def returned(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:

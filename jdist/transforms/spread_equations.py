@@ -21,7 +21,6 @@ ELEMENTWISE = frozenset({
     "sqrt", "square", "sub", "tan", "tanh", "xor",
 })
 # fmt: on
-RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 FILLINGS: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
     "reduce_prod": lambda dtype: 1,
@@ -66,7 +65,7 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
         return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
     flat = jax.make_jaxpr(lambda *values: dataflow.inlined(closed, values, {"cond": selected}))(*arguments)
-    own = dataflow.own_of_replicas(flat)
+    own = dataflow.varying(flat, ())
     rules = {"psum": total, "psum_invariant": total, "pmax": same, "pmin": same}
     return jax.make_jaxpr(lambda *values: dataflow.inlined(flat, values, rules))(*arguments)
 
@@ -74,7 +73,7 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
 def _is_elementwise(closed: Any) -> bool:
     def fits(eqn: Any) -> bool:
         nested = dataflow.nested_jaxprs(eqn)
-        return all(map(_is_elementwise, nested)) if nested else eqn.primitive.name in ELEMENTWISE | RESHAPING
+        return all(map(_is_elementwise, nested)) if nested else eqn.primitive.name in ELEMENTWISE | dataflow.RESHAPING
 
     return all(map(fits, dataflow.body_of(closed).eqns))
 
@@ -82,7 +81,7 @@ def _is_elementwise(closed: Any) -> bool:
 def apply_stored(eqn: Any, operands: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Applies an elementwise equation to stored arrays of a stored shape, and to scalars."""
     name = eqn.primitive.name
-    if name in RESHAPING:
+    if name in dataflow.RESHAPING:
         return operands[0]
     first, *others = operands
     if name == "select_n":

@@ -25,7 +25,7 @@ from jdist.strategy import Strategy
 from jdist.transforms.replica_check import hash_leaf
 from jdist.transforms.results import LOCAL, METRIC, ROWS
 from jdist.transforms.spread import Layout
-from jdist.transforms.spread_equations import COLLECTIVES, ELEMENTWISE, FILLINGS, RESHAPING, apply_stored, bind
+from jdist.transforms.spread_equations import COLLECTIVES, ELEMENTWISE, FILLINGS, apply_stored, bind
 
 # Called compute_on2 before JAX 0.12.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -86,7 +86,7 @@ class _Evaluation:
         self.waiting: list[Any] = []  # equations for the hosts
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
-        self.own = dataflow.own_of_replicas(closed)
+        self.own = dataflow.varying(closed, ())
         # Whole: what equations read whose results each replica has its own of.
         self.read_by_own: dict[Any, jax.Array] = {}
 
@@ -178,7 +178,7 @@ class _Evaluation:
         if name == "optimization_barrier":
             self.flush()
             return [self.value(v) for v in eqn.invars]
-        if name in RESHAPING and filled:
+        if name in dataflow.RESHAPING and filled:
             return [Filled(filled[0].value, shape)]
         if name == "broadcast_in_dim" and not in_parts and not jnp.ndim(operands[0]):
             dtype = eqn.outvars[0].aval.dtype
@@ -186,7 +186,7 @@ class _Evaluation:
                 [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
             )
         in_order = name != "reshape" or eqn.params["dimensions"] is None
-        if name in RESHAPING and in_order and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
+        if name in dataflow.RESHAPING and in_order and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
             return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
         fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)

@@ -1,0 +1,120 @@
+"""The collectives of a step, as equations that can be found again in its jaxpr.
+
+What a value means (combined over all replicas, a total, one replica's part) follows from the program: each jdist collective is
+a call of a function with a name of its own, which JAX keeps through `grad`, `vmap` and `jit`. What depends on the batch by
+way of such equations alone is the same on every replica and for every microbatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jdist.errors import StepError
+
+Kind = Literal["gradient", "value"]
+Op = Literal["mean", "sum", "max", "min", "gather"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective does.
+
+    Attributes:
+        kind: "gradient" where `jdist.value_and_grad` combines a loss and its gradient, else "value".
+        op: how the replicas' values come together. "gather" concatenates them along one axis; its transpose, which JAX
+            makes of it, adds up what all replicas hold for the rows of one.
+    """
+
+    kind: Kind
+    op: Op
+
+    @property
+    def name(self) -> str:
+        """The name of the function that the equation calls."""
+        return f"jdist_{self.kind}_{self.op}"
+
+
+_NAME = re.compile(rf"jdist_({'|'.join(get_args(Kind))})_({'|'.join(get_args(Op))})")
+
+
+def emit(
+    collective: Collective, body: Callable[..., Sequence[jax.Array]], leaves: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Applies a collective as an equation of its own.
+
+    Args:
+        collective: what it does.
+        body: does it; a result for each operand. None of the operands must be returned as it is, or JAX leaves the equation out.
+        leaves: its operands.
+    """
+    if not leaves:
+        return []
+
+    def named(*operands: jax.Array) -> list[jax.Array]:
+        return list(body(*operands))
+
+    named.__name__ = named.__qualname__ = collective.name
+    return jax.jit(named)(*leaves)
+
+
+def alone(*operands: jax.Array) -> Sequence[jax.Array]:
+    """The body of a collective of one replica: the identity, by a barrier, which JAX leaves in the jaxpr."""
+    return jax.lax.optimization_barrier(operands)
+
+
+def collective_of(eqn: Any) -> Collective | None:
+    """The collective that an equation applies; None of any other."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    found = _NAME.search(str(eqn.params.get("name", "")))
+    return None if found is None else Collective(found[1], found[2])  # type: ignore[arg-type]  # the pattern's choices
+
+
+@jax.custom_jvp
+def without_gradient(x: jax.Array) -> jax.Array:
+    """The identity for maxima and minima over replicas, which have no derivative.
+
+    Raises:
+        StepError: it is differentiated.
+    """
+    return x
+
+
+@without_gradient.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise StepError(
+        'the loss depends on a maximum or minimum over the replicas (`jdist.all_reduce(x, "max")`), which has no gradient. Take '
+        "it of `jax.lax.stop_gradient(x)`, or gather the values (`jdist.all_gather`) and take their maximum."
+    )
+
+
+@jax.custom_batching.custom_vmap
+def gradient_of(value: jax.Array, parameter: jax.Array) -> jax.Array:
+    """Notes which parameters a loss is differentiated by, so that `jax.vmap` of it alone is refused.
+
+    Args:
+        value: the loss; scalar.
+        parameter: a leaf of what it is differentiated by.
+
+    Raises:
+        StepError: `jax.vmap` maps over examples and not over parameters.
+    """
+    return jnp.zeros(())
+
+
+@gradient_of.def_vmap
+def _refuse_per_example(axis_size: int, in_batched: Sequence[bool], value: jax.Array, parameter: jax.Array) -> Any:
+    if in_batched[0] and not in_batched[1]:
+        raise StepError(
+            "`jax.vmap` maps `jdist.value_and_grad` or `jdist.grad` over examples, whose gradients would be averaged over the "
+            "replicas example by example, before they are clipped. A gradient for each example is local: write "
+            "`jax.vmap(jax.grad(loss_fn), (None, 0))`, clip, take the mean, and combine that: "
+            '`grads = jdist.all_reduce(mean_of_clipped, "mean")`.'
+        )
+    return jnp.zeros(()), False

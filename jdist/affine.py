@@ -1,7 +1,7 @@
 """How a leaf of the state follows from its old value: `new = slope * old + offset`, read from the traced step.
 
-A counter has the slope 1, a moving average its decay. Several who computed such a leaf from one old value, microbatches or workers, can then
-be brought together, where values of any other kind have nothing in common.
+A counter has the slope 1, a moving average its decay. Several who computed such a leaf from one old value, microbatches
+or workers, can then be brought together, where values of any other kind have nothing in common.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class AffineRule:
         closed: the traced step.
         old: the argument of it that holds the old value.
         new: the variable that holds the new one.
-        num_replicas: how many replicas, and microbatches of them, a sum adds up.
+        sizes: the number of replicas of the mesh, and of microbatches of each.
         given: variables whose values are known where the slope is computed; the arguments if left out.
     """
 
-    def __init__(self, closed: Any, old: Any, new: Any, num_replicas: int, given: Sequence[Any] | None = None):
+    def __init__(self, closed: Any, old: Any, new: Any, sizes: tuple[int, int], given: Sequence[Any] | None = None):
         arguments = list(dataflow.body_of(closed).invars if given is None else given)
         self._flat = _entered(closed, arguments, new)
         jaxpr = dataflow.body_of(self._flat)
-        self._n, self._old, self._new = num_replicas, jaxpr.invars[arguments.index(old)], jaxpr.outvars[0]
+        self._sizes, self._old, self._new = sizes, jaxpr.invars[arguments.index(old)], jaxpr.outvars[0]
         self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._constants = dict(zip(jaxpr.constvars, self._flat.consts, strict=True))
         self._depends = dataflow.dependents(self._flat, [self._old])
@@ -89,19 +89,18 @@ class AffineRule:
 
     def _combined(self, op: str, eqn: Any, slope: Slope) -> Slope:
         """Of what all replicas made of the leaf, which they have alike."""
-        is_number = isinstance(slope, float | int)
-        if op == "mean" and is_number:
-            return slope
-        if op == "sum" and is_number:
-            return slope * self._n
-        if op in ("mean", "sum") and self._n == 1:
-            return slope
-        if op in ("mean", "sum"):  # the collective itself, of the slopes
-            bodies = dataflow.nested_jaxprs(eqn)
-            axes = eqn.params["axes"] if not bodies else _axes_of(bodies[0])
-            total = jax.lax.psum(slope, axes) if axes else slope
-            return total if op == "sum" else total / self._n
-        raise _NotAffineError
+        replicas, microbatches = self._sizes
+        if op not in ("mean", "sum"):
+            raise _NotAffineError
+        if isinstance(slope, float | int):
+            of_jdist = collective_of(eqn) is not None
+            return slope if op == "mean" else slope * replicas * (microbatches if of_jdist else 1)
+        if microbatches > 1:  # those of the other microbatches are not at hand
+            raise _NotAffineError
+        bodies = dataflow.nested_jaxprs(eqn)
+        axes = eqn.params["axes"] if not bodies else _axes_of(bodies[0])
+        total = jax.lax.psum(slope, axes) if axes else slope
+        return total if op == "sum" else total / replicas
 
     def _slope(self, eqn: Any, slopes: Sequence[Any], values: Sequence[Any]) -> Slope:
         """Of an equation's result, from those of its operands; None for those that do not depend on the leaf."""

@@ -38,14 +38,16 @@ def aggregate(new: PyTree, how: Aggregation, *, old: PyTree = _NOT_GIVEN) -> PyT
 
     A counter of what every replica does alike (`step + 1`) needs none of this: it is the same everywhere already.
 
-    Under `transform="jit"` the step sees the whole batch and there is one version only, as outside a mesh: "mean", "sum"
-    and "first" are then `new` itself. With `accumulate` each microbatch has a version of its own, as a replica has.
+    Under `transform="jit"` the step sees the whole batch and there is one version only, as outside a mesh: "mean",
+    "sum" and "first" are then `new` itself. With `accumulate` each microbatch has a version of its own, as a replica
+    has.
 
     Args:
         new: this replica's new version; pytree of arrays.
         how: "mean" of the versions; "sum", `old` and all that was added to it on any replica; "first", the version of
-            replica 0; "per_replica", all versions: each leaf gains a leading axis of replicas, of which a step reads its
-            own by `leaf[jdist.replica_id()]`. Every replica then holds all of them: for counters, not for large arrays.
+            replica 0; "per_replica", all versions: each leaf gains a leading axis of replicas, of which a step reads
+            its own by `leaf[jdist.replica_id()]`. Every replica then holds all of them: for counters, not for large
+            arrays.
         old: with "sum", the state that came in; a tree like `new`.
 
     Returns:

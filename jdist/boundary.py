@@ -1,10 +1,12 @@
-"""A step -> what each microbatch computes, what is combined over microbatches and replicas, and what is computed once from that.
+"""A step -> what each microbatch computes, what is combined over microbatches and replicas, and what is computed once
+from that.
 
-Microbatches are replicas in time: `accumulate=k` on N replicas is the step on k x N replicas. A traced step holds its collectives
-(`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`collective.py`). Each that combines what differs from
-microbatch to microbatch is a *cut*: what it reads is computed in a loop over the microbatches and summed up, the sums are combined over
-the replicas, and what follows reads the result. A cut that depends on another needs a further loop, a *phase*; what it needs
-again of the microbatch is computed again. What depends on no microbatch but through cuts is the *update part* and runs once.
+Microbatches are replicas in time: `accumulate=k` on N replicas is the step on k x N replicas. A traced step holds its
+collectives (`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`collective.py`). Each that
+combines what differs from microbatch to microbatch is a *cut*: what it reads is computed in a loop over the
+microbatches and summed up, the sums are combined over the replicas, and what follows reads the result. A cut that
+depends on another needs a further loop, a *phase*; what it needs again of the microbatch is computed again. What
+depends on no microbatch but through cuts is the *update part* and runs once.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Phase:
         cuts: those whose operands it computes.
         carried: which of `Split.carried` it computes, by place.
         outputs: which of the step's outputs it computes, by place.
-        prepare: `(state, others, combined) -> prepared`, what is the same for all its microbatches; `combined` holds the combined arrays
-            of all earlier phases' cuts.
+        prepare: `(state, others, combined) -> prepared`, what is the same for all its microbatches; `combined` holds
+            the combined arrays of all earlier phases' cuts.
         run: `(prepared, batch, microbatch) -> (operands of each cut, carried leaves, outputs)`.
     """
 
@@ -69,12 +71,55 @@ class Carried:
 
     Attributes:
         leaf: its number in the state.
-        adds_up: whether each microbatch adds to the old value (a counter), so that all additions count; else the microbatches'
-            values are averaged, as replicas' are.
+        adds_up: whether each microbatch adds to the old value (a counter), so that all additions count; else the
+            microbatches' values are averaged, as replicas' are.
     """
 
     leaf: int
     adds_up: bool
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step's jaxpr, and what its variables are.
+
+    Attributes:
+        closed: `(state leaves, batch leaves, others' leaves, microbatch) -> (state leaves, outputs)`.
+        state: the variables of the state's leaves.
+        batch: of the batch's.
+        others: of the further arguments'.
+        microbatch: of the microbatch's number.
+        new_state: of the new state's leaves.
+        outputs: of the outputs.
+        combined: of the combined arrays of all cuts, in order.
+        carried: of the leaves that phases write.
+    """
+
+    closed: Any
+    state: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    others: tuple[Any, ...]
+    microbatch: Any
+    new_state: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    combined: tuple[Any, ...]
+    carried: tuple[Any, ...]
+
+    def piece(self, wanted: Sequence[Any]) -> Callable[..., list[jax.Array]]:
+        """What computes variables behind the phases: `(state, others, combined, carried) -> values`, flat lists or trees."""
+        given = [*self.state, *self.others, *self.combined, *self.carried]
+        run = dataflow.subfunction(self.closed, given, list(wanted))
+        return lambda *values: run(_leaves(*values))
+
+    def read_by(self, wanted: Sequence[Any]) -> tuple[int, ...]:
+        """Numbers of the state's leaves that `piece(wanted)` reads."""
+        given = {*self.state, *self.others, *self.combined, *self.carried}
+        _, reads = dataflow.needed(self.closed, [v for v in wanted if not dataflow.is_literal(v)], given)
+        return tuple(i for i, v in enumerate(self.state) if v in reads)
+
+    def depends(self, sources: Sequence[Any]) -> set[Any]:
+        """Every variable that depends on one of `sources`, by way of collectives too."""
+        return dataflow.dependents(self.closed, sources)
 
 
 @dataclass(frozen=True)
@@ -88,10 +133,9 @@ class Split:
         varies: for each output, whether it differs between replicas (or microbatches) if it is not averaged.
         early: for each output, whether a phase computes it; the others wait for the update.
         output_shapes: of the outputs.
-        update: `(state, others, combined, carried) -> (state leaves, outputs)`, `combined` the arrays of all cuts in order, None in the
-            place of an output that a phase computes.
-        closed: the traced step, `(state leaves, batch leaves, others, microbatch) -> (state leaves, outputs)`.
-        combined: the variables of it that hold the combined arrays, in order.
+        update: `(state, others, combined, carried) -> (state leaves, outputs)`, `combined` the arrays of all cuts in
+            order, None in the place of an output that a phase computes.
+        traced: the traced step, for those who take it apart further.
         state_treedef: of the state.
         outputs_treedef: of the outputs.
     """
@@ -103,8 +147,7 @@ class Split:
     early: tuple[bool, ...]
     output_shapes: tuple[jax.ShapeDtypeStruct, ...]
     update: Callable[..., tuple[list[jax.Array], list[jax.Array | None]]]
-    closed: Any
-    combined: tuple[Any, ...]
+    traced: Traced
     state_treedef: Any
     outputs_treedef: Any
 
@@ -141,8 +184,8 @@ def split(
         Its phases and its update part.
 
     Raises:
-        BoundaryError: a collective of the step stands inside a loop, a condition or a `jax.checkpoint` of its own; the step combines no
-            gradient; or it writes to its state what microbatches have no common value of.
+        BoundaryError: a collective of the step stands inside a loop, a condition or a `jax.checkpoint` of its own; the
+            step combines no gradient; or it writes to its state what microbatches have no common value of.
     """
 
     num_virtual = [1]
@@ -168,7 +211,15 @@ def split(
         closed = dataflow.replaced(closed, scattered)
     closed = dataflow.forwarded(closed)
     return _Analysis(
-        closed, shapes, state, batch, others, num_microbatches, num_virtual[0], needs_gradient, otherwise
+        closed,
+        shapes,
+        state,
+        batch,
+        others,
+        num_microbatches,
+        (num_virtual[0] // num_microbatches, num_microbatches),
+        needs_gradient,
+        otherwise,
     ).split()
 
 
@@ -183,11 +234,11 @@ class _Analysis:
         batch: PyTree,
         others: PyTree,
         num_microbatches: int,
-        num_virtual: int,
+        sizes: tuple[int, int],
         needs_gradient: bool,
         otherwise: str,
     ):
-        self.closed, self.otherwise, self.num_virtual = closed, otherwise, num_virtual
+        self.closed, self.otherwise, self.sizes = closed, otherwise, sizes
         jaxpr = dataflow.body_of(closed)
         invars, outvars = iter(jaxpr.invars), iter(jaxpr.outvars)
         self.state = _take(invars, len(jax.tree.leaves(state)))
@@ -224,7 +275,7 @@ class _Analysis:
         return found
 
     def _is_own(self, v: Any) -> bool:
-        return not dataflow.is_literal(v) and v in self.own
+        return dataflow.is_in(v, self.own)
 
     def _level(self, v: Any) -> int:
         return 0 if dataflow.is_literal(v) else self.level.get(v, 0)
@@ -310,8 +361,17 @@ class _Analysis:
             early=early,
             output_shapes=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.outputs),
             update=update,
-            closed=self.closed,
-            combined=tuple(combined),
+            traced=Traced(
+                self.closed,
+                tuple(self.state),
+                tuple(self.batch),
+                tuple(self.others),
+                self.microbatch,
+                tuple(self.new_state),
+                tuple(self.outputs),
+                tuple(combined),
+                tuple(carried_vars),
+            ),
             state_treedef=jax.tree.structure(self.new_state_shape),
             outputs_treedef=jax.tree.structure(self.outputs_shape),
         )
@@ -323,7 +383,8 @@ class _Analysis:
         return next((g for g in self.gradients if g >= level), max(level, last))
 
     def _schedule(self, carried: Sequence[Carried], early: Sequence[bool]) -> dict[int, int]:
-        """The phase of each cut: as soon as its operands are known where another phase reads it, else where a gradient is taken.
+        """The phase of each cut: as soon as its operands are known where another phase reads it, else where a gradient
+        is taken.
 
         So a total of what the forward pass gives needs no forward pass of its own.
         """
@@ -364,7 +425,8 @@ class _Analysis:
             self._refuse_second_call()
         read = {v for eqn in equations for v in eqn.invars if not dataflow.is_literal(v)}
         read |= {v for v in wanted if not dataflow.is_literal(v)}
-        # What is the same for all microbatches is computed before their loop: variables that own equations, or results, read.
+        # What is the same for all microbatches is computed before their loop: variables that own equations, or results,
+        # read.
         looped = [eqn for eqn in equations if any(map(self._is_own, eqn.invars)) or any(eqn is e for e in effects)]
         at_loop = {v for eqn in looped for v in eqn.invars if not dataflow.is_literal(v)}
         at_loop |= {v for v in wanted if not dataflow.is_literal(v)}
@@ -394,7 +456,9 @@ class _Analysis:
         """How microbatches share a leaf that each computes for itself."""
         old, new = self.state[i], self.new_state[i]
         dtype = old.aval.dtype
-        slope = AffineRule(self.closed, old, new, self.num_virtual).of_program()
+        if self.sizes[1] == 1:
+            return Carried(i, adds_up=False)
+        slope = AffineRule(self.closed, old, new, self.sizes).of_program()
         if isinstance(slope, float | int) and slope == 1:
             return Carried(i, adds_up=True)
         if jnp.issubdtype(dtype, jnp.floating) and slope is not None:

@@ -1,8 +1,8 @@
 """The collectives of a step, as equations that can be found again in its jaxpr.
 
-What a value means (combined over all replicas, a total, one replica's part) follows from the program: each jdist collective is
-a call of a function with a name of its own, which JAX keeps through `grad`, `vmap` and `jit`. What depends on the batch by
-way of such equations alone is the same on every replica and for every microbatch.
+What a value means (combined over all replicas, a total, one replica's part) follows from the program: each jdist
+collective is a call of a function with a name of its own, which JAX keeps through `grad`, `vmap` and `jit`. What
+depends on the batch by way of such equations alone is the same on every replica and for every microbatch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def emit(
 
     Args:
         collective: what it does.
-        body: does it; a result for each operand. None of the operands must be returned as it is, or JAX leaves the equation out.
+        body: does it; a result for each operand. None of the operands must be returned as it is, or JAX leaves the
+            equation out.
         leaves: its operands.
     """
     if not leaves:

@@ -131,8 +131,9 @@ def current_strategy() -> Strategy | None:
 def in_replica_context() -> bool:
     """Whether the caller's code is what a replica runs.
 
-    True while a distributed step or `strategy.run`'s function is traced, in the global view too; and where no strategy other
-    than the default one is current, as code is then run by itself, once. False within `strategy.scope()` outside a step.
+    True while a distributed step or `strategy.run`'s function is traced, in the global view too; and where no strategy
+    other than the default one is current, as code is then run by itself, once. False within `strategy.scope()` outside
+    a step.
 
     Source: `tf.distribute.in_cross_replica_context`, which is the opposite.
 

@@ -97,7 +97,7 @@ def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
     source = {
         out: place[v] for out, v in zip(body.eqns[0].outvars, body.eqns[0].invars, strict=True) if not is_literal(v)
     }
-    return {i: source[v] for i, v in enumerate(body.outvars) if not is_literal(v) and v in source}
+    return {i: source[v] for i, v in enumerate(body.outvars) if is_in(v, source)}
 
 
 def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
@@ -109,7 +109,7 @@ def _arguments_returned(closed: Any) -> dict[int, int]:
     """Which results of a function are which of its arguments."""
     jaxpr = body_of(forwarded(closed))
     place = {v: i for i, v in enumerate(jaxpr.invars)}
-    return {i: place[v] for i, v in enumerate(jaxpr.outvars) if not is_literal(v) and v in place}
+    return {i: place[v] for i, v in enumerate(jaxpr.outvars) if is_in(v, place)}
 
 
 # JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
@@ -125,7 +125,8 @@ def makes_alike(eqn: Any) -> bool:
 def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
     """Every variable that depends on one of `sources` by way of no collective of jdist.
 
-    A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that microbatch's.
+    A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
+    microbatch's.
     """
     found = set(sources)
     for eqn in body_of(closed).eqns:
@@ -154,7 +155,7 @@ def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
 def _spread(jaxpr: Any, found: set[Var]) -> None:
     """Adds to `found` all that varies as its members do."""
     for eqn in jaxpr.eqns:
-        flags = [not is_literal(v) and v in found for v in eqn.invars]
+        flags = [is_in(v, found) for v in eqn.invars]
         found.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
 
 
@@ -193,7 +194,7 @@ def _body_varies(closed: Any, flags: Sequence[bool]) -> list[bool]:
     jaxpr = body_of(closed)
     found = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
     _spread(jaxpr, found)
-    return [not is_literal(v) and v in found for v in jaxpr.outvars]
+    return [is_in(v, found) for v in jaxpr.outvars]
 
 
 def is_transposed_gather(eqn: Any) -> bool:
@@ -453,6 +454,11 @@ def value_of(v: Var, known: dict[Var, Any]) -> Any:
 def is_literal(v: Var) -> bool:
     """Whether an operand is a constant written into the jaxpr."""
     return isinstance(v, jex.Literal)
+
+
+def is_in(v: Var, variables: Collection[Var]) -> bool:
+    """Whether an operand is one of these variables; a constant written into the jaxpr is none."""
+    return not isinstance(v, jex.Literal) and v in variables
 
 
 def is_dropped(v: Var) -> bool:

@@ -43,8 +43,8 @@ def value_and_grad(
         A function that returns `(value, grads)` or `((value, aux), grads)`, the same on every replica but for `aux`.
 
     Raises:
-        StepError: the loss is not a scalar, or `op` is neither "mean" nor "sum"; or `jax.vmap` maps it over examples, whose
-            gradients are local: take `jax.value_and_grad` for these.
+        StepError: the loss is not a scalar, or `op` is neither "mean" nor "sum"; or `jax.vmap` maps it over examples,
+            whose gradients are local: take `jax.value_and_grad` for these.
 
     Example:
         >>> import jdist

@@ -20,7 +20,8 @@ from jdist.reducible import as_array, check_numbers
 def compute_average_loss(
     per_example_loss: jax.Array, sample_weight: jax.Array | float | None = None, global_batch: int | None = None
 ) -> jax.Array:
-    """This replica's part of the average loss: the sum of its losses, divided by the number of rows of the global batch.
+    """This replica's part of the average loss: the sum of its losses, divided by the number of rows of the global
+    batch.
 
     The parts add up to the average, so gradients are summed: `jdist.value_and_grad(loss_fn, op="sum")`.
 
@@ -31,12 +32,13 @@ def compute_average_loss(
             microbatches), padding included.
 
     Returns:
-        A scalar, float32 or wider. No rows, and a traced `global_batch` of 0, give 0, as in TensorFlow: a replica without
-        rows adds nothing to the sum.
+        A scalar, float32 or wider. No rows, and a traced `global_batch` of 0, give 0, as in TensorFlow: a replica
+        without rows adds nothing to the sum.
 
     Raises:
-        StepError: the losses are no numbers or one scalar, the weights do not fit, `global_batch` is no positive integer, or
-            it is missing outside a step within a strategy's scope, where the number of replicas at work is not known.
+        StepError: the losses are no numbers or one scalar, the weights do not fit, `global_batch` is no positive
+            integer, or it is missing outside a step within a strategy's scope, where the number of replicas at work is
+            not known.
 
     Example:
         >>> import jdist, jax.numpy as jnp

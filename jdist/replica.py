@@ -3,8 +3,8 @@
 Outside a strategy every function here is plain JAX or the identity, so one step serves everywhere. The mesh axes
 come from JAX itself (the manual axes of the current mesh), cut down to those of the current strategy.
 
-Under `transform="jit"` a step sees the whole batch at once (the *global view*): it is one replica, and every call here means what
-it means on one device with the whole batch.
+Under `transform="jit"` a step sees the whole batch at once (the *global view*): it is one replica, and every call here
+means what it means on one device with the whole batch.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
 def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
     """Reduces each leaf over the replicas; every replica receives the result.
 
-    "mean" and "sum" are differentiable, with the meaning of `tf.distribute`'s all_reduce: the gradient of a sum is summed
-    over replicas.
+    "mean" and "sum" are differentiable, with the meaning of `tf.distribute`'s all_reduce: the gradient of a sum is
+    summed over replicas.
 
     Args:
         tree: pytree of arrays of the same shapes on every replica.

@@ -19,8 +19,8 @@ PyTree = Any
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimiser itself.
 
-    A step once had to mark an optimiser that it calls itself. Strategies that place the update elsewhere (on the host, on a
-    parameter server) find it in the traced step now, so the mark is of no use; programs that set it run unchanged.
+    A step once had to mark an optimiser that it calls itself. Strategies that place the update elsewhere (on the host,
+    on a parameter server) find it in the traced step now, so the mark is of no use; programs that set it run unchanged.
 
     Args:
         tx: the optimiser.

@@ -1,7 +1,5 @@
 """A step cut into its gradient part and its update part does what the whole step does, and loses nothing."""
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,19 +30,22 @@ def whole(step, state, batch=BATCH, others=()):
         return jax.jit(step)(state, batch, others)
 
 
-def in_parts(step, state, batch=BATCH, others=(), at="gradient"):
-    """Runs the parts one after another, as one microbatch on one replica."""
-    parts = split(DEFAULT, step, state, batch, others, at=at)
+def in_parts(step, state, batch=BATCH, others=()):
+    """Runs the phases one after another, as one microbatch on one replica, and then the update part."""
+    parts = split(DEFAULT, step, state, batch, others)
     zero = jnp.int32(0)
-    with tracing(ReplicaTrace(DEFAULT)):
-        counts = jax.jit(parts.counts)(state, batch, others, zero)
-        cuts, carried, crossing, early = jax.jit(parts.gradients)(state, batch, others, zero, counts)
-        new_state, late = jax.jit(parts.update)(state, others, cuts, carried, crossing)
-    assert len(cuts) == len(parts.cuts)
-    assert len(carried) == len(parts.carried)
-    assert len(crossing) == len(parts.crossing)
-    assert all((a is None) != (b is None) for a, b in zip(early, late, strict=True))
-    outputs = [b if a is None else a for a, b in zip(early, late, strict=True)]
+    combined, carried, early = [], {}, {}
+    for phase in parts.phases:
+        prepared = jax.jit(phase.prepare)(state, others, combined)
+        operands, leaves, outputs = jax.jit(phase.run)(prepared, batch, zero)
+        assert [len(xs) for xs in operands] == [len(cut.shapes) for cut in phase.cuts]
+        combined += [x for xs in operands for x in xs]
+        carried.update(zip(phase.carried, leaves, strict=True))
+        early.update(zip(phase.outputs, outputs, strict=True))
+    carried = [carried[n] for n in range(len(parts.carried))]
+    new_state, late = jax.jit(parts.update)(state, others, combined, carried)
+    assert [x is None for x in late] == list(parts.early)
+    outputs = [early[i] if x is None else x for i, x in enumerate(late)]
     return (
         jax.tree.unflatten(parts.state_treedef, new_state),
         jax.tree.unflatten(parts.outputs_treedef, outputs),
@@ -161,13 +162,12 @@ def written_after_the_update():
 STEPS = {f.__name__: f for f in (cnn_with_batch_norm, gan, raw_optax, written_after_the_update)}
 
 
-@pytest.mark.parametrize("at", ["gradient", "update"])
 @pytest.mark.parametrize("name", STEPS)
-def test_the_parts_equal_the_whole_step(name, at):
+def test_the_parts_equal_the_whole_step(name):
     step, state, carried = STEPS[name]()
     others = (jnp.float32(0.3),)
     expected_state, expected_outputs = whole(step, state, others=others)
-    new_state, outputs, parts = in_parts(step, state, others=others, at=at)
+    new_state, outputs, parts = in_parts(step, state, others=others)
     assert jax.tree.structure(new_state) == jax.tree.structure(expected_state)
     numbers = lambda tree: jax.tree.map(  # noqa: E731
         lambda x: jax.random.key_data(x) if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key) else x, tree
@@ -176,23 +176,7 @@ def test_the_parts_equal_the_whole_step(name, at):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), numbers(got), numbers(expected)
         )
-    if at == "update" and name == "written_after_the_update":
-        carried = carried | {".extra['best']"}  # the loss is known there before any optimiser is called
-    assert names(expected_state, parts.carried) == carried
-
-
-def test_what_crosses_is_told_with_the_result_that_needs_it():
-    step, state, _ = raw_optax()
-
-    def also(state, batch, others):
-        new, metrics = step(state, batch, others)
-        return new, {**metrics, "per_norm": batch["y"].sum() / metrics["norm"]}
-
-    *_, parts = in_parts(also, state)
-    assert len(parts.crossing) == 1
-    assert "per_norm" in parts.crossing[0]
-    *_, parts = in_parts(step, state)
-    assert parts.crossing == ()
+    assert names(expected_state, [c.leaf for c in parts.carried]) == carried
 
 
 def test_cuts_tell_how_each_array_is_combined():
@@ -202,41 +186,68 @@ def test_cuts_tell_how_each_array_is_combined():
         return w - grad - more, loss
 
     *_, parts = in_parts(step, jnp.float32(1))
-    assert parts.cuts == ("mean", "mean", "sum", "sum")
+    assert [(cut.collective.kind, cut.collective.op, len(cut.shapes)) for cut in parts.cuts] == [
+        ("gradient", "mean", 2),
+        ("gradient", "sum", 2),
+    ]
+
+
+def ops_of_phases(step, state=1.0):
+    return [[cut.collective.op for cut in phase.cuts] for phase in split(DEFAULT, step, state, BATCH).phases]
+
+
+class TestPhases:
+    """As many loops over the microbatches as collectives depend on one another, and no more."""
+
+    def test_what_depends_on_nothing_combined_shares_the_phase_of_the_gradient(self):
+        def step(w, batch, others):
+            loss, grad = jdist.value_and_grad(lambda w: (w * batch["y"]).mean())(w)
+            return w - grad, (
+                loss,
+                jdist.all_reduce(batch["y"].max(), "max"),
+                jdist.all_reduce(batch["mask"].sum(), "sum"),
+            )
+
+        assert ops_of_phases(step) == [["mean", "max", "sum"]]
+
+    def test_a_masked_mean_is_counted_before(self):
+        def step(w, batch, others):
+            loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["y"], batch["mask"]))(w)
+            return w - grad, (loss, jdist.all_reduce((w * batch["y"]).max(), "max"))
+
+        assert ops_of_phases(step) == [["sum"], ["mean", "max"]]
+
+    def test_a_gradient_at_updated_parameters_is_a_phase_of_its_own(self):
+        def step(w, batch, others):
+            for _ in range(3):
+                w -= jdist.grad(lambda w: (w * batch["y"]).mean() ** 2)(w)
+            return w, {}
+
+        assert ops_of_phases(step) == [["mean"], ["mean"], ["mean"]]
+
+    def test_a_collective_in_a_function_that_the_step_calls_is_found(self):
+        def step(w, batch, others):
+            return w - jax.jit(jdist.grad(lambda w: jdist.mean(w * batch["y"], batch["mask"])))(w), {}
+
+        assert ops_of_phases(step) == [["sum"], ["mean"]]
+
+    def test_what_all_microbatches_share_is_computed_before_their_loop(self):
+        def step(w, batch, others):
+            doubled = jnp.sin(w)
+            return w - jdist.grad(lambda v: (v * batch["y"]).mean())(doubled), {}
+
+        (phase,) = split(DEFAULT, step, jnp.float32(1), BATCH).phases
+        before = jax.make_jaxpr(phase.prepare)(jnp.float32(1), (), [])
+        prepared = jax.eval_shape(phase.prepare, jnp.float32(1), (), [])
+        inside = jax.make_jaxpr(phase.run)(prepared, BATCH, jnp.int32(0))
+        assert "sin" in str(before)
+        assert "sin" not in str(inside)
 
 
 class TestRefused:
-    def refuse(self, step, state, message, at="gradient"):
+    def refuse(self, step, state, message, **options):
         with pytest.raises(BoundaryError, match=message):
-            split(DEFAULT, step, state, BATCH, (), at=at)
-
-    @pytest.mark.parametrize("at", ["gradient", "update"])
-    def test_a_generator_trained_against_the_new_discriminator(self, at):
-        _, state, _ = gan()
-
-        def step(state, batch, others):
-            _, d_grads = jdist.value_and_grad(lambda p: loss_of(p, batch))(state["d"].params)
-            d = state["d"].apply_gradients(grads=d_grads)
-            fool = lambda g: -loss_of(jax.tree.map(lambda a, b: a * b, g, d.params), batch)  # noqa: E731
-            _, g_grads = jdist.value_and_grad(fool)(state["g"].params)
-            return {"d": d, "g": state["g"].apply_gradients(grads=g_grads)}, {}
-
-        self.refuse(step, state, "gradient number 2 of the step depends on an earlier gradient of", at)
-
-    def test_two_updates_one_after_the_other(self):
-        def step(w, batch, others):
-            for _ in range(2):
-                w -= jdist.grad(lambda w: (w * batch["y"]).sum() ** 2)(w)
-            return w, {}
-
-        self.refuse(step, jnp.float32(1), "gradient number 2")
-
-    def test_a_mean_of_what_was_updated(self):
-        def step(w, batch, others):
-            w -= jdist.grad(lambda w: (w * batch["y"]).sum())(w)
-            return w, jdist.mean(batch["y"], w * batch["mask"])
-
-        self.refuse(step, jnp.float32(1), "a masked mean of the step depends on")
+            split(DEFAULT, step, state, BATCH, (), **options)
 
     def test_no_gradient_at_all(self):
         self.refuse(lambda s, b, o: (s, {}), 1.0, r"calls `jdist\.value_and_grad` or `jdist\.grad` nowhere")
@@ -249,61 +260,43 @@ class TestRefused:
     def test_a_mean_alone_is_no_gradient(self):
         self.refuse(lambda s, b, o: (s, jdist.mean(b["y"], b["mask"])), 1.0, "nowhere")
 
-    def test_no_optimiser_marked(self):
-        tx = optax.sgd(0.1)
-
-        def step(state, batch, others):
-            grads = jdist.grad(loss_of)(state["params"], batch)
-            updates, opt = tx.update(grads, state["opt"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {}
-
-        self.refuse(
-            step, {"params": params(), "opt": tx.init(params())}, r"Change `tx` to `jdist\.optimizer\(tx\)`", "update"
-        )
-
     @pytest.mark.parametrize(
         "inside",
         [
             lambda f, w: jax.lax.scan(lambda w, _: (w - f(w), None), w, None, length=2)[0],
             lambda f, w: jax.lax.cond(w > 0, f, lambda w: w, w),
-            lambda f, w: jax.jit(f)(w),
             lambda f, w: jax.checkpoint(f)(w),
-            lambda f, w: jax.vmap(f)(w[None])[0],
             lambda f, w: jax.lax.fori_loop(0, 2, lambda _, w: f(w), w),
         ],
-        ids=["scan", "cond", "jit", "checkpoint", "vmap", "fori_loop"],
+        ids=["scan", "cond", "checkpoint", "fori_loop"],
     )
     def test_a_gradient_inside_a_function_of_the_steps_own(self, inside):
         def step(w, batch, others):
             return inside(jdist.grad(lambda w: (w * batch["y"]).mean()), w), {}
 
-        self.refuse(step, jnp.float32(1), r"inside a `lax\.scan`.*cannot be split.*Call it in the step itself")
+        self.refuse(
+            step,
+            jnp.float32(1),
+            r"inside a `lax\.scan`.*cannot be split.*Call it in the step itself",
+            num_microbatches=2,
+        )
+
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            lambda old, x: jnp.maximum(old, x.max()),
+            lambda old, x: jnp.sqrt(old**2 + x.mean()),
+        ],
+    )
+    def test_a_leaf_of_which_microbatches_have_no_common_value(self, rule):
+        def step(state, batch, others):
+            grad = jdist.grad(lambda w: (w * batch["y"]).mean())(state["w"])
+            return {"w": state["w"] - grad, "own": rule(state["own"], batch["x"])}, {}
+
+        state = {"w": jnp.float32(1), "own": jnp.float32(1)}
+        self.refuse(step, state, r"computes state leaf \['own'\].*no common value", num_microbatches=2)
 
 
 def test_an_error_in_the_step_itself_comes_through_as_it_is():
     with pytest.raises(KeyError, match="mine"):
         split(DEFAULT, lambda s, b, o: {}["mine"], 1.0, BATCH)
-
-
-class Outer(TrainState):
-    inner: Any = None
-
-
-def test_a_train_state_within_another_is_split_as_well():
-    inner = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
-    state = Outer.create(apply_fn=None, params=params(), tx=optax.sgd(0.1), inner=inner)
-
-    def step(state, batch, others):
-        grads = jdist.grad(loss_of)(state.params, batch)
-        inner_grads = jdist.grad(loss_of)(state.inner.params, batch)
-        return state.apply_gradients(grads=grads).replace(inner=state.inner.apply_gradients(grads=inner_grads)), {}
-
-    *_, parts = in_parts(step, state, at="update")
-    assert names(state, parts.carried) == set()
-
-
-def test_optimisers_are_marked_for_the_split_only():
-    step, state, _ = gan()
-    new_state, *_ = in_parts(step, state, at="update")
-    assert new_state["d"].tx is state["d"].tx
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)

@@ -1,7 +1,7 @@
 """What metrics do inside a step: check their inputs, weigh rows, and bring together what the replicas have.
 
-What leaves here is a total over replicas and microbatches, by `jdist.all_reduce(x, "sum")`: a step hands it out as it is, integers
-as integers.
+What leaves here is a total over replicas and microbatches, by `jdist.all_reduce(x, "sum")`: a step hands it out as it
+is, integers as integers.
 """
 
 from __future__ import annotations

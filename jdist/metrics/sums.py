@@ -23,8 +23,8 @@ def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], 
 
     Args:
         name: how errors call it.
-        sums: `(*inputs, mask=None) -> tree of sums`, over the rows of one replica; leaves out where `mask` is zero, and calls
-            no collective. Count in integers: they are added up in 32 bits in a step, in 64 bits over the steps.
+        sums: `(*inputs, mask=None) -> tree of sums`, over the rows of one replica; leaves out where `mask` is zero, and
+            calls no collective. Count in integers: they are added up in 32 bits in a step, in 64 bits over the steps.
         compute: `(tree of numpy arrays, int64 and float64) -> result`.
         zero: the tree of sums of no rows, which says their shapes.
 

@@ -1,13 +1,12 @@
 """A step taken apart for a parameter server: what a worker computes, and what the servers do with it.
 
-The step is split where gradients are combined (`boundary.split`, as for gradient accumulation). The gradient part becomes the
-worker's function: parameters and a batch in; gradients, metrics and a few scalars out. The update part is sorted into units
-(`update.sort_update`), each of which lives on one server.
+The step is split where gradients are combined (`boundary.split`, as for gradient accumulation). The gradient part
+becomes the worker's function: parameters and a batch in; gradients, metrics and a few scalars out. The update part is
+sorted into units (`update.sort_update`), each of which lives on one server.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist import dataflow
+from jdist.boundary import Split
 from jdist.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
 from jdist.global_arrays import is_key
 from jdist.ps.carrying import Carrying, find_carrying
 from jdist.ps.update import Update, sort_update
-from jdist.transforms.accumulate import Plan, gradient_part, make_plan
+from jdist.transforms.accumulate import Plan, all_reduced, gradient_part, make_plan
 from jdist.transforms.guard import Flags
 from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.results import LOCAL, ROWS
@@ -75,18 +75,26 @@ class StepParts:
 
         def on_replica(read: Sequence[Any], batches: PyTree, others: PyTree) -> Any:
             state = found.filled(dict(zip(self.read, read, strict=True)))
-            made = gradient_part(strategy, found.plan, state, batches, others)
-            old = jax.tree.leaves(state[0])
-            pushed = [*jax.tree.leaves(others), *made.cuts, *found.carrying.pushed(old, made.carried)]
+            with tracing(ReplicaTrace(strategy)):
+                made = gradient_part(found.plan, state, batches, others, all_reduced(strategy))
+                carried = found.carrying.pushed(found.plan, state, batches, others, made)
+            pushed = [*jax.tree.leaves(others), *made.combined, *carried]
             results = list(made.outputs)
-            for i, x in zip(found.late, self.update.late(pushed, range(len(found.late))), strict=True):
-                results[i] = x
+            here = found.plan.parts.traced.piece([found.plan.parts.traced.outputs[i] for i in found.here])
+            results = _placed(results, found.here, here(state, others, made.combined, made.carried))
+            results = _placed(results, found.late, self.update.late(pushed, range(len(found.late))))
             outputs, flags = results[: found.num_outputs], results[found.num_outputs :]
             finite = jnp.stack([jnp.asarray(x) for x in flags]).all() if flags else jnp.bool_(True)
             kinds = found.plan.kinds
-            own = {i: jnp.asarray(x)[None] if kinds[i] == LOCAL else x for i, x in enumerate(outputs)}
-            by_rows = {i: x for i, x in own.items() if kinds[i] in (LOCAL, ROWS)}
-            shared = {i: x for i, x in own.items() if i not in by_rows}
+            own = {i: x for i, x in enumerate(outputs) if kinds[i] in (LOCAL, ROWS)}
+            # A replica's own result that is the same for its microbatches is that of each of them.
+            by_rows = {
+                i: x
+                if found.plan.parts.early[i] or kinds[i] == ROWS
+                else jnp.broadcast_to(x, (found.plan.k, *jnp.shape(x)))
+                for i, x in own.items()
+            }
+            shared = {i: x for i, x in enumerate(outputs) if i not in own}
             return [pushed[i] for i in self.pushed], self.update.worker_scalars(pushed), finite, shared, by_rows
 
         whole, rows = PartitionSpec(), PartitionSpec(strategy.axes)
@@ -110,6 +118,7 @@ class TracedStep:
         shapes: of the state's leaves.
         treedef: of the state.
         impls: the implementation of each leaf that is a PRNG key, None of the others.
+        here: places of the outputs that the worker computes behind the phases.
         late: places of the outputs and flags that wait for the combined gradients.
         num_outputs: how many outputs there are; the flags are behind them.
         carrying: what it carries besides the gradient.
@@ -120,10 +129,11 @@ class TracedStep:
     shapes: tuple[Any, ...]
     treedef: Any
     impls: tuple[Any, ...]
+    here: tuple[int, ...]
     late: tuple[int, ...]
     num_outputs: int
     carrying: Carrying
-    gradients: range
+    gradients: tuple[int, ...]
 
     def typed(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves as the step knows them, from those that travel."""
@@ -133,9 +143,9 @@ class TracedStep:
         ]
 
     def filled(self, given: dict[int, Any]) -> PyTree:
-        """The state with these leaves, and nothing in the place of the others; with the slopes that are carried beside it."""
+        """The state with these leaves, and nothing in the place of the others."""
         leaves = [given[i] if i in given else self.nothing(i) for i in range(len(self.shapes))]
-        return self.carrying.begun(jax.tree.unflatten(self.treedef, self.typed(leaves)))
+        return jax.tree.unflatten(self.treedef, self.typed(leaves))
 
     def nothing(self, i: int) -> Any:
         """Stands for a leaf that the gradient part does not read."""
@@ -175,8 +185,11 @@ def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
     update = sort_update(dataflow.without_mesh(closed), len(jax.tree.leaves(state)))
     _check_outputs(parts.plan, update, parts.late)
     pushed = tuple(sorted({j for unit in update.units for j in unit.pushed}))
-    outputs = jax.tree.unflatten(parts.plan.whole.outputs_treedef, [0] * len(parts.plan.kinds))[0]
-    return StepParts(parts.plan.parts.read, pushed, update, jax.tree.structure(outputs), spec, parts)
+    *outputs, _ = jax.tree.unflatten(parts.plan.parts.outputs_treedef, [0] * len(parts.plan.kinds))
+    traced = parts.plan.parts.traced
+    behind = [traced.outputs[i] for i in parts.here] + [traced.new_state[i] for i in parts.carrying.leaves]
+    read = tuple(sorted({*parts.plan.parts.read, *traced.read_by(behind)}))
+    return StepParts(read, pushed, update, jax.tree.structure(tuple(outputs)), spec, parts)
 
 
 def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, closures: int) -> tuple[TracedStep, Any]:
@@ -192,26 +205,29 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
         state,
         batches,
         others,
-        needs_cut=False,
+        needs_gradient=False,
         otherwise="use `jdist.mirrored()`, which does not split a step",
     )
-    if plan.parts.carried and not plan.parts.cuts:
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    parts, traced = plan.parts, plan.parts.traced
+    # What of a batch's influence goes by no gradient, the step carries; asynchronous workers combine it by themselves.
+    of_gradients = traced.depends(_combined_by(parts, gradients_alone=True))
+    elsewhere = of_gradients if closures == 1 else traced.depends(_combined_by(parts, gradients_alone=False))
+    of_batch = traced.depends([*traced.batch, traced.microbatch])
+    paths = [jax.tree_util.keystr(path) or "it" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    carries = [i for i, v in enumerate(traced.new_state) if dataflow.is_in(v, of_batch) and v not in of_gradients]
+    both = [paths[c.leaf] for c in parts.carried if traced.new_state[c.leaf] in of_gradients]
+    if both:
         raise BoundaryError(
-            f"the step computes {', '.join(paths[i] or 'its state' for i in plan.parts.carried)} from the batch without "
+            f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a parameter server the update "
+            "is made elsewhere and later: compute it from the rows alone, or from the gradients alone; or use `jdist.mirrored()`."
+        )
+    if carries and not any(cut.collective.kind == "gradient" for cut in parts.cuts):
+        raise BoundaryError(
+            f"the step computes {', '.join(paths[i] for i in carries)} from the batch without "
             "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others have "
             "written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a metric."
         )
-    microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // plan.k, *x.shape[1:]), x.dtype), batches)
-    parts, carrying = find_carrying(
-        plan.parts,
-        state,
-        microbatch,
-        others,
-        num_replicas=strategy.num_replicas,
-        microbatches=spec.options.accumulate,
-    )
-    plan = dataclasses.replace(plan, parts=parts)
+    carrying = find_carrying(parts, carries, (strategy.num_replicas, plan.k), closures)
     leaves, treedef = jax.tree.flatten(state)
     impls = tuple(jax.random.key_impl(x) if is_key(x) else None for x in leaves)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
@@ -219,39 +235,58 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
     others_leaves, others_treedef = jax.tree.flatten(others)
 
     def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        made = gradient_part(strategy, plan, carrying.begun(state), batches, others)
-        return made.cuts, carrying.pushed(jax.tree.leaves(state), made.carried)
+        with tracing(ReplicaTrace(strategy)):
+            made = gradient_part(plan, state, batches, others, all_reduced(strategy))
+            return made.combined, carrying.pushed(plan, state, batches, others, made)
 
-    cuts, carried = jax.eval_shape(gradients, state, batches, others)
-    late: list[int] = []
-    numbers = range(len(others_leaves), len(others_leaves) + len(cuts))
-    draft = TracedStep(
-        plan, shapes, treedef, impls, (), num_outputs, carrying, numbers
-    )  # what is late is known once the update is traced
+    combined, carried = jax.eval_shape(gradients, state, batches, others)
+    late = [i for i, v in enumerate(traced.outputs) if not parts.early[i] and dataflow.is_in(v, elsewhere)]
+    here = [i for i in range(len(traced.outputs)) if not parts.early[i] and i not in late]
+    cuts = parts.cuts
+    places = [cut.collective.kind == "gradient" for cut in cuts for _ in cut.shapes]
+    numbers = tuple(len(others_leaves) + i for i, is_gradient in enumerate(places) if is_gradient)
+    found = TracedStep(plan, shapes, treedef, impls, tuple(here), tuple(late), num_outputs, carrying, numbers)
 
     def update(*values: Any) -> list[Any]:
-        old = draft.typed(values[: len(leaves)])
+        old = found.typed(values[: len(leaves)])
         state = jax.tree.unflatten(treedef, old)
         rest = iter(values[len(leaves) :])
         others = jax.tree.unflatten(others_treedef, [next(rest) for _ in others_leaves])
         with tracing(ReplicaTrace(strategy)):
-            taken = [next(rest) for _ in cuts], [next(rest) for _ in plan.whole.carried]
-            new, results = plan.whole.update(state, others, *taken, [])
-        new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(plan.whole.state_treedef, new)))
-        new = carrying.applied(old, new, list(rest))
-        late[:] = [i for i, x in enumerate(results) if x is not None]
+            combined_here = [next(rest) for _ in combined]
+            pushed = list(rest)
+            new, results = parts.update(state, others, combined_here, carrying.own(pushed))
+        new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(parts.state_treedef, new)))
+        new = carrying.applied(old, new, pushed)
         kept = [before if x is typed else x for x, typed, before in zip(new, old, values, strict=False)]
         return [jax.random.key_data(x) if is_key(x) else x for x in kept] + [results[i] for i in late]
 
-    arguments = [jax.random.key_data(x) if is_key(x) else x for x in leaves] + [*others_leaves, *cuts, *carried]
-    closed = prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
-    return dataclasses.replace(draft, late=tuple(late)), closed
+    arguments = [jax.random.key_data(x) if is_key(x) else x for x in leaves] + [*others_leaves, *combined, *carried]
+    return found, prepared(jax.make_jaxpr(update)(*arguments), arguments, strategy.num_replicas)
+
+
+def _combined_by(parts: Split, *, gradients_alone: bool) -> list[Any]:
+    """The variables of a step's combined arrays; of the gradients, or of all cuts of the last phase."""
+    variables = iter(parts.traced.combined)
+    last = parts.phases[-1].cuts if parts.phases else ()
+    of_cut = [(cut, next(variables)) for cut in parts.cuts for _ in cut.shapes]
+    return [
+        v
+        for cut, v in of_cut
+        if cut.collective.kind == "gradient" or (not gradients_alone and any(cut is other for other in last))
+    ]
+
+
+def _placed(results: list[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """A list with some of its entries filled in."""
+    found = dict(zip(places, values, strict=True))
+    return [found.get(i, x) for i, x in enumerate(results)]
 
 
 def _check_outputs(plan: Plan, update: Update, late: Sequence[int]) -> None:
     """Refuses results that only the servers could compute."""
     paths = jax.tree_util.tree_leaves_with_path(
-        jax.tree.unflatten(plan.whole.outputs_treedef, range(len(plan.kinds)))[0]
+        jax.tree.unflatten(plan.parts.outputs_treedef, range(len(plan.kinds)))[:-1]
     )
     named = {i: jax.tree_util.keystr(path[1:]) or "it" for path, i in paths}
     wrong = [named[i] for place, i in enumerate(late) if i in named and update.late_reads_state(place)]

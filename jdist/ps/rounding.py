@@ -62,7 +62,7 @@ def _carried(step: StepParts) -> set[int]:
 
     Rounded both ways, each of their small changes would be lost.
     """
-    reads, carried = step.update.reads, step.traced.plan.parts.carried
+    reads, carried = step.update.reads, step.traced.carrying.leaves
     return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
 
 

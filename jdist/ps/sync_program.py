@@ -1,8 +1,9 @@
 """A step of synchronous mode: a call is cut into closures, whose gradients the servers average into one update.
 
-The closures are to the call what microbatches are to gradient accumulation, only on several workers: each has every k-th
-row, the counts that masked means divide by are summed over all of them beforehand, and what depends on the mean of the
-gradients (a norm to clip by, a metric of the gradients) is computed by the coordinator from what the closures report.
+The closures are to the call what microbatches are to gradient accumulation, only on several workers: each has its rows,
+the counts that masked means divide by are summed over all of them beforehand, and what depends on the mean of the
+gradients (a norm to clip by, a metric of the gradients) or on a total is computed by the coordinator from what the
+closures report.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from jdist import dataflow
 from jdist.errors import BoundaryError
 from jdist.gradients import all_finite
 from jdist.ps.program import StepParts
-from jdist.transforms.results import LOCAL, METRIC, ROWS
+from jdist.transforms.accumulate import Gradients, axis_of_rows
+from jdist.transforms.results import LOCAL, METRIC
 
 PyTree = Any
 
@@ -56,6 +58,14 @@ class SyncParts:
         self.parts, self._n, self._treedef, self._num_rows = parts, closures, treedef, num_batch_leaves
         self._accumulate = parts.spec.options.accumulate
         self._plan, self._found = parts.traced.plan, parts.traced
+        self._check_phases()
+        *self._before, self._main = self._plan.parts.phases
+        ops = [cut.collective.op for cut in self._main.cuts for _ in cut.shapes]
+        num_others = len(arguments) - num_batch_leaves
+        first = num_others + sum(len(cut.shapes) for phase in self._before for cut in phase.cuts)
+        self._ops = dict(enumerate(ops, start=first))  # of what is pushed, by number
+        self._wholes = dict(enumerate((shape.shape for cut in self._main.cuts for shape in cut.shapes), start=first))
+        self._check_pushed()
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
         self._counts = jax.jit(self._count_function(structs))
         counts = jax.eval_shape(self._counts, structs)
@@ -73,7 +83,10 @@ class SyncParts:
         """The arguments of each closure of a call, from the leaves of the call's."""
         counts = self._counts([np.asarray(x) for x in leaves])
         rows, others = [np.asarray(x) for x in leaves[: self._num_rows]], list(leaves[self._num_rows :])
-        return [[*(x[i :: self._n] for x in rows), *others, np.int32(i), *counts] for i in range(self._n)]
+        return [
+            [*(x[i * len(x) // self._n : (i + 1) * len(x) // self._n] for x in rows), *others, np.int32(i), *counts]
+            for i in range(self._n)
+        ]
 
     def worker(self, values: list[Any]) -> list[Any]:
         """What a worker computes: of inputs and a closure's arguments the pushed arrays, a flag, and what it reports.
@@ -97,88 +110,147 @@ class SyncParts:
         scalars, finite, outputs = jax.device_get(self._combine([list(each) for each in reported]))
         return Combined(scalars, bool(finite), outputs)
 
+    def _check_phases(self) -> None:
+        phases = self._plan.parts.phases
+        gradient = [n for n, p in enumerate(phases) if any(cut.collective.kind == "gradient" for cut in p.cuts)]
+        if gradient and gradient[0] != len(phases) - 1:
+            raise BoundaryError(
+                "the step computes something of its rows from what its workers have combined already (a second gradient at other "
+                "parameters, a loss after the update), which in synchronous mode no worker can wait for. Make two steps of it, use "
+                "asynchronous mode, where a worker combines its own, or `jdist.mirrored()`."
+            )
+
+    def _check_pushed(self) -> None:
+        wrong = {self._ops[j] for j in self.parts.pushed if self._ops.get(j) in ("max", "min", "gather")}
+        if wrong:
+            raise BoundaryError(
+                f"the state depends on what the step combines by {' and '.join(sorted(wrong))} over all rows. In synchronous mode servers "
+                "average what workers push: put a sum or a mean into the state, or use `jdist.mirrored()`."
+            )
+
     def _on_replica(self, values: list[Any]) -> list[Any]:
         n, parts, a = len(self.parts.read), self._plan.parts, self._accumulate
         num_arguments = self._treedef.num_leaves
         leaves, (number, *counts) = values[n : n + num_arguments], values[n + num_arguments :]
         state = self._found.filled(dict(zip(self.parts.read, values[:n], strict=True)))
-        old = jax.tree.leaves(state[0])
-        found, carried = list[Any](), list[Any]()
+        old = jax.tree.leaves(state)
+        batches, others = jax.tree.unflatten(self._treedef, leaves)
+        prepared = self._main.prepare(state, others, counts)
+        found = []
         for j in range(a):
-            batches, others = jax.tree.unflatten(self._treedef, self._rows_of(leaves, j, a))
-            cuts, carried, _, outputs = parts.gradients(state, batches, others, number * a + j, counts)
-            found.append((cuts, [x for x in outputs if x is not None]))
-            state = self._with_carried(state, carried)
+            rows, _ = jax.tree.unflatten(self._treedef, self._rows_of(leaves, j, a))
+            operands, carried, outputs = self._main.run(prepared, rows, number * a + j)
+            found.append(([x for xs in operands for x in xs], carried, outputs))
         # Servers take the mean; what is to be a sum is brought as so many times itself.
         cuts = [
-            sum(each) * self._n if op == "sum" else sum(each) / a
-            for op, each in zip(parts.cuts, zip(*(cuts for cuts, _ in found), strict=True), strict=True)
+            _together(op, values, whole, self._n)
+            for op, whole, values in zip(
+                self._ops.values(),
+                self._wholes.values(),
+                zip(*(cuts for cuts, _, _ in found), strict=True),
+                strict=True,
+            )
         ]
-        pushed = [*leaves[self._num_rows :], *cuts, *self._found.carrying.pushed(old, carried)]
-        early = self._joined([outputs for _, outputs in found], inside=True)
-        reported = [*early, *(pushed[j] for j in self.parts.update.read_by_scalars)]
+        begun = [old[parts.carried[i].leaf] if parts.carried[i].adds_up else None for i in self._main.carried]
+        carried = [
+            _together("mean", values, (), 1) if start is None else start + self._n * sum(x - start for x in values)
+            for start, values in zip(begun, zip(*(carried for _, carried, _ in found), strict=True), strict=True)
+        ]
+        made = Gradients([*counts, *cuts], carried, [])
+        pushed = [
+            *leaves[self._num_rows :],
+            *made.combined,
+            *self._found.carrying.pushed(self._plan, state, batches, others, made),
+        ]
+        kinds = [self._plan.kinds[i] for i in self._main.outputs]
+        early = [
+            jnp.stack(values) if kind == LOCAL else _joined(kind, values)
+            for kind, values in zip(kinds, zip(*(outputs for _, _, outputs in found), strict=True), strict=True)
+        ]
+        traced = parts.traced
+        here = traced.piece([traced.outputs[i] for i in self._found.here])(state, others, made.combined, made.carried)
+        reported = [*early, *here, *(pushed[j] for j in self.parts.update.read_by_scalars)]
         scales = self.parts.spec.options.loss_scaling is not None  # then the worker looks for an overflow of its own
         finite = jnp.stack([all_finite(jnp.asarray(x)) for x in cuts]).all() if scales else jnp.bool_(True)
         return [*(pushed[i] for i in self.parts.pushed), finite, *map(jnp.asarray, reported)]
 
     def _count_function(self, arguments: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
         """From a call's arguments the counts of all closures together, of which no server knows."""
-        parts, shapes = self._plan.parts, self._found.shapes
+        shapes = self._found.shapes
+        k = self._n * self._accumulate
 
-        def one(state: list[Any], leaves: list[Any], i: Any) -> list[Any]:
-            batches, others = jax.tree.unflatten(self._treedef, leaves)
-            return parts.counts(self._found.filled(dict(enumerate(state))), batches, others, i)
+        def counts(state: list[Any], leaves: list[Any]) -> list[Any]:
+            whole = self._found.filled(dict(enumerate(state)))
+            _, others = jax.tree.unflatten(self._treedef, leaves)
+            combined: list[Any] = []
+            for phase in self._before:
+                prepared = phase.prepare(whole, others, combined)
+                found = []
+                for i in range(k):
+                    rows, _ = jax.tree.unflatten(self._treedef, self._rows_of(leaves, i, k))
+                    operands, _, _ = phase.run(prepared, rows, jnp.int32(i))
+                    found.append([x for xs in operands for x in xs])
+                described = [(cut.collective.op, shape.shape) for cut in phase.cuts for shape in cut.shapes]
+                combined += [
+                    _together(op, values, whole_shape, 1)
+                    for (op, whole_shape), values in zip(described, zip(*found, strict=True), strict=True)
+                ]
+            return combined
 
         state = [self._found.nothing(i) for i in range(len(shapes))]
-        k = self._n * self._accumulate
-        given = jax.eval_shape(lambda leaves: self._rows_of(leaves, 0, k), list(arguments))
-        closed = jax.make_jaxpr(one)(state, given, jnp.int32(0))
+        closed = jax.make_jaxpr(counts)(state, list(arguments))
         of_state = dataflow.dependents(closed, dataflow.body_of(closed).invars[: len(state)])
-        if any(not dataflow.is_literal(v) and v in of_state for v in dataflow.body_of(closed).outvars):
+        if any(dataflow.is_in(v, of_state) for v in dataflow.body_of(closed).outvars):
             raise BoundaryError(
-                "the weights of a masked `jdist.mean` depend on the parameters, which only the workers have. In synchronous "
-                "mode they are summed before any worker begins: compute them from the batch."
+                "what the step combines before its gradient, as the weights of a masked `jdist.mean`, depends on the parameters, which "
+                "only the workers have. In synchronous mode it is summed before any worker begins: compute it from the batch."
             )
-
-        def counts(leaves: list[Any]) -> list[Any]:
-            each = [one(state, self._rows_of(leaves, i, k), jnp.int32(i)) for i in range(k)]
-            return [functools.reduce(jnp.add, same) for same in zip(*each, strict=True)]
-
-        return counts
+        return lambda leaves: counts(state, leaves)
 
     def _combined(self, reported: list[list[Any]]) -> tuple[list[Any], Any, list[Any]]:
         found, update, kinds = self._found, self.parts.update, self._plan.kinds
-        early = [i for i in range(len(kinds)) if i not in found.late]
-        joined = self._joined([each[: len(early)] for each in reported], inside=False)
-        results: dict[int, Any] = dict(zip(early, joined, strict=True))
-        needed = dict(zip(update.read_by_scalars, range(len(early), len(reported[0])), strict=True))
+        early, here = list(self._main.outputs), list(found.here)
+        results: dict[int, Any] = {
+            i: jnp.concatenate(values) if kinds[i] == LOCAL else _joined(kinds[i], values)
+            for i, values in zip(early, zip(*(each[: len(early)] for each in reported), strict=True), strict=True)
+        }
+        # What the worker computes behind the phases is the same for all; a per-replica result of it that of each.
+        behind = reported[0][len(early) : len(early) + len(here)]
+        k = self._plan.k
+        results |= {
+            i: jnp.broadcast_to(x, (k, *jnp.shape(x))) if kinds[i] == LOCAL else x
+            for i, x in zip(here, behind, strict=True)
+        }
+        needed = dict(zip(update.read_by_scalars, range(len(early) + len(here), len(reported[0])), strict=True))
         pushed = [
-            _mean([each[needed[j]] for each in reported]) if j in needed else jnp.zeros(shape.shape, shape.dtype)
+            self._of_all(j, [each[needed[j]] for each in reported])
+            if j in needed
+            else jnp.zeros(shape.shape, shape.dtype)
             for j, shape in enumerate(update.pushed_shapes)
         ]
         late = update.late(pushed, range(len(found.late)))
-        results |= dict(zip(found.late, late, strict=True))
+        results |= {
+            i: jnp.broadcast_to(x, (k, *jnp.shape(x))) if kinds[i] == LOCAL else x
+            for i, x in zip(found.late, late, strict=True)
+        }
         flags = [jnp.asarray(results[i]) for i in range(found.num_outputs, len(kinds))]
         finite = jnp.stack(flags).all() if flags else jnp.bool_(True)
         return update.worker_scalars(pushed), finite, [results[i] for i in range(found.num_outputs)]
 
+    def _of_all(self, number: int, values: list[Any]) -> Any:
+        """What is pushed under a number, of all closures."""
+        op = self._ops.get(number)
+        if op == "sum":  # each has brought so many times its own
+            total = sum(values[1:], values[0])
+            return total / self._n if jnp.issubdtype(total.dtype, jnp.inexact) else total // self._n
+        return _mean(values) if op is None else _together(op, values, self._wholes[number], 1)
+
     def _rows_of(self, leaves: Sequence[Any], part: int, parts: int) -> list[Any]:
-        """The leaves of a call with some of the batch's rows."""
-        return [x[part::parts] if n < self._num_rows else x for n, x in enumerate(leaves)]
-
-    def _with_carried(self, state: PyTree, carried: Sequence[Any]) -> PyTree:
-        leaves, treedef = jax.tree.flatten(state)
-        for i, x in zip(self._plan.parts.carried, carried, strict=True):
-            leaves[i] = x
-        return jax.tree.unflatten(treedef, leaves)
-
-    def _joined(self, outputs: Sequence[Sequence[Any]], *, inside: bool) -> list[Any]:
-        """The results that wait for nothing, of the parts of a closure or of the closures of a call."""
-        kinds = [kind for i, kind in enumerate(self._plan.kinds) if i not in self._found.late]
-        return [
-            _joined(METRIC if inside and kind == LOCAL else kind, values)
-            for kind, values in zip(kinds, zip(*outputs, strict=True), strict=True)
-        ]
+        """The leaves of a call, or closure, with one part of the batch's rows."""
+        rows = [x.shape[0] // parts for x in leaves[: self._num_rows]]
+        return [x[part * n : (part + 1) * n] for x, n in zip(leaves, rows, strict=False)] + list(
+            leaves[self._num_rows :]
+        )
 
 
 def _mean(values: list[Any]) -> Any:
@@ -186,12 +258,16 @@ def _mean(values: list[Any]) -> Any:
     return sum(values[1:], values[0]) / len(values) if jnp.issubdtype(values[0].dtype, jnp.inexact) else values[0]
 
 
+def _together(op: str, values: Sequence[Any], whole: tuple[int, ...], times: int) -> Any:
+    """What several computed for one cut; a sum so many times."""
+    if op == "gather":
+        return jnp.concatenate(values, axis_of_rows(values[0].shape, whole))
+    if op in ("max", "min"):
+        return functools.reduce(jnp.maximum if op == "max" else jnp.minimum, values)
+    total = sum(values[1:], values[0])
+    return total / len(values) if op == "mean" else total * times
+
+
 def _joined(kind: str, values: Sequence[Any]) -> Any:
-    """A result of the closures: a mean, a total, one each, or rows in the order of the call's."""
-    if kind == METRIC:
-        return sum(values[1:], values[0]) / len(values)
-    if kind == LOCAL:
-        return jnp.stack(values)
-    if kind == ROWS:
-        return jnp.stack(values, 1).reshape(-1, *values[0].shape[1:])
-    return sum(values[1:], values[0])
+    """A result of microbatches or closures: a mean, or rows in the order of the call's."""
+    return sum(values[1:], values[0]) / len(values) if kind == METRIC else jnp.concatenate(values)

@@ -1,9 +1,9 @@
 """Where each leaf of a state is updated, found in the traced update itself.
 
-A step's update part is a jaxpr from the old state and what a worker computed to the new state. From what depends on what in
-it follow the *units*: leaves that are updated together (a parameter, its momentum, its average), and so live on one server. A
-unit whose update is elementwise may be cut by rows. What needs a whole gradient but no state (its norm, for clipping) is a
-scalar, and the worker computes it.
+A step's update part is a jaxpr from the old state and what a worker computed to the new state. From what depends on
+what in it follow the *units*: leaves that are updated together (a parameter, its momentum, its average), and so live on
+one server. A unit whose update is elementwise may be cut by rows. What needs a whole gradient but no state (its norm,
+for clipping) is a scalar, and the worker computes it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Update:
 
     Attributes:
         constant: leaves of the state that it leaves as they are.
-        everywhere: small leaves that depend on nothing a worker pushes (a counter, a key): each server has its own copy,
-            and after the same number of these updates all copies are the same. Where several steps change one, see
-            `groups.in_turn`.
+        everywhere: small leaves that depend on nothing a worker pushes (a counter, a key): each server has its own
+            copy, and after the same number of these updates all copies are the same. Where several steps change one,
+            see `groups.in_turn`.
         units: the rest.
         reads: of each leaf that it changes, the leaves that the new value depends on.
         scalar_shapes: of the scalars that a worker computes from its gradients alone and pushes to every server.
@@ -104,8 +104,8 @@ class Update:
 
         Args:
             leaves: whole units of this update.
-            old: what they are computed from, by number: they themselves, those that are everywhere and the constant ones;
-                of units that are all `by_rows` as many rows as there are.
+            old: what they are computed from, by number: they themselves, those that are everywhere and the constant
+                ones; of units that are all `by_rows` as many rows as there are.
             pushed: the units' pushed arrays, the same rows of them.
             scalars: what `worker_scalars` gave.
 

@@ -13,7 +13,6 @@ from jdist import gradients, replica
 from jdist.boundary import Cut, Phase, Split, split
 from jdist.collective import Collective
 from jdist.context import ReplicaTrace, Residuals, tracing
-from jdist.reducible import countable
 from jdist.strategy import Strategy
 from jdist.transforms.loops import scan
 from jdist.transforms.results import LOCAL, METRIC, ROWS, check_means, rows_of
@@ -30,11 +29,13 @@ class Plan:
     """A step that was split for `k` microbatches.
 
     Attributes:
+        strategy: what it runs under.
         k: the number of microbatches.
         parts: the step, as one microbatch sees it.
         kinds: how each output comes together from the replicas.
     """
 
+    strategy: Strategy
     k: int
     parts: Split
     kinds: list[str]
@@ -76,15 +77,15 @@ def accumulated(
         residuals: what the all-reduce keeps of each gradient.
 
     Returns:
-        `(new state, outputs)`, as `pure` on `k` times as many replicas gives them; per-replica outputs lead with an axis of
-        microbatches.
+        `(new state, outputs)`, as `pure` on `k` times as many replicas gives them; per-replica outputs lead with an
+        axis of microbatches.
 
     Raises:
         BoundaryError: the step cannot be split.
     """
     plan = make_plan(strategy, pure, k, state, batches, others)
     with tracing(ReplicaTrace(strategy, residuals=residuals)):
-        made = gradient_part(strategy, plan, state, batches, others, all_reduced(strategy))
+        made = gradient_part(plan, state, batches, others, all_reduced(strategy))
         new_leaves, late = plan.parts.update(state, others, made.combined, made.carried)
         late = finish_late(plan, late)
     outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
@@ -128,7 +129,7 @@ def make_plan(
     )
     averaged = [v and kind == METRIC for v, kind in zip(parts.varies, kinds, strict=True)]
     check_means(jax.tree.unflatten(parts.outputs_treedef, parts.output_shapes), averaged, rows_of(shapes))
-    return Plan(k, parts, kinds)
+    return Plan(strategy, k, parts, kinds)
 
 
 def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
@@ -145,13 +146,10 @@ def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
     return jax.tree.map(cut, batches)
 
 
-def gradient_part(
-    strategy: Strategy, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine
-) -> Gradients:
+def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine) -> Gradients:
     """Runs the phases over all microbatches and combines what the replicas computed; called under a trace.
 
     Args:
-        strategy: what the step runs under.
         plan: the step.
         state: the state; leaves that no phase reads may hold anything of their shape.
         batches: one replica's rows.
@@ -161,7 +159,7 @@ def gradient_part(
     Returns:
         The combined arrays, and what else the phases give.
     """
-    parts, micro = plan.parts, microbatches(strategy, batches, plan.k)
+    parts, micro = plan.parts, microbatches(plan.strategy, batches, plan.k)
     old = jax.tree.leaves(state)
     combined: list[jax.Array] = []
     carried: dict[int, jax.Array] = {}
@@ -169,7 +167,7 @@ def gradient_part(
     for phase in parts.phases:
         prepared = phase.prepare(state, others, combined)
         begun = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
-        operands, leaves, results = _over_microbatches(strategy, plan, phase, prepared, begun, micro)
+        operands, leaves, results = _over_microbatches(plan, phase, prepared, begun, micro)
         carried.update(leaves)
         outputs.update(results)
         # Metrics go with the sums of the phase, in one all-reduce.
@@ -234,12 +232,11 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
 
 
 def _over_microbatches(
-    strategy: Strategy, plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
+    plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
 ) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
     """One phase on one replica.
 
     Args:
-        strategy: what the step runs under.
         plan: the step.
         phase: of it.
         prepared: what all microbatches share.
@@ -259,10 +256,7 @@ def _over_microbatches(
     def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:
         operands, carried, outputs = phase.run(prepared, batch, number)
         added = [new - begun[n] if n in begun else new for n, new in zip(phase.carried, carried, strict=True)]
-        leaves = [*(x for each in operands for x in each), *added, *outputs]
-        return [
-            countable(jnp.asarray(x)) if way in SUMMED else jnp.asarray(x) for x, way in zip(leaves, ways, strict=True)
-        ]
+        return [jnp.asarray(x) for x in (*(x for each in operands for x in each), *added, *outputs)]
 
     first = jax.tree.map(lambda x: x[0], micro)
     if k == 1:
@@ -281,7 +275,7 @@ def _over_microbatches(
             ]
             return sums, [y if total is None else None for total, y in zip(totals, now, strict=True)]
 
-        totals, stacked = scan(strategy, add, zeros, (jnp.arange(k), micro))
+        totals, stacked = scan(plan.strategy, add, zeros, (jnp.arange(k), micro))
         values = []
         for place, (way, total, rows, shape) in enumerate(zip(ways, totals, stacked, shapes, strict=True)):
             if way in SUMMED:

@@ -105,7 +105,7 @@ class _CentralStep:
 
         def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
             with tracing(ReplicaTrace(self.strategy)):
-                made = gradient_part(self.strategy, plan, state, batches, others, all_reduced(self.strategy))
+                made = gradient_part(plan, state, batches, others, all_reduced(self.strategy))
             return made.combined, made.carried
 
         flags = seen[-1]
@@ -203,7 +203,7 @@ class _CentralStep:
                 ]
 
             with tracing(ReplicaTrace(self.strategy)):
-                made = gradient_part(self.strategy, plan, now, batches, others, combine)
+                made = gradient_part(plan, now, batches, others, combine)
             shapes[0].extend(shape.shape for cut in plan.parts.cuts for shape in cut.shapes)
             shapes[1].extend(x.shape for x in made.carried)
             combined = [x if done else self.own_part(x) for x, done in zip(made.combined, in_place, strict=True)]

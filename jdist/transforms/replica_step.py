@@ -215,7 +215,7 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str],
     varying = dataflow.varying(closed, [*jax.tree.leaves(batches), *residuals])
     first = len(jax.tree.leaves(new_state))
     found = [
-        kind == METRIC and not dataflow.is_literal(v) and v in varying
+        kind == METRIC and dataflow.is_in(v, varying)
         for v, kind in zip(jaxpr.outvars[first : first + len(kinds)], kinds, strict=True)
     ]
     check_means(outputs, found, rows)

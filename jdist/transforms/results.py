@@ -159,8 +159,9 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         StepError: one is an integer or a bool: a count, of which the mean says nothing.
 
     Warns:
-        UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a vector of another kind
-            (one entry a class, a layer, an expert) may happen to be as long as the replica's rows.
+        UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a
+            vector of another kind (one entry a class, a layer, an expert) may happen to be as long as the replica's
+            rows.
     """
     for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
         if not is_mean:

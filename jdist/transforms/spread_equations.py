@@ -35,8 +35,8 @@ COLLECTIVES = frozenset({"axis_index", "all_gather", "all_to_all", "ppermute", "
 def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
     """A traced update part in the form that `evaluate` takes; called where the replica axes are bound.
 
-    Calls are entered, conditions become selections, and sums over the replicas products where all of them have the same,
-    as they mostly do in an update part.
+    Calls are entered, conditions become selections, and sums over the replicas products where all of them have the
+    same, as they mostly do in an update part.
 
     Args:
         closed: what `jax.make_jaxpr` returned.

@@ -2,9 +2,9 @@
 
 Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
 every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a
-gradient, of a parameter) is taken on the devices, part by part. What is neither (a transposition, a product of matrices)
-is computed on the devices from whole arrays: every step that can be split gives the right result, and only such an
-operation costs the device memory of its operands.
+gradient, of a parameter) is taken on the devices, part by part. What is neither (a transposition, a product of
+matrices) is computed on the devices from whole arrays: every step that can be split gives the right result, and only
+such an operation costs the device memory of its operands.
 """
 
 from __future__ import annotations

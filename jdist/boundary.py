@@ -165,7 +165,6 @@ def split(
     others: PyTree = (),
     *,
     num_microbatches: int = 1,
-    needs_gradient: bool = True,
     otherwise: str = "leave `accumulate` at 1",
 ) -> Split:
     """Traces a step once and splits it.
@@ -177,7 +176,6 @@ def split(
         batch: one microbatch; pytree of arrays or tracers.
         others: further arguments, the same for all microbatches.
         num_microbatches: how many microbatches a replica has.
-        needs_gradient: whether to refuse a step that combines no gradient.
         otherwise: what an error tells the user to do instead of writing the step anew.
 
     Returns:
@@ -218,7 +216,6 @@ def split(
         others,
         num_microbatches,
         (num_virtual[0] // num_microbatches, num_microbatches),
-        needs_gradient,
         otherwise,
     ).split()
 
@@ -235,7 +232,6 @@ class _Analysis:
         others: PyTree,
         num_microbatches: int,
         sizes: tuple[int, int],
-        needs_gradient: bool,
         otherwise: str,
     ):
         self.closed, self.otherwise, self.sizes = closed, otherwise, sizes
@@ -265,7 +261,6 @@ class _Analysis:
         self.gradients = sorted(
             level for place, level in self.cut_level.items() if self._collective(place).kind == "gradient"
         )
-        self._check_gradients(needs_gradient)
         self.place_of = {v: place for place in self.cut_level for v in self.equations[place].outvars}
         self._check_effects()
 
@@ -287,14 +282,6 @@ class _Analysis:
                 "`lax.cond`, `lax.while_loop` or `jax.checkpoint` of its own, where it cannot be split. "
                 "Call it in the step itself: let the inner function return the loss of each example and take the mean "
                 f"outside of it; or {self.otherwise}."
-            )
-
-    def _check_gradients(self, needs_gradient: bool) -> None:
-        names = {collective.kind for eqn in self.equations for collective in dataflow.collectives_in(eqn)}
-        if needs_gradient and "gradient" not in names:
-            raise BoundaryError(
-                "the step calls `jdist.value_and_grad` or `jdist.grad` nowhere, so there is nothing to split. Change "
-                "`jax.value_and_grad` to `jdist.value_and_grad` (a DynamicScale takes gradients of its own and cannot be split)."
             )
 
     def _check_effects(self) -> None:
@@ -433,7 +420,9 @@ class _Analysis:
         constants = set(dataflow.body_of(self.closed).constvars)
         hoisted = [v for v in dict.fromkeys([*self._in_order(at_loop)]) if v not in self.own and v not in constants]
         before = dataflow.subfunction(self.closed, [*self.state, *self.others, *known], hoisted)
-        _, needed_before = dataflow.needed(self.closed, hoisted, given)
+        equations_before, needed_before = dataflow.needed(self.closed, hoisted, given)
+        if any(eqn is effect for eqn in equations_before for effect in self.late_effects):
+            self._refuse_second_call()
         reads |= needed_before | set(hoisted)
         inside = dataflow.subfunction(self.closed, [*hoisted, *self.batch, self.microbatch], wanted, effects)
         sizes = [len(vs) for vs in operands]

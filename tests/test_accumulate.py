@@ -13,6 +13,7 @@ import jdist
 from jdist.errors import BatchError, BoundaryError
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+FOUR = jdist.mirrored([f"cpu:{i}" for i in range(4)])
 EVERY = {
     "default": jdist.default(),
     "shard_map": TWO,
@@ -92,7 +93,7 @@ def test_accumulation_equals_the_larger_batch(name, accumulate, expected):
         state, metrics = step(state, BATCH)
     state, metrics = numbers(state), numbers(metrics)
     replicas = EVERY[name].num_replicas if name != "jit" else 1
-    assert state.extra.pop("rows_seen") == 3 * 16 / replicas
+    assert state.extra.pop("rows_seen") == 3 * 16 / (replicas * accumulate)  # each microbatch is a replica
     assert state.step == 3
     rest = expected[0].replace(extra={k: v for k, v in expected[0].extra.items() if k != "rows_seen"})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state, rest)
@@ -186,46 +187,36 @@ def gradient_of_a_product(w, batch):
 
 
 class TestPerReplicaValuesStayApart:
-    def results(self, accumulate, results, **options):
+    def results(self, accumulate, results, strategy=TWO, **options):
         def step(w, batch):
             loss, grad = gradient_of_a_product(w, batch)
             return w - 0.1 * grad, results(w, batch, loss, grad)
 
         batch = {"x": BATCH["x"], "y": BATCH["y"]}
-        out = jdist.distribute(step, TWO, accumulate=accumulate, **options)(1.0, batch)[1]
+        out = jdist.distribute(step, strategy, accumulate=accumulate, **options)(1.0, batch)[1]
         return jax.tree.map(np.asarray, out)
 
-    def test_what_is_of_the_batch_alone_or_of_the_combined_values_alone(self):
-        def results(w, batch, loss, grad):
-            own = batch["x"].mean()
-            return {
-                "own": jdist.PerReplica(own),
-                "mean of own": own,
-                "ratio": grad / loss,
-                "distance": (w - 0.1 * grad - loss) ** 2,
-                "vector": jdist.PerReplica(grad * jnp.arange(3.0)),
-            }
-
-        got, expected = self.results(2, results), self.results(1, results)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
-
     @pytest.mark.parametrize(
-        ("result", "kind"),
+        "result",
         [
-            (lambda batch: batch["y"][:2], r"float32\[2\]"),
-            (lambda batch: batch["y"].argmax(), r"int32\[\]"),
-            (lambda batch: batch["y"].mean() > 0, r"int32\[\]"),
-            (lambda batch: jdist.replica_id(), r"int32\[\]"),
+            lambda batch, loss: batch["x"].mean(),
+            lambda batch, loss: loss * jnp.arange(3.0),
+            lambda batch, loss: batch["y"][:2],
+            lambda batch, loss: batch["y"].argmax(),
+            lambda batch, loss: batch["y"].mean() > loss,
+            lambda batch, loss: jdist.replica_id(),
         ],
-        ids=["vector", "integer", "bool", "replica_id"],
+        ids=["scalar", "of combined values", "vector", "integer", "bool of both", "replica_id"],
     )
-    def test_they_are_floating_point_scalars(self, result, kind):
-        """Anything else has no mean over microbatches."""
-        message = rf"per-replica result .*must be a floating-point scalar; this one is {kind}"
-        with pytest.raises(BoundaryError, match=message):
-            self.results(2, lambda w, batch, loss, grad: {"own": jdist.PerReplica(result(batch))})
-        with pytest.raises(BoundaryError, match=message):
-            self.results(2, lambda w, batch, loss, grad: result(batch), returns=("state", "per_replica"))
+    def test_they_are_those_of_as_many_replicas(self, result):
+        def results(w, batch, loss, grad):
+            return {"own": jdist.PerReplica(result(batch, loss)), "ratio": grad / loss}
+
+        got, expected = self.results(2, results), self.results(1, results, strategy=FOUR)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+        role = {"returns": ("state", "per_replica")}
+        got = self.results(2, lambda w, batch, loss, grad: result(batch, loss), **role)
+        np.testing.assert_allclose(got.value, expected["own"].value, rtol=1e-5)
 
 
 def test_a_step_without_a_state_accumulates_as_well():
@@ -235,68 +226,101 @@ def test_a_step_without_a_state_accumulates_as_well():
     np.testing.assert_allclose(grad, 4 * (BATCH["y"] ** 2).mean(), rtol=1e-5)
 
 
-CROSSING = {
-    "a product of both": lambda own, loss, w, batch: jdist.PerReplica(own * loss),
-    "linear in its own": lambda own, loss, w, batch: own / loss,
-    "not linear": lambda own, loss, w, batch: (own - loss) ** 2,
-    "rows": lambda own, loss, w, batch: (w * batch["x"]).sum(),
-    "a condition": lambda own, loss, w, batch: jnp.where(batch["mask"].any(), w, 0),
+def without_a_gradient(w, batch):
+    return w + 1, {"mean": batch["y"].mean()}
+
+
+def another_computation_for_another_number_of_rows(w, batch):
+    loss, grad = jdist.value_and_grad(lambda w: (w * batch["y"]).mean())(w)
+    more = jdist.grad(lambda w: (w * batch["y"]).mean())(w) if len(batch["y"]) > 4 else 0.0
+    return w - grad - more, {"loss": loss}
+
+
+def mixed(mix):
+    """A step that puts what is of one microbatch and what is of all of them into one metric."""
+
+    def step(w, batch):
+        loss, grad = gradient_of_a_product(w, batch)
+        w = w - grad
+        return w, {"loss": loss, "mixed": mix(batch["x"].mean(), loss, w, batch)}
+
+    return step
+
+
+STEPS = {
+    "no gradient": without_a_gradient,
+    "looks at its rows' number": another_computation_for_another_number_of_rows,
+    "a product of both": mixed(lambda own, loss, w, batch: jdist.PerReplica(own * loss)),
+    "linear in its own": mixed(lambda own, loss, w, batch: own / loss),
+    "not linear": mixed(lambda own, loss, w, batch: (own - loss) ** 2),
+    "rows": mixed(lambda own, loss, w, batch: (w * batch["x"]).sum()),
+    "a condition": mixed(lambda own, loss, w, batch: jnp.where(batch["mask"].any(), w, 0)),
+    "two conditions": mixed(lambda own, loss, w, batch: jnp.where(loss > batch["x"].max(), loss, batch["x"].min())),
 }
 
 
-class TestRefused:
-    def run(self, step, state, message, error=BoundaryError, **options):
-        run = jdist.distribute(step, TWO, **{"accumulate": 2, **options})
-        args = [BATCH] if state is None else [state, BATCH]
-        with pytest.raises(error, match=message):
-            run(*args)
+@pytest.mark.parametrize("name", STEPS)
+def test_it_is_the_step_on_more_replicas(name):
+    found, expected = [
+        jdist.distribute(STEPS[name], strategy, accumulate=k)(1.0, BATCH) for strategy, k in ((TWO, 2), (FOUR, 1))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
 
-    def test_a_step_without_a_gradient(self):
-        self.run(lambda w, b: (w + 1, {}), 1.0, "nowhere")
 
-    def test_rows_that_do_not_divide(self):
-        self.run(
-            train, create(), r"16 rows does not divide by 6 \(2 replicas x accumulate=3\)", BatchError, accumulate=3
-        )
+def test_neither_state_nor_gradient():
+    def total(batch):
+        return {"mean of sums": batch["y"].sum()}
 
-    def test_another_computation_for_another_number_of_rows(self):
-        def step(w, batch):
-            loss, grad = jdist.value_and_grad(lambda w: (w * batch["y"]).mean())(w)
-            more = jdist.grad(lambda w: (w * batch["y"]).mean())(w) if len(batch["y"]) > 4 else 0.0
-            return w - grad - more, {"loss": loss}
+    found, expected = [
+        jdist.distribute(total, strategy, accumulate=k, args=("batch",))(BATCH) for strategy, k in ((TWO, 2), (FOUR, 1))
+    ]
+    np.testing.assert_allclose(found["mean of sums"], expected["mean of sums"], rtol=1e-6)
 
-        self.run(step, 1.0, "different things for different numbers of rows")
 
-    @pytest.mark.parametrize("kind", CROSSING)
-    def test_what_needs_a_single_microbatch_together_with_the_combined_gradients(self, kind):
-        def step(w, batch):
-            loss, grad = gradient_of_a_product(w, batch)
-            w = w - grad
-            return w, {"fine": loss, "mixed": CROSSING[kind](batch["x"].mean(), loss, w, batch)}
+class TestStateThatMicrobatchesWrite:
+    """Without a collective: each reads the old value, a counter counts all of them, an average takes the mean of theirs."""
 
-        with pytest.raises(BoundaryError, match=r"need values of a single microbatch.*\['mixed'\]") as caught:
-            jdist.distribute(step, TWO, accumulate=2)(1.0, BATCH)
-        assert "fine" not in str(caught.value)
-        assert "Compute each from the batch alone" in str(caught.value)
-
-    def test_a_result_that_needs_two_of_them_is_named_once(self):
-        def step(w, batch):
-            loss, grad = gradient_of_a_product(w, batch)
-            return w - grad, {"mixed": jnp.where(loss > batch["x"].max(), loss, batch["x"].min())}
-
-        with pytest.raises(BoundaryError) as caught:
-            jdist.distribute(step, TWO, accumulate=2)(1.0, BATCH)
-        assert str(caught.value).count("['mixed']") == 1
-
-    def test_a_state_leaf_that_needs_both(self):
+    def written(self, rule, first=4.0):
         def step(state, batch):
             loss, grad = gradient_of_a_product(state["w"], batch)
-            return {"w": state["w"] - grad, "scaled": state["scaled"] + loss * batch["x"].mean()}, {}
+            return {"w": state["w"] - grad, "own": rule(state["own"], batch, loss)}, {
+                "own": state["own"] + 0,
+                "loss": loss,
+            }
 
-        self.run(step, {"w": 1.0, "scaled": 0.0}, r"need values of a single microbatch.*\['scaled'\]")
+        state, metrics = jdist.distribute(step, jdist.one_device(), accumulate=4)({"w": 1.0, "own": first}, BATCH)
+        return np.asarray(state["own"]), metrics
 
-    def test_neither_state_nor_gradient(self):
-        self.run(lambda b: b["y"].sum(), None, "nowhere", args=("batch",))
+    def test_a_counter(self):
+        own, metrics = self.written(lambda old, batch, loss: old + batch["mask"].sum(), 4)
+        assert own == 4 + 10
+        assert metrics["own"] == 4
+
+    def test_a_total_with_a_combined_factor(self):
+        own, metrics = self.written(lambda old, batch, loss: old + loss * batch["y"].sum())
+        np.testing.assert_allclose(own, 4 + metrics["loss"] * BATCH["y"].sum(), rtol=1e-5)
+
+    def test_a_moving_average(self):
+        own, _ = self.written(lambda old, batch, loss: 0.9 * old + 0.1 * batch["y"].mean())
+        np.testing.assert_allclose(own, 0.9 * 4 + 0.1 * BATCH["y"].mean(), rtol=1e-5)
+
+    def test_what_is_overwritten(self):
+        own, _ = self.written(lambda old, batch, loss: batch["y"].mean())
+        np.testing.assert_allclose(own, BATCH["y"].mean(), rtol=1e-5)
+
+    def test_a_maximum_is_refused(self):
+        with pytest.raises(BoundaryError, match=r"computes state leaf \['own'\].*`jdist\.all_reduce\(x, \"max\"\)`"):
+            self.written(lambda old, batch, loss: jnp.maximum(old, batch["y"].max()))
+        own, _ = self.written(
+            lambda old, batch, loss: jnp.maximum(old, jdist.all_reduce(batch["y"].max(), "max")), -9.0
+        )
+        np.testing.assert_allclose(own, BATCH["y"].max())
+
+
+def test_rows_that_do_not_divide():
+    run = jdist.distribute(train, TWO, accumulate=3)
+    with pytest.raises(BatchError, match=r"16 rows does not divide by 6 \(2 replicas x accumulate=3\)"):
+        run(create(), BATCH)
 
 
 class TestMetricsThatAreNoMeans:
@@ -314,15 +338,11 @@ class TestMetricsThatAreNoMeans:
     def test_sums_add_up(self):
         assert self.run("sum", 1) == self.run("sum", 4) == 120
 
-    def test_extremes_are_refused(self):
-        assert self.run("max", 1) == 15
-        with pytest.raises(BoundaryError, match="maximum or minimum"):
-            self.run("max", 2)
+    def test_extremes_are_of_all_rows(self):
+        assert self.run("max", 1) == self.run("max", 2) == 15
 
 
-def test_an_optimiser_with_gradients_of_another_kind_is_refused():
-    """It would be called once for each microbatch, silently."""
-
+def test_gradients_that_the_step_combines_itself_are_right_as_well():
     def step(state, batch):
         def loss(params):
             return jdist.mean((batch["x"] * params["w"] - 1) ** 2)
@@ -340,10 +360,9 @@ def test_an_optimiser_with_gradients_of_another_kind_is_refused():
 
     strategy = jdist.mirrored(jax.local_devices()[:2])
     batch = {"x": np.arange(8, dtype=np.float32)}
-    state, _ = jdist.distribute(step, strategy)(strategy.init(create), batch)
-    assert float(state["a"].params["w"]) == pytest.approx(float(state["b"].params["w"]))
-    with pytest.raises(BoundaryError, match=r"did not come from `jdist\.value_and_grad`"):
-        jdist.distribute(step, strategy, accumulate=2)(strategy.init(create), batch)
+    for accumulate in (1, 2):
+        state, _ = jdist.distribute(step, strategy, accumulate=accumulate)(strategy.init(create), batch)
+        assert float(state["a"].params["w"]) == pytest.approx(float(state["b"].params["w"]))
 
 
 def test_a_print_before_the_gradient_shows_each_microbatch_and_one_after_it_the_whole(capfd):
@@ -355,21 +374,21 @@ def test_a_print_before_the_gradient_shows_each_microbatch_and_one_after_it_the_
 
     jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
     jax.effects_barrier()
-    assert sorted(capfd.readouterr().out.split("\n")) == ["", "gradient 1.5", "rows 20", "rows 21"]
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "gradient 1.5", "rows 20", "rows 22"]
 
 
-def test_a_print_of_one_microbatch_with_the_combined_gradient_is_refused():
+def test_a_print_of_one_microbatch_with_the_combined_gradient_shows_each_of_them(capfd):
     def step(w, batch):
         grad = jdist.grad(lambda w: jdist.mean(w * batch["x"]))(w)
         jax.debug.print("{} {}", grad, batch["x"].max())
         return w - grad, {}
 
-    with pytest.raises(BoundaryError, match="a print or callback"):
-        jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
+    jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split("\n")) == ["", "1.5 1.0", "1.5 3.0"]
 
 
-def test_what_depends_on_the_replicas_number_alone_is_computed_once():
-    """It needs no microbatch, so it may also meet the combined gradients."""
+def test_the_replicas_number_counts_microbatches():
 
     def step(state, x):
         loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * x))(state["w"])
@@ -380,8 +399,8 @@ def test_what_depends_on_the_replicas_number_alone_is_computed_once():
     strategy = jdist.mirrored(["cpu:0", "cpu:1"])
     run = jdist.distribute(step, strategy, accumulate=2)
     state, metrics = run({"w": np.float32(1), "total": np.float32(5)}, np.arange(4, dtype=np.float32))
-    assert float(state["total"]) == 8.0
-    assert [float(x) for x in metrics["with the loss"].local_results()] == [1.5, 3.0]
+    assert float(state["total"]) == 5 + 1 + 2 + 3 + 4
+    assert [float(x) for x in metrics["with the loss"].local_results()] == [1.5, 3.0, 4.5, 6.0]
 
 
 def test_rows_of_bools_stay_bools():
@@ -409,7 +428,7 @@ def test_a_callback_whose_result_nobody_reads_is_called_once_a_microbatch():
 
     jdist.distribute(step, jdist.default(), accumulate=2)(0.0, {"x": np.arange(4, dtype=np.float32)})
     jax.effects_barrier()
-    assert sorted(calls) == [2, 4]
+    assert sorted(calls) == [1, 5]
 
 
 def test_what_would_be_called_twice_or_lost_is_refused():

@@ -29,12 +29,6 @@ def test_dependents_holds_the_sources_and_all_that_follows():
     assert not dataflow.is_literal(x)
 
 
-def test_dependents_starts_at_equations():
-    closed, _, (x, y, _) = traced()
-    found = dataflow.dependents(closed, [], starts=lambda eqn: dataflow.uses_primitive(eqn, "sin"))
-    assert (y in found, x in found) == (True, False)
-
-
 def test_uses_primitive_looks_into_nested_functions():
     def nested(x):
         inner = jax.jit(lambda z: jnp.cos(z))

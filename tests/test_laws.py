@@ -115,7 +115,7 @@ def weighted_by_a_running_mean(state, batch):
 @step
 def sharpness_aware(state, batch):
     grads = jdist.grad(masked(batch))(state["params"])
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     away = jax.tree.map(lambda p, g: p + 0.05 * g / norm, state["params"], grads)
     loss, grads = jdist.value_and_grad(masked(batch))(away)
     return updated(state, grads), {"loss": loss, "norm": norm}

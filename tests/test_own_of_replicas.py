@@ -49,7 +49,10 @@ def test_state_to_which_each_replica_adds_its_own(two, shape, option):
     state = two.init(lambda: {"w": jnp.ones(3), **five})
     state = two.fetch(jdist.distribute(step, two, **options(option))(state, batch(option))[0])
     steps = 2 if option == "steps_per_call" else 1
-    for name, added in {"mean": 1.5, "sum": 3, "first": 1, "largest": 2}.items():
+    added = {"mean": 1.5, "sum": 3, "first": 1, "largest": 2}
+    if option == "accumulate":  # each microbatch is a replica
+        added = {"mean": 2.5, "sum": 10, "first": 1, "largest": 4}
+    for name, added in added.items():
         np.testing.assert_array_equal(state[name], np.full(shape, 5 + added * steps), err_msg=name)
 
 
@@ -64,9 +67,10 @@ def test_results_made_of_the_loss_and_the_replicas_number(two, option):
 
     run = jdist.distribute(step, two, returns=("state", "metrics", "examples"), **options(option))
     _, metrics, rows = run(two.init(lambda: {"w": jnp.ones(3)}), X)
-    assert [float(x) for x in metrics["own"].local_results()] == [7.5, 15.0]
-    assert (float(metrics["mean"]), float(metrics["sum"])) == (11.25, 22.5)
-    assert rows.tolist() == [7.5, 7.5, 15.0, 15.0]
+    own = [7.5, 15.0, 22.5, 30.0] if option else [7.5, 15.0]  # each microbatch is a replica
+    assert [float(x) for x in metrics["own"].local_results()] == own
+    assert (float(metrics["mean"]), float(metrics["sum"])) == (np.mean(own), np.sum(own))
+    assert rows.tolist() == np.repeat(own, 4 // len(own)).tolist()
 
 
 def test_per_replica_results_of_several_steps_lead_with_the_replicas(two):

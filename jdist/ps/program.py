@@ -205,7 +205,6 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
         state,
         batches,
         others,
-        needs_gradient=False,
         otherwise="use `jdist.mirrored()`, which does not split a step",
     )
     parts, traced = plan.parts, plan.parts.traced

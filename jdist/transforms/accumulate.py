@@ -101,7 +101,6 @@ def make_plan(
     batches: PyTree,
     others: PyTree,
     *,
-    needs_gradient: bool = True,
     otherwise: str = "leave `accumulate` at 1",
 ) -> Plan:
     """Splits a step for `k` microbatches; the arguments are those of `accumulated` and of `boundary.split`.
@@ -124,7 +123,6 @@ def make_plan(
         shapes,
         others,
         num_microbatches=k,
-        needs_gradient=needs_gradient,
         otherwise=otherwise,
     )
     averaged = [v and kind == METRIC for v, kind in zip(parts.varies, kinds, strict=True)]

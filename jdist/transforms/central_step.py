@@ -99,7 +99,6 @@ class _CentralStep:
             state,
             batches,
             others,
-            needs_gradient=options.accumulate > 1,
             otherwise="use `jdist.mirrored()`, which does not split a step",
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.errors import StepError
-from jdist.global_arrays import is_key, local_rows, put_rows, to_host
+from jdist.global_arrays import check_not_donated, is_key, local_rows, put_rows, to_host
 
 PyTree = Any
 
@@ -80,6 +80,7 @@ class PerReplica:
                     f"jdist.PerReplica.of: the value of replica {i} has the tree {jax.tree.structure(value)}, that of "
                     f"replica 0 has {jax.tree.structure(values[0])}. Replicas may differ in sizes, not in structure."
                 )
+        check_not_donated(values, "a value of a replica")
         parts = tuple(jax.tree_util.tree_map_with_path(_as_array, value) for value in values)
         shapes = [[leaf.shape for leaf in jax.tree.leaves(part)] for part in parts]
         if any(shape != shapes[0] for shape in shapes):
@@ -103,6 +104,7 @@ class PerReplica:
         return self._versions(to_host)
 
     def _versions(self, read: Callable[[Any], Any]) -> tuple[PyTree, ...]:
+        check_not_donated(self.value, "the value")
         stacked = jax.tree.map(read, self.value)
         if isinstance(stacked, Uneven):
             return stacked.parts

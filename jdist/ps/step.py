@@ -13,6 +13,7 @@ import numpy as np
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
+from jdist.global_arrays import check_not_donated
 from jdist.ps.artifact import with_shardings
 from jdist.ps.dataset_pass import RemoteBatch
 from jdist.ps.datasets import spread
@@ -88,6 +89,7 @@ class PsStep(Distributed):
         check_not_mixed(self.strategy)
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_not_traced((state, batches, others))
+        self._signature.check_not_donated(call, batches, others)
         batches, others = without_keys((batches, others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
             others = (*others, self.options.loss_scaling.begin().scale)
@@ -112,6 +114,7 @@ class PsStep(Distributed):
                 )
             return state
         if self._adopted is None or self._adopted[0] is not state:
+            check_not_donated(state)
             check_arrays(state, "the state")
             self._adopted = state, RemoteState(self._job, jax.device_get(own_state(state)))
         return self._adopted[1]

@@ -14,7 +14,7 @@ from jdist.cluster.unused import note_coordinator
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
-from jdist.global_arrays import to_host
+from jdist.global_arrays import check_arguments_not_donated, to_host
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.datasets import WorkerDataset
 from jdist.ps.local import LocalCluster
@@ -144,6 +144,7 @@ def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Ser
 
 def _strategy(job: PsJob) -> Strategy:
     def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> RemoteState:
+        check_arguments_not_donated("strategy.init", args, {})
         return RemoteState(job, jax.device_get(jax.jit(fn)(*args)))
 
     def fetch(strategy: Strategy, state: PyTree) -> PyTree:

@@ -168,9 +168,9 @@ class TestDonated:
         value = jdist.PerReplica(rows)
         rows.delete()
         for call in (value.local_results, value.all_results, lambda: strategy.reduce("mean", value)):
-            with pytest.raises(DonatedStateError, match="was donated to an earlier call.*donate=False"):
+            with pytest.raises(DonatedStateError, match=r"was donated to an earlier call.*donate=False"):
                 call()
-        with pytest.raises(DonatedStateError, match="was donated to an earlier call.*donate=False"):
+        with pytest.raises(DonatedStateError, match=r"was donated to an earlier call.*donate=False"):
             jdist.PerReplica.of([rows])
 
     def test_in_the_loop(self, strategy, gone):
@@ -181,17 +181,17 @@ class TestDonated:
         def eval_step(params, batch):
             return {"loss": jdist.mean((batch["x"] @ params["w"]) ** 2, batch["mask"])}
 
-        with pytest.raises(DonatedStateError, match="donated.*donate=False"):
+        with pytest.raises(DonatedStateError, match=r"donated.*donate=False"):
             jdist.fit(train_step, gone, BATCH, strategy=strategy, global_batch=8, progress=False, log_to=None)
-        with pytest.raises(DonatedStateError, match="donated.*donate=False"):
+        with pytest.raises(DonatedStateError, match=r"donated.*donate=False"):
             jdist.evaluate(eval_step, gone, BATCH, strategy=strategy, global_batch=8)
-        with pytest.raises(DonatedStateError, match="donated.*donate=False"):
+        with pytest.raises(DonatedStateError, match=r"donated.*donate=False"):
             jdist.predict(lambda p, batch: batch["x"] @ p["w"], gone, BATCH, strategy=strategy, global_batch=8)
 
     def test_in_a_checkpoint(self, strategy, gone, tmp_path):
         with (
             jdist.train.Checkpointer(tmp_path) as checkpoints,
-            pytest.raises(DonatedStateError, match="donated.*donate=False"),
+            pytest.raises(DonatedStateError, match=r"donated.*donate=False"),
         ):
             checkpoints.save(1, gone)
 
@@ -205,7 +205,7 @@ class TestThreads:
         def call(i):
             try:
                 answers[i] = function(i)
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - the thread that started this one looks at it
                 answers[i] = exc
 
         threads = [threading.Thread(target=call, args=(i,)) for i in range(count)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced, returned
 from jdist.transforms.spread import Spread, is_spread, map_leaves
 from jdist.transforms.trees import check_not_traced
-from jdist.values import WithResiduals, without_residuals
+from jdist.values import WithResiduals, kinds_around, without_residuals
 
 PyTree = Any
 
@@ -284,6 +285,7 @@ class DistributedStep(Distributed):
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
+                self._warn_of_loss(state)
                 state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
                 DistributedStep._adopted = object()
                 self._apart.forget()
@@ -320,6 +322,19 @@ class DistributedStep(Distributed):
         self._results_hold_state = "state" in traced.returns
         self._take_results()
         return box[0], traced, given
+
+    def _warn_of_loss(self, state: PyTree) -> None:
+        """Warns of a state that was made of the one that the step returned, without what that had beside it."""
+        lost = kinds_around(self._last_state) - kinds_around(state)
+        if not lost or not {id(x) for x in _arrays(self._last_state)} & {id(x) for x in _arrays(state)}:
+            return
+        kinds = " and ".join(f"`jdist.{kind.__name__}`" for kind in sorted(lost, key=lambda kind: kind.__name__))
+        warnings.warn(
+            f"{self.__name__} was called with a state that was made of the one it had returned and has lost the {kinds} around "
+            "it: what steps carry along there begins anew. Change a state by its own methods, `state.replace(...)`, or keep "
+            "what is around it: `state = state.with_user({**state, ...})`.",
+            stacklevel=5,
+        )
 
     def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
         """Further arguments on every device, copied where the call donates their buffers with the state.
@@ -408,6 +423,10 @@ class DistributedStep(Distributed):
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _arrays(tree: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
 
 def _shapes(tree: PyTree, sharding: Any) -> PyTree:

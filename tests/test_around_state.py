@@ -91,16 +91,19 @@ def test_methods_keep_what_is_around(name, kind):
     train_step, state = trained(STATES[name], kind)
     replace = state._replace if name == "named tuple" else state.replace
     doubled = replace(params=jax.tree.map(lambda x: 2 * x, state.params))
-    assert type(doubled) is type(state) and type(own_state(doubled)) is type(own_state(state))
+    assert type(doubled) is type(state)
+    assert type(own_state(doubled)) is type(own_state(state))
     assert jax.tree.all(same_around(doubled, state))
     np.testing.assert_array_equal(doubled.params["w"], 2 * state.params["w"])
     if name in ("jdist", "flax"):
         updated = state.apply_gradients(grads=state.params)
-        assert jax.tree.all(same_around(updated, state)) and int(updated.step) == 2
+        assert jax.tree.all(same_around(updated, state))
+        assert int(updated.step) == 2
         np.testing.assert_array_equal(state.apply_fn({"params": state.params}, BATCH["x"]).shape, (16, 2))
     if name == "own":
         counted, n = state.counted()
-        assert jax.tree.all(same_around(counted, state)) and (int(counted.n), n) == (1, 0)
+        assert jax.tree.all(same_around(counted, state))
+        assert (int(counted.n), n) == (1, 0)
         assert (state.size(), state.name) == (8, "own")
     if kind == "both":
         assert float(state.loss_scale.scale) == float(doubled.loss_scale.scale) == 16
@@ -111,10 +114,12 @@ def test_methods_keep_what_is_around(name, kind):
 
 def test_a_dict(kind):
     train_step, state = trained(lambda: {"params": params(), "n": jnp.int32(0)}, kind)
-    assert sorted(state.keys()) == ["n", "params"] and list(state.get("params")) == ["w"]
+    assert sorted(state.keys()) == ["n", "params"]
+    assert list(state.get("params")) == ["w"]
     assert jax.tree.all(same_around(state.copy(), state))
     changed = state.with_user({**state, "params": params()})
-    assert jax.tree.all(same_around(changed, state)) and float(changed["params"]["w"][0, 0]) == 0.25
+    assert jax.tree.all(same_around(changed, state))
+    assert float(changed["params"]["w"][0, 0]) == 0.25
     state, _ = train_step(changed, BATCH)
     kinds = {"residuals": "`jdist.WithResiduals`", "loss scale": "`jdist.WithLossScale`"}
     lost = kinds.get(kind, " and ".join(sorted(kinds.values())))

@@ -114,7 +114,8 @@ def test_a_batch_that_is_a_leaf_of_the_state(strategy):
     state = strategy.init(lambda: {"rows": jnp.arange(8.0)})
     for _ in range(2):
         state, metrics = step(state, state["rows"])
-    assert float(metrics["sum"]) == 56 and strategy.fetch(state)["rows"].tolist() == (4 * np.arange(8)).tolist()
+    assert float(metrics["sum"]) == 56
+    assert strategy.fetch(state)["rows"].tolist() == (4 * np.arange(8)).tolist()
 
 
 class TestDonated:

@@ -41,9 +41,10 @@ def call(strategy, **options):
 def feed(strategy):
     train_step = jdist.distribute(lambda state, batch: step(state, batch), strategy)
     state = strategy.init(create)
-    with strategy.distribute_dataset(jdist.data.from_arrays(BATCH, global_batch=8)) as batches:
-        for batch in batches:
-            state, _ = train_step(state, batch)
+    batches = strategy.distribute_dataset(jdist.data.from_arrays(BATCH, global_batch=8))
+    for batch in batches:
+        state, _ = train_step(state, batch)
+    batches.close()
     return train_step
 
 

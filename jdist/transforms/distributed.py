@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
 
@@ -50,6 +52,14 @@ class Distributed(abc.ABC):
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
         """What a call would do, known with nothing compiled; None where only a call shows it."""
+        return None
+
+    def count_left_out(self, state: PyTree) -> jax.Array | None:
+        """How many steps were left out until `state` was made, not waited for; None where nothing counts them.
+
+        Args:
+            state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.
+        """
         return None
 
     @abc.abstractmethod

@@ -134,6 +134,13 @@ class DistributedStep(Distributed):
         token = self._results[0][0] if self._results else self._token
         return int(to_host(token)[0]) if self.options.non_finite == "skip" else 0
 
+    def count_left_out(self, state: PyTree) -> jax.Array | None:
+        """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
+        if self.options.non_finite == "skip":
+            return self._results[0][0] if self._results else self._token
+        loss_scale = loss_scale_of(state) if self.options.loss_scaling is not None else None
+        return None if loss_scale is None else jnp.copy(loss_scale.num_skipped)
+
     def wait(self) -> None:
         """Waits for every call in flight.
 

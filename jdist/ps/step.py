@@ -27,7 +27,7 @@ from jdist.ps.traced import Traced
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.distributed import Distributed
+from jdist.transforms.distributed import Distributed, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
@@ -96,7 +96,11 @@ class PsStep(Distributed):
         state, several = self.adopt(state), self.options.steps_per_call > 1
         each = _unstacked(batches, self.options.steps_per_call) if several else [batches]
         given = [Given.of(one, others) for one in each]
-        traced, told = self._trace(call, state, given[0])
+        try:
+            traced, told = self._trace(call, state, given[0])
+        except NameError as exc:
+            check_axis_bound(exc, self.strategy.name, self._job.on_worker)
+            raise
         calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
         values = [stacked(same) for same in zip(*calls, strict=True)] if several else calls[0]
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)

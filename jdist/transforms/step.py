@@ -19,13 +19,13 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
 from jdist.data.leaves import MASK
-from jdist.errors import JDistError, NonFiniteError, StepError
+from jdist.errors import JDistError, NonFiniteError
 from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.apart import Apart
 from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.distributed import Distributed, Preview
+from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
@@ -360,17 +360,7 @@ class DistributedStep(Distributed):
         if isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError):
             check_not_donated(state)
             self._signature.check_not_donated(call, batches, others)
-        if isinstance(exc, NameError) and "unbound axis name" in str(exc):
-            if self.strategy.transform == "jit":
-                raise StepError(
-                    f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
-                    "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
-                ) from exc
-            raise StepError(
-                f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
-                f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
-                "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
-            ) from exc
+        check_axis_bound(exc, self.strategy.name, self.strategy)
         if isinstance(exc, KeyError) and exc.args == (MASK,):
             exc.add_note(
                 "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."

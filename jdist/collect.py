@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import StepError
-from jdist.global_arrays import is_key, local_rows, to_host
+from jdist.global_arrays import check_not_donated, is_key, local_rows, to_host
 from jdist.near import did_you_mean
 from jdist.reducible import as_axis, named
 from jdist.values import PerReplica, Replicas, is_per_replica, is_rows_of_replicas
@@ -26,6 +26,7 @@ HostReduceOp = Literal["mean", "sum"]
 
 def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     """`Strategy.local_results`."""
+    check_not_donated(value, "the value")
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     parts = [_local_parts(node, replicas) for node in nodes]
     if all(part is None for part in parts):
@@ -37,6 +38,7 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
 def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
     """`Strategy.gather`."""
     axis = as_axis("strategy.gather", axis)
+    check_not_donated(value, "the value")
 
     def concatenate(name: str, arrays: tuple[Any, ...]) -> Any:
         shapes = [array.shape for array in arrays]
@@ -73,6 +75,7 @@ def reduce(op: HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None, 
             'others take `strategy.local_results(value)`, or `jdist.all_reduce(x, "max")` on the replicas.'
         )
     axes = _as_axes(axis)
+    check_not_donated(value, "the value")
 
     def one(outer: Any, node: PyTree) -> PyTree:
         parts = _parts(node, replicas, "strategy.reduce")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,6 +72,7 @@ class ReplicaTrace:
         return self.level == _trace_level()
 
 
+# A weak reference, as JAX's caches keep every context that they have met, and would keep the strategy with it.
 _trace = jax.make_user_context(None)
 _scoped: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("jdist_strategy", default=None)
 _process_wide: list[Strategy] = []
@@ -79,13 +81,14 @@ _process_wide: list[Strategy] = []
 @contextlib.contextmanager
 def tracing(trace: ReplicaTrace) -> Iterator[ReplicaTrace]:
     """Makes `trace` the current replica trace, and its strategy the current strategy."""
-    with _trace(trace), scope(trace.strategy):
+    with _trace(weakref.ref(trace)), scope(trace.strategy):
         yield trace
 
 
 def current_trace() -> ReplicaTrace | None:
     """The replica trace under way, or None outside a step."""
-    return _trace.value
+    reference = _trace.value
+    return None if reference is None else reference()
 
 
 @contextlib.contextmanager

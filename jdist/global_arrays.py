@@ -15,6 +15,54 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jdist.errors import DonatedStateError
+
+_GO_ON = "Go on with the state that the call returned, or with `train_step.last_state`; `donate=False` keeps old states usable."
+_KEEP_A_COPY = (
+    "A call of a step takes its state's arrays, wherever else they are kept: keep a copy, `jax.tree.map(jnp.copy, "
+    "state.params)`, or distribute that step with `donate=False`."
+)
+
+
+def check_not_donated(tree: Any, what: str = "the state passed in", remedy: str = _GO_ON) -> None:
+    """Refuses arrays whose buffers an earlier call has consumed.
+
+    Args:
+        tree: any pytree.
+        what: what it is, for the message.
+        remedy: what to do instead, for the message.
+
+    Raises:
+        DonatedStateError: names the first such leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise DonatedStateError(
+                f"{what} was donated to an earlier call, its buffers are gone (first: "
+                f"{jax.tree_util.keystr(path) or what.removesuffix(' passed in')}). {remedy}"
+            )
+
+
+def check_arguments_not_donated(call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments of a call that hold arrays whose buffers an earlier call has consumed.
+
+    Args:
+        call: what is called, for the message.
+        args: by position.
+        kwargs: by name.
+
+    Raises:
+        DonatedStateError: names the argument and the leaf.
+    """
+    named = [(f"argument {i}", value) for i, value in enumerate(args, start=1)]
+    check_values_not_donated(call, [*named, *((f"keyword argument `{key}`", value) for key, value in kwargs.items())])
+
+
+def check_values_not_donated(call: str, values: list[tuple[str, Any]]) -> None:
+    """As `check_arguments_not_donated`, of values that have names."""
+    for name, value in values:
+        check_not_donated(value, f"{name} of {call}", _KEEP_A_COPY)
+
 
 def is_key(x: Any) -> bool:
     """Whether `x` is an array, or the shape of one, of typed PRNG keys, which numpy cannot hold."""

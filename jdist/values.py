@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.errors import StepError
-from jdist.global_arrays import is_key, local_rows, put_rows, to_host
+from jdist.global_arrays import check_not_donated, is_key, local_rows, put_rows, to_host
 
 PyTree = Any
 
@@ -80,6 +82,7 @@ class PerReplica:
                     f"jdist.PerReplica.of: the value of replica {i} has the tree {jax.tree.structure(value)}, that of "
                     f"replica 0 has {jax.tree.structure(values[0])}. Replicas may differ in sizes, not in structure."
                 )
+        check_not_donated(values, "a value of a replica")
         parts = tuple(jax.tree_util.tree_map_with_path(_as_array, value) for value in values)
         shapes = [[leaf.shape for leaf in jax.tree.leaves(part)] for part in parts]
         if any(shape != shapes[0] for shape in shapes):
@@ -103,6 +106,7 @@ class PerReplica:
         return self._versions(to_host)
 
     def _versions(self, read: Callable[[Any], Any]) -> tuple[PyTree, ...]:
+        check_not_donated(self.value, "the value")
         stacked = jax.tree.map(read, self.value)
         if isinstance(stacked, Uneven):
             return stacked.parts
@@ -122,7 +126,8 @@ class PerReplica:
 class AroundState:
     """A step's state with something of the step's own beside it.
 
-    Attributes and items of `state` can be read as if they were its own.
+    Fields and items of `state` can be read as if they were its own. Its methods, too: what they return of the state's own
+    type, as `replace` and `apply_gradients` do, has the same beside it.
 
     Attributes:
         state: the state as the step returned it.
@@ -130,13 +135,52 @@ class AroundState:
 
     state: PyTree
 
+    def with_user(self, state: PyTree) -> Self:
+        """Another state of the user's own, with what this one has beside it: after a change that no method of it makes.
+
+        Example:
+            >>> import jdist
+            >>> state = jdist.WithResiduals({"w": 1.0, "n": 1}, {})
+            >>> state.with_user({**state, "w": 2.0})
+            WithResiduals(state={'w': 2.0, 'n': 1}, residuals={})
+        """
+        return with_own_state(self, own_state(state))
+
     def __getattr__(self, name: str) -> Any:
         if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while an object is being made
             raise AttributeError(name)
-        return getattr(self.state, name)
+        inner = self.state
+        while isinstance(inner, AroundState) and name not in inner.__dataclass_fields__:
+            inner = inner.state
+        value = getattr(inner, name)
+        is_method = (inspect.ismethod(value) or inspect.isbuiltin(value)) and value.__self__ is inner
+        return _keeping_around(self, value) if is_method else value
 
     def __getitem__(self, key: Any) -> Any:
         return self.state[key]
+
+
+def _keeping_around(around: AroundState, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a user's own state that gives what it returns of the state's type what is beside the state."""
+    own = own_state(around)
+    structure = jax.tree.structure(own)
+
+    def is_state(x: Any) -> bool:
+        if type(x) is not type(own):
+            return False
+        is_container = isinstance(own, dict | list) or type(own) is tuple
+        return jax.tree.structure(x) == structure if is_container else not jax.tree_util.all_leaves([own])
+
+    @functools.wraps(method)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if is_state(result):
+            return around.with_user(result)
+        if type(result) is tuple:  # a state and more
+            return tuple(around.with_user(x) if is_state(x) else x for x in result)
+        return result
+
+    return keeping
 
 
 def own_state(state: PyTree) -> PyTree:
@@ -167,6 +211,11 @@ class WithResiduals(AroundState):
 
     state: PyTree
     residuals: PyTree
+
+
+def kinds_around(state: PyTree) -> set[type[AroundState]]:
+    """What steps keep beside a state, by its kinds."""
+    return {type(state), *kinds_around(state.state)} if isinstance(state, AroundState) else set()
 
 
 def without_residuals(state: PyTree) -> PyTree:

@@ -286,6 +286,22 @@ def test_nothing_that_a_step_writes_or_returns_is_lost(strategy):
     assert float(metrics["step"]) == len(BATCHES)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"steps_per_call": 2}, {"non_finite": "apply"}], ids=str)
+def test_constant_metrics(strategy, options):
+    def step(w, batch):
+        loss, grad = jdist.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        return w - 0.1 * grad, {"loss": loss, "rows": batch.shape[0], "lr": 0.1, "ones": jnp.ones(3), "yes": np.True_}
+
+    results = []
+    for s in (strategy, jdist.mirrored(DEVICES)):
+        train_step = jdist.distribute(step, s, **options)
+        shape = (2, ROWS, 3) if "steps_per_call" in options else (ROWS, 3)
+        w, metrics = train_step(s.init(lambda: jnp.ones(3)), np.ones(shape, np.float32))
+        results.append((s.fetch(w), jax.tree.map(np.asarray, metrics)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *results)
+    jax.tree.map(lambda a, b: (a.dtype, a.shape) == (b.dtype, b.shape) or pytest.fail(f"{a} {b}"), *results)
+
+
 def test_evaluation_reads_the_state_and_leaves_it(strategy):
     state = strategy.init(lambda: create(optax.sgd(0.1)))
 

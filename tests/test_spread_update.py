@@ -98,6 +98,11 @@ REDUCTIONS = {
     "any": each(lambda m, g, s: jnp.where(jnp.any(m > 100) | jnp.all(g < 100), m, g)),
     # Powers of two, which no order of multiplication rounds; filling would be 0 and make it three times as large.
     "product": each(lambda m, g, s: m + jnp.prod(jnp.select([g > 3, g < -3, g == 0], [2.0, 0.5, 3.0], 1.0))),
+    # `m > 100` is nowhere true and `m < 100` everywhere: filling with the other would change the result.
+    "extremes of bools": each(lambda m, g, s: jnp.where(jnp.max(m > 100), m, g) + jnp.where(jnp.min(m < 100), 1, s)),
+    "of unsigned integers": each(
+        lambda m, g, s: m + jnp.max(jnp.abs(g).astype(jnp.uint8)) + jnp.min(g.astype(jnp.int8))
+    ),
     "integers": each(lambda m, g, s: m + jnp.max(jnp.round(g).astype(jnp.int32) - 9) + jnp.sum(m > 0)),
 }
 
@@ -119,6 +124,15 @@ WHOLE = {
     "reshape to another stored shape": each(lambda m, g, s: (m.reshape(-1) * 2).reshape(m.shape) + g),
     "noise": each(lambda m, g, s: m + jax.random.normal(jax.random.key(3), m.shape)),
     "loop": each(lambda m, g, s: jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5 + g, m)),
+    "bit by bit": each(
+        lambda m, g, s: (
+            m
+            + jnp.bitwise_or.reduce((4 * g).astype(jnp.int32), axis=None)
+            + jnp.bitwise_and.reduce((4 * m).astype(jnp.int32) | 5, axis=None)
+        )
+    ),
+    "place of the largest": each(lambda m, g, s: m.reshape(-1)[jnp.argmax(g)] + jnp.argmin(m) + g),
+    "running sum": each(lambda m, g, s: jnp.cumsum(m, axis=0) + jnp.cumsum(g, axis=-1)),
     "sorted": each(lambda m, g, s: jnp.sort(m.reshape(-1)).reshape(m.shape)),
 }
 

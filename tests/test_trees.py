@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jdist.errors import BatchError, DonatedStateError, StepError
-from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_same_state, summary
+from jdist.global_arrays import check_not_donated
+from jdist.transforms.trees import check_arrays, check_batch, check_same_state, summary
 
 STATE = {"w": jnp.ones((2, 3)), "n": jnp.int32(1), "key": jax.random.key(0), "half": jnp.ones(2, jnp.bfloat16)}
 
@@ -78,15 +79,15 @@ class TestSameState:
             check_same_state({"key": jax.random.key(0)}, {"key": jax.random.key(0, impl="rbg")})
 
 
-class TestNoDeleted:
+class TestNotDonated:
     def test_the_first_deleted_leaf_is_named(self):
         gone = jnp.ones(3)
         gone.delete()
-        check_no_deleted({"a": jnp.ones(2), "b": np.ones(2), "c": 3})
+        check_not_donated({"a": jnp.ones(2), "b": np.ones(2), "c": 3})
         with pytest.raises(DonatedStateError, match=r"donated to an earlier call.*\['b'\].*last_state.*donate=False"):
-            check_no_deleted({"a": jnp.ones(2), "b": gone})
+            check_not_donated({"a": jnp.ones(2), "b": gone})
         with pytest.raises(DonatedStateError, match=r"first: the state\)"):
-            check_no_deleted(gone)
+            check_not_donated(gone)
 
 
 class TestArrays:

@@ -86,6 +86,7 @@ class Run:
                 self._go_on(answer.notes)
             else:
                 self._heed("resume", answer)
+        self._tally.begin(self._train_step.count_left_out(self.state))
         self._tell("start", None)
         if self._strategy.cluster is not None:
             self._strategy.cluster.at_step(self.step)
@@ -119,13 +120,15 @@ class Run:
         """Makes the step, or the steps, of one call, and whatever is due after it."""
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
         self.state, measured = self._train_step(self.state, batch)
+        left_out = self._train_step.count_left_out(self.state)
         self._before, self.step = self.step, self.step + count
         per_epoch = self._feed.steps_per_epoch
         if per_epoch is None:
-            self._tally.add(measured, batch, (self.epoch,) * count)
+            self._tally.add(measured, batch, (self.epoch,) * count, left_out)
             self._settle(())
         else:
-            self._tally.add(measured, batch, [i // per_epoch for i in range(self._before, self.step)])
+            epochs = [i // per_epoch for i in range(self._before, self.step)]
+            self._tally.add(measured, batch, epochs, left_out)
             self._settle(range(self._before // per_epoch, self.step // per_epoch))
 
     def end_pass(self) -> None:

@@ -50,23 +50,34 @@ class Tally:
         self._whole = metrics if isinstance(metrics, Metric) else None
         self._metrics = _by_name(metrics)
         self._steps_per_call, self._skips = steps_per_call, skips
-        self._waiting: list[tuple[Any, Any, Sequence[int]]] = []
+        self._waiting: list[tuple[Any, Any, Sequence[int], Any]] = []
+        self._left_out = 0  # steps, as counted after the newest call that was read
         self._newest: Any = None
         self._epochs: dict[int, _Totals] = {}
         self._checked = False
 
-    def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,)) -> None:
+    def begin(self, left_out: Any) -> None:
+        """Counts the steps that are left out from here on.
+
+        Args:
+            left_out: as for `add`, before the first call.
+        """
+        self._left_out = 0 if left_out is None else _count(left_out)
+
+    def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,), left_out: Any = None) -> None:
         """Takes in what a call has returned; waits for it later.
 
         Args:
             measured: scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above 1.
             batch: what the call was given.
             epochs: the epoch that each of its steps belongs to.
+            left_out: how many steps were left out until after this call, as `Distributed.count_left_out` gives it; None: where
+                `skips`, those are whose scalars are not finite.
 
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
         """
-        self._waiting.append((self.note(measured), _weights(batch, self._steps_per_call), epochs))
+        self._waiting.append((self.note(measured), _weights(batch, self._steps_per_call), epochs, left_out))
         if len(self._waiting) > 2 * _READ_AHEAD:
             self._read(_READ_AHEAD)
 
@@ -198,23 +209,42 @@ class Tally:
         """Reads all that waits but the last `keep`."""
         end = len(self._waiting) - keep
         read, self._waiting = self._waiting[:end], self._waiting[end:]
-        for measured, weights, epochs in read:
+        for measured, weights, epochs, left_out in read:
             values = jax.device_get(dict(measured))
             if weights is None:
                 values = {name: value for name, value in values.items() if name in self._metrics}
                 each = [math.nan]
             else:
                 each = weights() if self._steps_per_call > 1 else [weights().sum()]
-            for i, epoch in enumerate(epochs):
-                own = values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
-                scalars = [value for name, value in own.items() if name not in self._metrics]
-                left_out = self._skips and not np.isfinite(scalars).all()
-                weight = 0.0 if left_out else float(np.sum(each[i]))
+            steps = [
+                values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
+                for i in range(len(epochs))
+            ]
+            skipped = self._which_left_out(steps, left_out)
+            for i, (epoch, own) in enumerate(zip(epochs, steps, strict=True)):
+                weight = 0.0 if i in skipped else float(np.sum(each[i]))
                 self._epochs.setdefault(epoch, _Totals()).add(weight, own, self._metrics)
+
+    def _which_left_out(self, steps: Sequence[Mapping[str, Any]], left_out: Any) -> set[int]:
+        """Which steps of a call were left out.
+
+        A call of several steps tells how many of them, and those are it of whose scalars the most are not finite.
+        """
+        if not self._skips:
+            return set()
+        bad = [sum(not np.isfinite(value) for name, value in own.items() if name not in self._metrics) for own in steps]
+        if left_out is None:
+            return {i for i, count in enumerate(bad) if count}
+        before, self._left_out = self._left_out, _count(left_out)
+        return set(sorted(range(len(steps)), key=lambda i: -bad[i])[: self._left_out - before])
 
     def _result(self, name: str, value: Any) -> Any:
         metric = self._metrics.get(name)
         return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
+
+
+def _count(left_out: Any) -> int:
+    return int(np.ravel(left_out.addressable_data(0))[0])
 
 
 def _by_name(metrics: Any) -> dict[str, Metric]:

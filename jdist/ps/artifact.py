@@ -20,7 +20,6 @@ from jdist import dataflow
 from jdist.errors import ArtifactError
 
 _HOST_CALLS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
-AXIS = "replica"  # of a worker's mesh: a function that travels names it
 PLATFORMS = ("cpu", "cuda", "tpu")
 # What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
 _ALLOWED = (
@@ -119,7 +118,11 @@ def unpack(
     shardings: dict[str, Any] = {}
     if exported.nr_devices > 1:
         devices = np.array(jax.local_devices()[: exported.nr_devices])
-        shardings["in_shardings"] = exported.in_shardings_jax(Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,)))
+        named = re.search(
+            rf'sdy\.mesh @\w+ = <\["(\w+)"={exported.nr_devices}\]>', text
+        )  # JAX wants an axis of the same name
+        mesh = Mesh(devices, (named[1] if named else "replica",), axis_types=(AxisType.Auto,))
+        shardings["in_shardings"] = exported.in_shardings_jax(mesh)
     compiled: Callable[..., list[jax.Array]] = jax.jit(call, donate_argnums=tuple(donate), **shardings)
 
     def run(values: Sequence[Any]) -> list[jax.Array]:
@@ -140,7 +143,7 @@ def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[A
     """
     if mesh.size == 1:
         return list(arguments)
-    rows, whole = NamedSharding(mesh, PartitionSpec(AXIS)), NamedSharding(mesh, PartitionSpec())
+    rows, whole = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
     return [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if i < num_rows else whole)
         for i, x in enumerate(arguments)

@@ -13,6 +13,7 @@ import numpy as np
 from jdist.context import check_not_mixed
 from jdist.data.padding import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
+from jdist.global_arrays import check_not_donated
 from jdist.ps.artifact import with_shardings
 from jdist.ps.dataset_pass import RemoteBatch
 from jdist.ps.datasets import spread
@@ -26,7 +27,7 @@ from jdist.ps.traced import Traced
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.distributed import Distributed
+from jdist.transforms.distributed import Distributed, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
@@ -88,13 +89,18 @@ class PsStep(Distributed):
         check_not_mixed(self.strategy)
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_not_traced((state, batches, others))
+        self._signature.check_not_donated(call, batches, others)
         batches, others = without_keys((batches, others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
             others = (*others, self.options.loss_scaling.begin().scale)
         state, several = self.adopt(state), self.options.steps_per_call > 1
         each = _unstacked(batches, self.options.steps_per_call) if several else [batches]
         given = [Given.of(one, others) for one in each]
-        traced, told = self._trace(call, state, given[0])
+        try:
+            traced, told = self._trace(call, state, given[0])
+        except NameError as exc:
+            check_axis_bound(exc, self.strategy.name, self._job.on_worker)
+            raise
         calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
         values = [stacked(same) for same in zip(*calls, strict=True)] if several else calls[0]
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
@@ -112,6 +118,7 @@ class PsStep(Distributed):
                 )
             return state
         if self._adopted is None or self._adopted[0] is not state:
+            check_not_donated(state)
             check_arrays(state, "the state")
             self._adopted = state, RemoteState(self._job, jax.device_get(own_state(state)))
         return self._adopted[1]

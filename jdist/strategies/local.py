@@ -37,8 +37,7 @@ def strategy_over(
     Raises:
         StrategyError: `axis` is no name, or the all-reduce is for another number of replicas.
     """
-    if not isinstance(axis, str) or not axis.isidentifier():
-        raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
+    check_axis(axis)
     fits = reduction.num_replicas in (None, len(devices))
     if not fits and len(devices) > 1:  # a single replica reduces nothing
         raise StrategyError(
@@ -56,6 +55,16 @@ def strategy_over(
         reduction=reduction,
         operations=operations,
     )
+
+
+def check_axis(axis: str) -> None:
+    """Refuses what is no name of a mesh axis.
+
+    Raises:
+        StrategyError: it shows the value.
+    """
+    if not isinstance(axis, str) or not axis.isidentifier():
+        raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
 
 
 def check_reduction(reduction: Reduction, transform: Transform) -> None:

@@ -14,7 +14,7 @@ from jdist.cluster.unused import note_coordinator
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import StrategyError
-from jdist.global_arrays import to_host
+from jdist.global_arrays import check_arguments_not_donated, to_host
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.datasets import WorkerDataset
 from jdist.ps.local import LocalCluster
@@ -58,6 +58,7 @@ def parameter_server(
     wire: Wire = "float32",
     ps_replicas: int = 1,
     times: Times | None = None,
+    axis: str = "replica",
 ) -> Strategy:
     """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
 
@@ -89,6 +90,7 @@ def parameter_server(
             place when it is lost: nothing is lost then, nor computed again. It takes twice the memory, and gradients travel
             twice. With 1 the state goes back to the last snapshot, and what was done since is computed again.
         times: how long workers and servers are waited for; None: `jdist.ps.Times()`.
+        axis: name of the mesh axis of a worker's devices, for steps that call `lax.pmean(x, axis_name=...)` themselves.
 
     Returns:
         A Strategy. `strategy.init` returns a handle; a step returns at once, with metrics that are futures. In the evaluator
@@ -103,7 +105,7 @@ def parameter_server(
     """
     spec, options = settled(**locals())  # its arguments
     if options is None:
-        return mirrored()
+        return mirrored(axis=axis)
     # Errors of a cluster are heard of here; processes of this machine can wait.
     servers = (
         functools.partial(_local_servers, local_workers or 2, local_ps or ps_replicas, devices_per_worker)
@@ -144,6 +146,7 @@ def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Ser
 
 def _strategy(job: PsJob) -> Strategy:
     def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> RemoteState:
+        check_arguments_not_donated("strategy.init", args, {})
         return RemoteState(job, jax.device_get(jax.jit(fn)(*args)))
 
     def fetch(strategy: Strategy, state: PyTree) -> PyTree:

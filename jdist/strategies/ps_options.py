@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any, Literal, get_args
@@ -17,6 +18,7 @@ from jdist.ps.serve import IS_SERVER
 from jdist.ps.servers import check_place, cluster_of_environment
 from jdist.ps.shard_state import OnStale, Rules
 from jdist.ps.times import Times
+from jdist.strategies.local import check_axis
 from jdist.strategies.on_worker import strategy_of_worker
 
 Mode = Literal["async", "sync"]
@@ -38,6 +40,7 @@ def settled(
     wire: Wire,
     ps_replicas: int,
     times: Times | None,
+    axis: str,
     **_: bool,
 ) -> tuple[ClusterSpec | None, PsOptions | None]:
     """Checks the arguments of `jdist.parameter_server`, which says what they are; looks for no server.
@@ -61,6 +64,7 @@ def settled(
     is_time = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
     if not is_time or not 0 <= start_timeout_s < math.inf:
         raise StrategyError(f"`start_timeout_s` is {start_timeout_s!r}; it must be a number of seconds, 0 or more.")
+    check_axis(axis)
     _check_spread(partitioner, placement, wire)
     if ps_replicas not in (1, 2) or isinstance(ps_replicas, bool):
         raise StrategyError(f"`ps_replicas` is {ps_replicas!r}; it must be 1, or 2 for a backup of each shard.")
@@ -101,7 +105,7 @@ def settled(
     if is_sync:
         rules = dataclasses.replace(rules, max_staleness=0)
     options = PsOptions(
-        on_worker=strategy_of_worker,
+        on_worker=functools.partial(strategy_of_worker, axis=axis),
         partitioner=partitioner or min_size(),
         placement=placement,
         rules=rules,

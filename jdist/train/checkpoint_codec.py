@@ -82,7 +82,10 @@ def check_savable(path: str, leaf: Any, num_processes: int) -> None:
         raise CheckpointError(f"leaf {path} is {leaf}: an integer must fit in 64 bits")
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
-            raise DonatedStateError(f"leaf {path} was donated to a step already: save the state that the step returned")
+            raise DonatedStateError(
+                f"leaf {path} was donated to a step already: save the state that the step returned; `donate=False` keeps old "
+                "states usable"
+            )
         if num_processes == 1 and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             text = "is spread over processes, each of which has to save its part: pass `cluster=strategy.cluster`"
             raise CheckpointError(f"leaf {path} {text}. Its sharding is {leaf.sharding}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.errors import StepError
+from jdist.global_arrays import check_values_not_donated
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, summary
 
@@ -128,6 +129,19 @@ class Signature:
                 f'{name} of {self.name}, role "replicated",',
                 'Give a constant the role "static", or name it in `static_argnames`.',
             )
+
+    def check_not_donated(
+        self, call: Call, batches: PyTree, others: tuple[tuple[PyTree, ...], dict[str, PyTree]]
+    ) -> None:
+        """Refuses arguments whose buffers an earlier call has consumed.
+
+        Raises:
+            DonatedStateError: names the argument and the leaf.
+        """
+        values = {"batch": iter(batches), "replicated": iter(others[0])}
+        named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
+        by_name = [(f"keyword argument `{key}`", value) for key, value in others[1].items()]
+        check_values_not_donated(self.name, [*named, *by_name])
 
     def taken_as(self, call: Call, state: PyTree, batches: PyTree) -> str:
         """Which argument of a call was taken for the state and which for a batch, with their first leaves."""

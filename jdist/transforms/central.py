@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.global_arrays import to_host
+from jdist.global_arrays import check_arguments_not_donated, check_not_donated, to_host
 from jdist.strategy import Strategy
 from jdist.transforms import placement
 from jdist.transforms import run as on_replicas
@@ -19,7 +19,6 @@ from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.step import Backend, DistributedStep
-from jdist.transforms.trees import check_no_deleted
 from jdist.values import own_state
 
 PyTree = Any
@@ -55,7 +54,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         DonatedStateError: a leaf was consumed by an earlier call.
         StepError: a leaf is no array.
     """
-    check_no_deleted(state)
+    check_not_donated(state)
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
     kept = [is_spread(x) and x.stored.sharding == layout.host for x in leaves]
@@ -87,6 +86,7 @@ def fetch(strategy: Strategy, state: PyTree) -> PyTree:
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """`Strategy.run`; a state among the arguments arrives whole."""
+    check_arguments_not_donated("strategy.run", args, kwargs)
     args, kwargs = map_leaves(lambda x: to_host(x) if is_spread(x) else x, (args, kwargs))
     return on_replicas.run(strategy, fn, args, kwargs)
 

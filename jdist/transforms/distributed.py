@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from jdist.errors import StepError
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
 
@@ -26,6 +29,31 @@ class Preview:
     results: Mapping[str, PyTree]
     changes_state: bool
     ignores_mask: bool
+
+
+def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
+    """Says better than JAX that a step names a mesh axis which is not bound; all other errors pass.
+
+    Args:
+        exc: what tracing the step raised.
+        name: of the strategy that the user made.
+        strategy: what a replica's part of the step is traced under.
+
+    Raises:
+        StepError: `exc` tells of such an axis; it says where to name it.
+    """
+    if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
+        return
+    if strategy.transform == "jit":
+        raise StepError(
+            f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
+            "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
+        ) from exc
+    maker = "one_device" if name == "default" else name
+    raise StepError(
+        f"{exc}: the step uses a mesh axis that {name} does not bind; it binds {strategy.axes or 'none'}. Name the axis in "
+        f"the strategy, `jdist.{maker}(axis=...)`, or use `jdist.replica_axes()` in the step."
+    ) from exc
 
 
 class Distributed(abc.ABC):
@@ -50,6 +78,14 @@ class Distributed(abc.ABC):
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
         """What a call would do, known with nothing compiled; None where only a call shows it."""
+        return None
+
+    def count_left_out(self, state: PyTree) -> jax.Array | None:
+        """How many steps were left out until `state` was made, not waited for; None where nothing counts them.
+
+        Args:
+            state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.
+        """
         return None
 
     @abc.abstractmethod

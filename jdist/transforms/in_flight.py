@@ -8,6 +8,7 @@ be waited for.
 from __future__ import annotations
 
 import collections
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,10 @@ class Window:
         limit: how many calls may be in flight.
         inspect: called with a token's value, int32[2], once it is known; raises where the step went wrong.
         newest_state: returns the state that the step's newest call made.
+
+    Attributes:
+        lock: held while what the step or its window know is changed, as several threads may call the step; nobody waits
+            for a device while holding it.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Window:
         newest_state: Callable[[], Any] = lambda: None,
     ):
         self.strategy, self.limit, self._inspect, self.newest_state = strategy, limit, inspect, newest_state
+        self.lock = threading.RLock()
         self._tokens: collections.deque[jax.Array] = collections.deque()
         self._waits = 0
         self._unread: jax.Array | None = None
@@ -49,33 +55,40 @@ class Window:
         Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile.
         """
         tokens = self._tokens
-        tokens.append(token)
-        if len(tokens) < self.limit:
-            return
-        for _ in range((self.limit - 1) // 2):
-            tokens.popleft()
-        oldest = tokens.popleft().block_until_ready()
-        self._waits += 1
-        self._unread = oldest
+        with self.lock:
+            tokens.append(token)
+            if len(tokens) < self.limit:
+                return
+            for _ in range((self.limit - 1) // 2):
+                tokens.popleft()
+            oldest = tokens.popleft()
+        oldest.block_until_ready()
+        with self.lock:
+            self._waits += 1
+            self._unread = oldest
         if self._waits % 2 == 0:  # codes are sticky, so a token tells of all before it, and reading one takes time
             self._read()
 
     def _read(self) -> None:
-        token, self._unread = self._unread, None
+        with self.lock:
+            token, self._unread = self._unread, None
         if token is not None:
             self._inspect(_value(token))
 
     def drain(self) -> None:
         """Waits for every call in flight and looks at the newest token."""
-        if self._tokens:
-            self._unread = self._tokens[-1]
-            self._tokens.clear()
+        with self.lock:
+            if self._tokens:
+                self._unread = self._tokens[-1]
+                self._tokens.clear()
         self._read()
 
     def block(self) -> None:
         """Waits for every call in flight, and leaves the looking for later."""
-        if self._tokens:
-            self._tokens[-1].block_until_ready()
+        with self.lock:
+            newest = self._tokens[-1] if self._tokens else None
+        if newest is not None:
+            newest.block_until_ready()
 
     def clear(self) -> None:
         """Forgets the tokens, after an error was raised for them."""

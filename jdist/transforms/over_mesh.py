@@ -121,8 +121,10 @@ def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, t
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
     lead = 0 if options.steps_per_call == 1 else 1
 
+    traces: list[ReplicaFunction] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
+
     def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
-        token, state, outputs = function(token, state, own[0], others)
+        token, state, outputs = traces[-1](token, state, own[0], others)
         return token, state, *_sort(outputs, traced)
 
     def by_replica(x: jax.Array) -> jax.Array:
@@ -144,7 +146,11 @@ def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, t
         check_rows(batches, strategy, options)
         # The numbers are for a step without a batch: `pmap` counts its replicas by an argument that is mapped.
         parts = jax.tree.map(by_replica, batches), jnp.arange(n)
-        token, state, same, own, rows = mapped(token, state, parts, others)
+        traces.append(function)
+        try:
+            token, state, same, own, rows = mapped(token, state, parts, others)
+        finally:
+            traces.pop()
         keep = jax.lax.with_sharding_constraint
         token, state, same = keep((token, state, same), (whole, state_sharding, whole))
         own, rows = jax.tree.map(lambda x: keep(x.reshape(-1, *x.shape[2:]), by_rows), (own, rows))

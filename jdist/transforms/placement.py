@@ -16,14 +16,15 @@ from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.data.share import WHOLE, Share
 from jdist.errors import BatchError, StepError
-from jdist.global_arrays import put, put_rows, to_host
+from jdist.global_arrays import check_arguments_not_donated, check_not_donated, put, put_rows, to_host
 from jdist.strategy import Strategy
 from jdist.transforms import in_flight
+from jdist.transforms.apart import first_buffer
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
 from jdist.transforms.residuals import check_residuals
 from jdist.transforms.spread import check_no_spread
-from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
+from jdist.transforms.trees import check_arrays, check_batch, check_whole
 from jdist.values import WithResiduals, own_state
 
 PyTree = Any
@@ -46,6 +47,7 @@ def init(
             f"strategy.init needs a function that makes the state, it got a {type(fn).__name__}. Write "
             "`strategy.init(create_state, key)`; for a tree that is there already, `strategy.init(lambda: params)`."
         )
+    check_arguments_not_donated("strategy.init", args, {})
     leaves, treedef = jax.tree.flatten(args)
     dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
 
@@ -96,7 +98,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         DeviceError: the strategy's devices are not here.
     """
     strategy.need_devices("a step")
-    check_no_deleted(state)
+    check_not_donated(state)
     check_no_spread(strategy, state)
     if isinstance(state, WithResiduals):
         check_residuals(strategy, state.residuals)
@@ -111,9 +113,9 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         if not isinstance(x, jax.Array) or jax.typeof(x).weak_type:
             x = _strong(x)
         x = _onto(x, sharding)
-        if id(x) in seen:  # one array in two places of the state could not be donated twice
+        if first_buffer(x) in seen:  # one array in two places of the state could not be donated twice
             x = jnp.copy(x)
-        seen.add(id(x))
+        seen.add(first_buffer(x))
         return x
 
     return jax.tree.map(place, state)
@@ -136,7 +138,7 @@ def check(strategy: Strategy, state: PyTree) -> None:
 
 def check_in_parts(strategy: Strategy, state: PyTree) -> None:
     """As `check`, of a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
-    check_no_deleted(state)
+    check_not_donated(state)
     in_flight.wait_for(strategy, state)
     compare_replicas(strategy, state)
 

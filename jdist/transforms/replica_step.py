@@ -71,7 +71,9 @@ class ProgramSpec:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        own, precision, in_use = own_state(state), self.options.precision, None
+        # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
+        own, batches, others = jax.tree.map(lambda x: x, (own_state(state), batches, others))
+        precision, in_use = self.options.precision, None
         if precision is not None:
             precision.check_names((own, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact

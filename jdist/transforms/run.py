@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jdist.context import ReplicaTrace, check_not_mixed, current_trace, tracing
 from jdist.errors import GlobalViewError, StepError
-from jdist.global_arrays import put
+from jdist.global_arrays import check_arguments_not_donated, put
 from jdist.strategy import Strategy
 from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays
@@ -32,6 +32,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         )
     if strategy.transform == "jit":
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
+    check_arguments_not_donated("strategy.run", args, kwargs)
     check_no_spread(strategy, (args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
     own: dict[int, Any] = {}  # each replica's own part, by place among the arguments

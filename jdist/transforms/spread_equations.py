@@ -21,15 +21,27 @@ ELEMENTWISE = frozenset({
     "sqrt", "square", "sub", "tan", "tanh", "xor",
 })
 # fmt: on
+# The reductions that are taken part by part, and with what an array is filled up for each.
 FILLINGS: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
     "reduce_prod": lambda dtype: 1,
     "reduce_and": lambda dtype: True,
     "reduce_or": lambda dtype: False,
-    "reduce_max": lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min,
-    "reduce_min": lambda dtype: jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max,
+    "reduce_max": lambda dtype: _extreme(dtype, lowest=True),
+    "reduce_min": lambda dtype: _extreme(dtype, lowest=False),
 }
+# Of integers, bit by bit, not every backend can all-reduce them.
+OF_BOOLS = frozenset({"reduce_and", "reduce_or"})
 COLLECTIVES = frozenset({"axis_index", "all_gather", "all_to_all", "ppermute", "psum", "pmax", "pmin", "psum_scatter"})
+
+
+def _extreme(dtype: Any, *, lowest: bool) -> Any:
+    if dtype == jnp.bool_:
+        return not lowest
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -jnp.inf if lowest else jnp.inf
+    info = jnp.iinfo(dtype)
+    return info.min if lowest else info.max
 
 
 def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:

@@ -25,7 +25,14 @@ from jdist.strategy import Strategy
 from jdist.transforms.replica_check import hash_leaf
 from jdist.transforms.results import LOCAL, METRIC, ROWS
 from jdist.transforms.spread import Layout
-from jdist.transforms.spread_equations import COLLECTIVES, ELEMENTWISE, FILLINGS, apply_stored, bind
+from jdist.transforms.spread_equations import (
+    COLLECTIVES,
+    ELEMENTWISE,
+    FILLINGS,
+    OF_BOOLS,
+    apply_stored,
+    bind,
+)
 
 # Called compute_on2 before JAX 0.12.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -106,21 +113,25 @@ class _Evaluation:
             for v, keep, kind in zip(self.results, kept, kinds, strict=True)
         ]
         # As each replica keeps a part of its own version, nobody could tell afterwards that they were not the same.
-        places = {i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and v in self.own}
+        places = {i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and self.is_own(v)}
         rows = PartitionSpec(self.strategy.axes)
         hashes = self.by_replicas(list(places.values()), rows, change=lambda x: hash_leaf(x)[None]) if places else {}
         return results, {i: hashes[v] for i, v in places.items()}
+
+    def is_own(self, v: Any) -> bool:
+        """Whether each replica has its own of a value; a constant is no variable."""
+        return not dataflow.is_literal(v) and v in self.own
 
     def is_of_replicas(self, eqn: Any) -> bool:
         """Whether replicas compute an equation by themselves, as it makes or reads what each has its own of.
 
         They do so, from the beginning, where it gives them all the same or has an effect.
         """
-        makes_own = any(v in self.own for v in eqn.outvars)
-        if not makes_own and not any(v in self.own for v in eqn.invars if not dataflow.is_literal(v)):
+        makes_own = any(map(self.is_own, eqn.outvars))
+        if not makes_own and not any(map(self.is_own, eqn.invars)):
             return False
         for v in eqn.invars:
-            if not dataflow.is_literal(v) and v not in self.own and v not in self.read_by_own:
+            if not dataflow.is_literal(v) and not self.is_own(v) and v not in self.read_by_own:
                 self.read_by_own[v] = self.whole(v, self.value(v))
         effects = [effect for effect in self.effects if effect is eqn]
         if effects or not makes_own:
@@ -152,7 +163,7 @@ class _Evaluation:
         return np.asarray(v.val) if dataflow.is_literal(v) else self.known[v]
 
     def kept(self, v: Any) -> jax.Array:
-        x = self.by_replicas([v], PartitionSpec())[v] if v in self.own else self.value(v)
+        x = self.by_replicas([v], PartitionSpec())[v] if self.is_own(v) else self.value(v)
         if isinstance(x, Part) and x.on_host:
             assert x.stored is not None  # nothing waits any more
             return x.stored
@@ -162,10 +173,10 @@ class _Evaluation:
 
     def wanted(self, v: Any, kind: str | None) -> jax.Array:
         n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
-        if v in self.own and kind is not None:
+        if self.is_own(v) and kind is not None:
             x = self.by_replicas([v], rows, change=lambda x: x if kind == ROWS else x[None])[v]
             return x.mean(0) if kind == METRIC else x
-        x = self.by_replicas([v], PartitionSpec())[v] if v in self.own else jnp.asarray(self.whole(v, self.value(v)))
+        x = self.by_replicas([v], PartitionSpec())[v] if self.is_own(v) else jnp.asarray(self.whole(v, self.value(v)))
         if kind == LOCAL:
             return jnp.broadcast_to(x, (n, *x.shape))
         return jnp.concatenate([x] * n) if kind == ROWS else x
@@ -198,7 +209,8 @@ class _Evaluation:
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
             return [Filled(bind(eqn, values), shape)]
-        if name in FILLINGS and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
+        in_bits = name in OF_BOOLS and eqn.invars[0].aval.dtype != jnp.bool_
+        if name in FILLINGS and not in_bits and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
             stored = self.device_operand(eqn.invars[0], in_parts[0])
             real = self.layout.real(stored, in_parts[0].shape, FILLINGS[name](stored.dtype))
             return [bind(eqn, [real], axes=tuple(range(real.ndim)))]

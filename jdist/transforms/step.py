@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,13 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
 from jdist.data.leaves import MASK
-from jdist.errors import JDistError, NonFiniteError, StepError
-from jdist.global_arrays import put, to_host
+from jdist.errors import JDistError, NonFiniteError
+from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
+from jdist.transforms.apart import Apart
 from jdist.transforms.calls import Call, Signature, Step
-from jdist.transforms.distributed import Distributed, Preview
+from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions
@@ -40,8 +42,8 @@ from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced, returned
 from jdist.transforms.spread import Spread, is_spread, map_leaves
-from jdist.transforms.trees import check_no_deleted, check_not_traced
-from jdist.values import WithResiduals, without_residuals
+from jdist.transforms.trees import check_not_traced
+from jdist.values import WithResiduals, kinds_around, without_residuals
 
 PyTree = Any
 
@@ -83,9 +85,9 @@ class DistributedStep(Distributed):
         options: the options of `jdist.distribute`.
     """
 
-    # How often any step took in a state that it had not made: since then it may have consumed another's newest state.
-    # JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
-    _adopted = 0
+    # Another object each time that any step takes in a state that it has not made: since then it may have consumed another's
+    # newest state. JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
+    _adopted = object()
 
     def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__ = "the step"
@@ -98,12 +100,13 @@ class DistributedStep(Distributed):
         self._whole = strategy.replicated_sharding
         lead = int(options.steps_per_call > 1)
         self._by_rows = None if strategy.mesh is None else rows_sharding(strategy, lead=lead)
-        self._adopted_before = 0
+        self._adopted_before: object = None
+        self._donates = options.donate and options.may_update_state
+        self._apart = Apart()
         self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
         self._last_state: PyTree = None
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
-        self._num_updates = 0  # of the newest call
         self._token = self._new_token()
         self._watched = Watched()
         self._steps_before = 0
@@ -116,8 +119,7 @@ class DistributedStep(Distributed):
 
         After an interrupt or a NonFiniteError it is there although the state passed in was donated.
         """
-        self._take_results()
-        return self._last_state
+        return self._results[0][1] if self._results and self._results_hold_state else self._last_state
 
     @property
     def num_skipped(self) -> int:
@@ -129,7 +131,15 @@ class DistributedStep(Distributed):
         if self.options.loss_scaling is not None:
             loss_scale = loss_scale_of(self.last_state)
             return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
-        return int(to_host(self._token)[0]) if self.options.non_finite == "skip" else 0
+        token = self._results[0][0] if self._results else self._token
+        return int(to_host(token)[0]) if self.options.non_finite == "skip" else 0
+
+    def count_left_out(self, state: PyTree) -> jax.Array | None:
+        """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
+        if self.options.non_finite == "skip":
+            return self._results[0][0] if self._results else self._token
+        loss_scale = loss_scale_of(state) if self.options.loss_scaling is not None else None
+        return None if loss_scale is None else jnp.copy(loss_scale.num_skipped)
 
     def wait(self) -> None:
         """Waits for every call in flight.
@@ -164,7 +174,7 @@ class DistributedStep(Distributed):
                 return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
             return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
         except Exception as exc:
-            self._explain(exc, call, state, batches)
+            self._explain(exc, call, state, batches, others)
             raise
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
@@ -201,7 +211,7 @@ class DistributedStep(Distributed):
             arguments = self._token, state, _shapes(batches, self._by_rows), others
             made = program.trace(*arguments)
         except Exception as exc:
-            self._explain(exc, call, state, batches)
+            self._explain(exc, call, state, batches, others)
             raise
         _, state, outputs, *_ = made.out_info
         told = dict(zip(traced.output_roles, outputs, strict=True))
@@ -242,83 +252,115 @@ class DistributedStep(Distributed):
             self._token = self._results[0][0]
             if self._results_hold_state:
                 self._last_state = self._results[0][1]
-            self._results.clear()
+            self._results = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cluster = self.strategy.cluster
         if cluster is None:
-            return self._call(args, kwargs)
+            return self._call(args, kwargs)[0]
         failpoints.reached(Point.BEFORE_STEP)
         with cluster.blocked():
-            result = self._call(args, kwargs)
+            result, num_updates, token = self._call(args, kwargs)
         failpoints.reached(Point.IN_STEP)
-        cluster.advance(self._num_updates, self._token)
+        cluster.advance(num_updates, token)
         if failpoints.armed():
-            jax.block_until_ready(self._token)
+            jax.block_until_ready(token)
             failpoints.reached(Point.AFTER_STEP)
         return result
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, jax.Array]:
+        """Starts one call, and waits where too many are in flight; the result, how many updates it makes, its token."""
         check_not_mixed(self.strategy)
+        with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
+            results, traced, batches = self._start(args, kwargs)
+            num_updates = self._steps_in(batches) if "state" in traced.returns else 0
+        token, state, outputs = results[:3]  # a backend may add more, for its check
+        self._window.add(token)
+        if self._steps_to_check and num_updates:
+            self._check_replicas(state, results, num_updates)
+        return returned(state, outputs, traced, batches), num_updates, token
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, PyTree]:
+        """Starts one call: what the program returned, what is known of the results, and the batches as they were given."""
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
             call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
         else:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)
-            if self._whole is not None:
-                others = map_leaves(self._replicate, others)
         given = batches
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
+                self._warn_of_loss(state)
                 state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
-                DistributedStep._adopted += 1
-            elif self._adopted_before != DistributedStep._adopted:
-                check_no_deleted(state)
+                DistributedStep._adopted = object()
+                self._apart.forget()
+            elif self._adopted_before is not DistributedStep._adopted:
+                check_not_donated(state)
             self._adopted_before = DistributedStep._adopted
             for leaf in jax.tree.leaves(batches):
                 if isinstance(leaf, Tracer):
                     check_not_traced(batches)
+                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                    self._signature.check_not_donated(call, batches, others)
                 if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
                     batches = place_batches(self.strategy, self.options, batches, self._by_rows)
                     break
+            if call is not self._plain_call:
+                others = self._placed(call, state, batches, others)
             if self.strategy.keeps_residuals and state is not self._last_state:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self._program(call)
+            box = self._results
             self._results_hold_state = self.options.may_update_state
-            program.run_into(self._results, self._token, state, batches, others)
+            try:
+                program.run_into(box, self._token, state, batches, others)
+            except (RuntimeError, ValueError) as exc:  # on one device a batch may be an array of the state
+                if "previously donated in the same call" not in str(exc):
+                    raise
+                program.run_into(box, self._token, state, self._apart.of(batches, state), others)
         except Exception as exc:
             if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
                 check_rows(given, self.strategy, self.options)
                 self._signature.check_others(call, others)
-            self._explain(exc, call, state, given)
+            self._explain(exc, call, state, given, others)
             raise
-        results = self._results[0]
-        token, state, outputs = results[:3]  # a backend may add more, for its check
-        updated = self._results_hold_state = "state" in traced.returns
-        self._num_updates = self._steps_in(batches) if updated else 0
+        self._results_hold_state = "state" in traced.returns
         self._take_results()
-        self._window.add(token)
-        if self._steps_to_check and updated:
-            self._check_replicas(state, results)
-        return returned(state, outputs, traced, given)
+        return box[0], traced, given
 
-    def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:
+    def _warn_of_loss(self, state: PyTree) -> None:
+        """Warns of a state that was made of the one that the step returned, without what that had beside it."""
+        lost = kinds_around(self._last_state) - kinds_around(state)
+        if not lost or not {id(x) for x in _arrays(self._last_state)} & {id(x) for x in _arrays(state)}:
+            return
+        kinds = " and ".join(f"`jdist.{kind.__name__}`" for kind in sorted(lost, key=lambda kind: kind.__name__))
+        warnings.warn(
+            f"{self.__name__} was called with a state that was made of the one it had returned and has lost the {kinds} around "
+            "it: what steps carry along there begins anew. Change a state by its own methods, `state.replace(...)`, or keep "
+            "what is around it: `state = state.with_user({**state, ...})`.",
+            stacklevel=5,
+        )
+
+    def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
+        """Further arguments on every device, copied where the call donates their buffers with the state.
+
+        Raises:
+            DonatedStateError: an earlier call has consumed one.
+        """
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
+            self._signature.check_not_donated(call, batches, others)
+        if self._donates:
+            others = self._apart.of(others, state)
+        return others if self._whole is None else map_leaves(self._replicate, others)
+
+    def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
         if isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError):
-            check_no_deleted(state)
-        if isinstance(exc, NameError) and "unbound axis name" in str(exc):
-            if self.strategy.transform == "jit":
-                raise StepError(
-                    f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
-                    "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
-                ) from exc
-            raise StepError(
-                f"{exc}: the step uses a mesh axis that {self.strategy.name} does not bind; it binds "
-                f"{self.strategy.axes or 'none'}. Name the axis in the strategy, `jdist.mirrored(axis=...)` or "
-                "`jdist.one_device(axis=...)`, or use `jdist.replica_axes()` in the step."
-            ) from exc
+            check_not_donated(state)
+            self._signature.check_not_donated(call, batches, others)
+        check_axis_bound(exc, self.strategy.name, self.strategy)
         if isinstance(exc, KeyError) and exc.args == (MASK,):
             exc.add_note(
                 "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
@@ -331,8 +373,8 @@ class DistributedStep(Distributed):
         n = self.options.steps_per_call
         return n if n == 1 or not (leaves := jax.tree.leaves(batches)) else leaves[0].shape[0]
 
-    def _check_replicas(self, state: PyTree, results: Any) -> None:
-        self._steps_to_check -= self._num_updates
+    def _check_replicas(self, state: PyTree, results: Any, num_updates: int) -> None:
+        self._steps_to_check -= num_updates
         if self._steps_to_check <= 0:
             self._steps_to_check = self.options.check_replicas
             self._backend.compare_replicas(self.strategy, state, results)
@@ -341,10 +383,11 @@ class DistributedStep(Distributed):
         code, count = int(token[0]), int(token[1])
         if self.options.non_finite != "raise" or code == 0:
             return
-        self._window.clear()
-        self._token = self._new_token()
-        step = self._steps_before + count
-        self._steps_before = step + 1
+        with self._window.lock:
+            self._window.clear()
+            self._token = self._new_token()
+            step = self._steps_before + count
+            self._steps_before = step + 1
         name = self._watched.names[code - 1]
         raise NonFiniteError(
             f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step "
@@ -377,6 +420,10 @@ class DistributedStep(Distributed):
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _arrays(tree: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
 
 def _shapes(tree: PyTree, sharding: Any) -> PyTree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.data.leaves import is_numeric, numbers_of
-from jdist.errors import BatchError, DonatedStateError, StepError
+from jdist.errors import BatchError, StepError
 
 PyTree = Any
 
@@ -71,21 +71,6 @@ def _tree_difference(before: PyTree, after: PyTree) -> str:
         lines = [f"  before: {jax.tree.structure(before)}", f"  after:  {jax.tree.structure(after)}"]
     more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
     return "\n".join(lines[:10] + more)
-
-
-def check_no_deleted(state: PyTree) -> None:
-    """Refuses a state whose buffers an earlier call has consumed.
-
-    Raises:
-        DonatedStateError: names the first such leaf.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise DonatedStateError(
-                f"the state passed in was donated to an earlier call, its buffers are gone (first: "
-                f"{jax.tree_util.keystr(path) or 'the state'}). Go on with the state that the call returned, or with "
-                "`train_step.last_state`; `donate=False` keeps old states usable."
-            )
 
 
 def check_not_traced(arguments: PyTree) -> None:

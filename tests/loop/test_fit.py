@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -52,6 +53,49 @@ class TestEpochs:
         one = jdist.fit(train_step, create_state(), batches, **QUIET)[1]
         assert step.num_skipped == 1
         assert history.epochs[0]["loss"] == pytest.approx(one.epochs[0]["loss"], rel=1e-5)
+
+    @pytest.mark.parametrize("options", [{"non_finite": "skip"}, {"precision": "fp16"}], ids=str)
+    @pytest.mark.parametrize("steps_per_call", [1, 4])
+    def test_a_metric_that_is_nan_leaves_no_good_step_out(self, options, steps_per_call):
+        def step(state, batch):
+            state, metrics = train_step(state, batch)
+            return state, {
+                **metrics,
+                "odd": jnp.where(state.step == 2, jnp.nan, 1.0),
+                "y": jdist.mean(batch["y"], batch["mask"]),
+            }
+
+        if "precision" in options:
+            options = {"precision": jdist.precision("fp16", initial_scale=1.0)}
+        distributed = jdist.distribute(step, mirrored(), steps_per_call=steps_per_call, **options)
+        state, history = jdist.fit(distributed, create_state(), DATA, global_batch=16, **QUIET)
+        assert int(state.step) == 7
+        (row,) = history.epochs
+        assert np.isnan(row["odd"])
+        assert row["y"] == pytest.approx(DATA["y"].mean(), rel=1e-2)
+        assert np.isfinite(row["loss"])
+
+    @pytest.mark.parametrize("options", [{"non_finite": "skip"}, {"precision": "fp16"}], ids=str)
+    def test_a_step_is_left_out_although_its_metrics_are_finite(self, options):
+        def step(state, batch):
+            def loss_of(params):
+                is_first = batch["x"][0, 0] == DATA["x"][0, 0].astype(batch["x"].dtype)
+                loss = jdist.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, batch["mask"])
+                # The root of zero is finite, its gradient is not.
+                return loss + jnp.sqrt(jnp.where(is_first, 0 * params["w"].sum(), 1)).astype(loss.dtype), loss
+
+            (_, loss), grads = jdist.value_and_grad(loss_of, has_aux=True)(state.params)
+            return state.apply_gradients(grads=grads), {"loss": loss, "y": jdist.mean(batch["y"], batch["mask"])}
+
+        if "precision" in options:
+            options = {"precision": jdist.precision("fp16", initial_scale=4.0)}
+        distributed = jdist.distribute(step, jdist.one_device(), **options)
+        for passes in (1, 2):  # a second run counts from where the first has ended
+            state, history = jdist.fit(distributed, create_state(), DATA, global_batch=16, **QUIET)
+            assert distributed.num_skipped == (passes if "non_finite" in options else 1)
+            assert int(state.step) == 6
+            assert history.epochs[0]["y"] == pytest.approx(DATA["y"][16:].mean(), rel=1e-2)
+            assert history.epochs[0]["y"] != pytest.approx(DATA["y"].mean(), rel=1e-2)
 
     def test_neither_epochs_nor_steps_is_one_pass(self):
         state, history = jdist.fit(train_step, create_state(), DATA, global_batch=16, **QUIET)

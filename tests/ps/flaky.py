@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import random
 import threading
 from collections import Counter
@@ -230,7 +231,7 @@ class InProcess:
         for i, worker in enumerate(self.workers):
             self.servers[f"worker{i}"] = FakeServer(f"worker{i}", worker.methods())
         options = PsOptions(
-            on_worker=strategy_of_worker,
+            on_worker=functools.partial(strategy_of_worker, axis="replica"),
             partitioner=fixed_shards(ps),
             placement="round_robin",
             rules=Rules(max_staleness=0 if mode == "sync" else max_staleness, non_finite="skip"),

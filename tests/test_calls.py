@@ -71,8 +71,8 @@ class TestRoles:
         run = jdist.distribute(step, strategy)
         key = jax.random.key(1)
         for scale in (2.0, jnp.float32(2)):
-            state, metrics = run(0.0, BATCH, key, scale=scale, shift=np.ones(4, np.float32))
-            assert float(state) == 8.0
+            state, metrics = run(0.0, BATCH, key, scale=scale, shift=np.ones(3, np.float32))
+            assert float(state) == 6.0
             assert float(metrics["draw"]) == pytest.approx(float(jax.random.normal(key)))
 
     def test_positional_arguments_by_keyword(self):
@@ -170,9 +170,10 @@ class TestNamesAndRoles:
             (
                 lambda params, state, batch: 0,
                 {},
-                r"`state` of .* has the role 'batch'.*several states go into one tuple",
+                r"`state` of .* has the role 'batch'.*args=\('replicated', 'state', 'batch'\)",
             ),
             (lambda state, batch: 0, {"args": ("state",)}, r"`batch` of .* has the role 'replicated'"),
+            (lambda params, opt_state, batch, key: 0, {}, r"args=\('state', 'state', 'batch', 'replicated'\)"),
         ],
     )
     def test_refused(self, step, options, message):

@@ -24,7 +24,7 @@ from jdist.transforms.replica_check import compare, make_check
 from jdist.transforms.residuals import check_residuals
 from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays, check_batch, check_no_deleted, check_whole
-from jdist.values import WithResiduals, own_state
+from jdist.values import WithResiduals, own_states
 
 PyTree = Any
 Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
@@ -122,7 +122,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
     check(strategy, state)
-    return jax.tree.map(to_host, own_state(state))
+    return jax.tree.map(to_host, own_states(state))
 
 
 _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()

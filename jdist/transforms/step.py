@@ -22,7 +22,8 @@ from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
-from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.batch_axis import is_first
+from jdist.transforms.calls import Call, Signature, Step, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
@@ -92,14 +93,16 @@ class DistributedStep(Distributed):
         functools.update_wrapper(self, step)
         self.strategy, self.options, self._backend = strategy, options, backend
         self._step = step
-        self._signature = Signature(step, options)
+        self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
         self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
         self._whole = strategy.replicated_sharding
         lead = int(options.steps_per_call > 1)
         self._by_rows = None if strategy.mesh is None else rows_sharding(strategy, lead=lead)
         self._adopted_before = 0
-        self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
+        self._plain_call = None
+        if options.args == ("state", "batch") and is_first(options.batch_axis):
+            self._plain_call = Call(("state", "batch"))
         self._last_state: PyTree = None
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
@@ -112,12 +115,14 @@ class DistributedStep(Distributed):
 
     @property
     def last_state(self) -> PyTree:
-        """The newest state that a call returned; None before the first.
+        """The newest state that a call returned; None before the first. Of a step of several states, a tuple of them.
 
         After an interrupt or a NonFiniteError it is there although the state passed in was donated.
         """
         self._take_results()
-        return self._last_state
+        if self._last_state is None or self.options.num_states < 2:
+            return self._last_state
+        return split_states(self._last_state, self.options.num_states)
 
     @property
     def num_skipped(self) -> int:
@@ -127,7 +132,8 @@ class DistributedStep(Distributed):
         the state, checkpoints included.
         """
         if self.options.loss_scaling is not None:
-            loss_scale = loss_scale_of(self.last_state)
+            self._take_results()
+            loss_scale = loss_scale_of(self._last_state)
             return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
         return int(to_host(self._token)[0]) if self.options.non_finite == "skip" else 0
 
@@ -177,12 +183,14 @@ class DistributedStep(Distributed):
             **kwargs: as in a call.
 
         Returns:
-            The state; nothing of the step is run.
+            The state, of a step of several a tuple of them; nothing of the step is run.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options)
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
-        return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
+        if self.strategy.keeps_residuals:
+            state = self._with_residuals(call, state, batches, others)
+        return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
         """What a call would do: the step is traced, nothing is compiled or run.
@@ -268,6 +276,8 @@ class DistributedStep(Distributed):
             check_not_traced(others)
             if self._whole is not None:
                 others = map_leaves(self._replicate, others)
+            if is_same_state(state, self._last_state):
+                state = self._last_state
         given = batches
         try:
             if state is not self._last_state:

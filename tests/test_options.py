@@ -31,9 +31,9 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
         ({"args": ("state", "bach")}, r"`args` has 'bach'; allowed are 'state', 'batch', .*Did you mean 'batch'\?"),
         ({"args": ("metrics",)}, r"`args` has 'metrics'; allowed are"),
         (
-                {"args": ("state", "batch", "state"), "returns": ("state",)},
-                r"a step returns as many states as it takes, in their order",
-            ),
+            {"args": ("state", "batch", "state"), "returns": ("state",)},
+            r"a step returns as many states as it takes, in their order",
+        ),
         ({"args": None}, r"`args` is None; it must be a tuple of roles"),
         ({"args": {"state": 0}}, r"`args` is \{'state': 0\}; it must be a tuple"),
         ({"returns": ("state", "metric")}, r"`returns` has 'metric'.*Did you mean 'metrics'\?"),

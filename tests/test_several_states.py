@@ -24,9 +24,7 @@ EVERY = {
 TX = optax.adam(0.1)
 SEVERAL = {"args": ("state", "state", "batch")}
 RNG = np.random.default_rng(0)
-BATCHES = [
-    {"x": x, "y": x @ np.arange(1, 4, dtype=np.float32)} for x in RNG.normal(size=(6, 16, 3)).astype(np.float32)
-]
+BATCHES = [{"x": x, "y": x @ np.arange(1, 4, dtype=np.float32)} for x in RNG.normal(size=(6, 16, 3)).astype(np.float32)]
 
 
 def step(params, opt_state, batch):
@@ -223,7 +221,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            (lambda p, o, batch: (o, p, {}), r"takes 2 states and returned a tuple of 3 .*`return state1, state2, metrics`"),
+            (
+                lambda p, o, batch: (o, p, {}),
+                r"takes 2 states and returned a tuple of 3 .*`return state1, state2, metrics`",
+            ),
             (lambda p, o, batch: ((p, o), {}), r"another tree than it received"),
             (lambda p, o, batch: {}, r"returned a dict .*returns=\(\"metrics\",\)"),
             (lambda p, o, batch: (p, o, {}, {}), r"returns=\('state', 'state', 'metrics', 'metrics'\)"),
@@ -240,5 +241,7 @@ class TestRefused:
             jdist.distribute(step, TWO, **SEVERAL, returns=("state", "metrics"))
 
     def test_no_roles_at_all(self):
-        with pytest.raises(StepError, match=r"`batch` of step has the role 'replicated'.*`args=\('state', 'state', 'batch'\)`"):
+        with pytest.raises(
+            StepError, match=r"`batch` of step has the role 'replicated'.*`args=\('state', 'state', 'batch'\)`"
+        ):
             jdist.distribute(step, TWO)

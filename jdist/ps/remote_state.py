@@ -103,8 +103,8 @@ class RemoteState(OnServers):
         """
         if type(self.shapes) is not tuple:
             raise TypeError(
-                f"this state lives on parameter servers and is a {type(self.shapes).__name__}, no tuple of states that could be "
-                "taken apart. Make it by `strategy.init(lambda: (params, opt_state))`; to read it, `strategy.fetch(state)`."
+                f"this state lives on parameter servers and is a {type(self.shapes).__name__}, no tuple of states to take "
+                "apart. Make it by `strategy.init(lambda: (params, opt_state))`; to read it, `strategy.fetch(state)`."
             )
         return tuple(RemotePart(self, i) for i in range(len(self.shapes)))
 

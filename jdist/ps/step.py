@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdist.context import check_not_mixed
+from jdist.data.batch_axis import rows_first
 from jdist.data.padding import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
 from jdist.ps.artifact import with_shardings
@@ -87,9 +88,10 @@ class PsStep(Distributed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check_not_mixed(self.strategy)
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        check_not_traced((state, batches, others))
-        batches, others = without_keys((batches, others))
+        call, state, passed, others = self._signature.bind(args, kwargs)
+        check_not_traced((state, passed, others))
+        turn = functools.partial(rows_first, axes=call.batch_axes, lead=int(self.options.steps_per_call > 1))
+        batches, others = without_keys((turn(passed), others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
             others = (*others, self.options.loss_scaling.begin().scale)
         state, parts = self._find(state)
@@ -103,7 +105,7 @@ class PsStep(Distributed):
         states = _handles(state, parts)
         if "state" in told.returns:
             self.last_state = states[0] if len(states) == 1 else states
-        return _result(states, outputs, told, batches)
+        return _result(states, outputs, told, passed, turn)
 
     def _find(self, state: PyTree) -> tuple[RemoteState, tuple[int, ...] | None]:
         """The handle of the state that the servers have, and which of its parts the step takes; None: all of it, as it is.
@@ -132,7 +134,9 @@ class PsStep(Distributed):
     def _join(self, states: tuple[PyTree, ...]) -> RemoteState:
         """One state on the servers of several that were made each by itself; their handles are parts of it from now on."""
         if self._adopted is None or not is_same_state(self._adopted[0], states):
-            if len({id(x) for x in states if isinstance(x, RemoteState)}) < sum(isinstance(x, RemoteState) for x in states):
+            if len({id(x) for x in states if isinstance(x, RemoteState)}) < sum(
+                isinstance(x, RemoteState) for x in states
+            ):
                 raise StepError(f"{self.__name__} was called with one state twice; each of its states is another.")
             for state in states:
                 self._check_own(state)
@@ -283,9 +287,16 @@ def _handles(state: RemoteState, parts: tuple[int, ...] | None) -> tuple[RemoteS
     return (state,) if parts is None else tuple(state.parts[i] for i in parts)
 
 
-def _result(states: Sequence[Any], outputs: tuple[PyTree, ...], traced: results.Traced, batches: PyTree) -> Any:
+def _result(
+    states: Sequence[Any],
+    outputs: tuple[PyTree, ...],
+    traced: results.Traced,
+    batches: PyTree,
+    turn: Callable[[PyTree], PyTree],
+) -> Any:
     if "examples" in traced.returns:
-        real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
+        found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+        real = next((rows for rows in found if rows is not None), None)
         outputs = tuple(
             jax.tree.map(lambda x: x.map(lambda rows: rows[real]), tree)
             if role == "examples" and real is not None

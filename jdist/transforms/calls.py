@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place
 from jdist.errors import StepError
 from jdist.strategy import Strategy
-from jdist.transforms.batch_axis import axes_of_leaves, rows_first, rows_in_place
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, kind_of, summary
 from jdist.values import AroundState, own_state, with_own_state
@@ -307,9 +307,9 @@ _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 def _lies_by_rows(x: Any, strategy: Strategy) -> bool:
     """Whether an array is spread over a strategy's replicas along one of its axes."""
     sharding = x.sharding if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None
-    return (
-        isinstance(sharding, NamedSharding) and sharding.mesh == strategy.mesh and strategy.axes in tuple(sharding.spec)
-    )
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != strategy.mesh:
+        return False
+    return any(strategy.axes == ((entry,) if isinstance(entry, str) else entry) for entry in sharding.spec)
 
 
 def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
 from jdist.loss_scale import LossScaling
 from jdist.mixed_precision import Precision
 from jdist.near import did_you_mean
-from jdist.transforms.batch_axis import BatchAxis, check_axes
 
 ArgRole = Literal["state", "batch", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
@@ -54,7 +54,7 @@ class StepOptions:
                 )
             if self.returns.count("state") not in (0, self.num_states):
                 raise StepError(
-                    f'`returns` is {self.returns!r} and `args` is {self.args!r}: a step returns as many states as it takes, '
+                    f"`returns` is {self.returns!r} and `args` is {self.args!r}: a step returns as many states as it takes, "
                     'in their order. Give what it only reads the role "replicated".'
                 )
         check_axes(self.batch_axis, StepError)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jdist import replica
 from jdist.context import ReplicaTrace, current_trace, tracing
+from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.loss_scale import LossScaling, loss_scale_of
 from jdist.mixed_precision import InUse
@@ -51,6 +52,10 @@ class ProgramSpec:
     traced: Traced
     watched: Watched
     name: str
+
+    def turn(self, batches: PyTree) -> PyTree:
+        """The batches of a call with their rows first, as a program takes them; `Call.apply` turns them back."""
+        return rows_first(batches, self.call.batch_axes, lead=int(self.options.steps_per_call > 1))
 
     @property
     def donate(self) -> bool:

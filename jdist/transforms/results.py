@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,20 +254,29 @@ def average(outputs: PyTree, kinds: PyTree, reduced: set[int]) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def returned(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:
+def returned(
+    state: PyTree,
+    outputs: tuple[PyTree, ...],
+    traced: Traced,
+    batches: PyTree,
+    turn: Callable[[PyTree], PyTree],
+) -> Any:
     """What a call returns, as the step itself would: the state and the outputs in their places, padding's rows dropped."""
     returns = traced.returns
     if "examples" in returns:
-        outputs = _without_padding(outputs, traced, batches)
+        outputs = _without_padding(outputs, traced, batches, turn)
     if returns == ("state", "metrics"):
         return state, outputs[0]
     outputs = traced.in_places(split_states(state, returns.count("state")), outputs)
     return outputs[0] if traced.bare else outputs
 
 
-def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
+def _without_padding(
+    outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree, turn: Callable[[PyTree], PyTree]
+) -> tuple[PyTree, ...]:
     """Drops the rows of "examples" results whose row of the batch was padding."""
-    real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
+    found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+    real = next((rows for rows in found if rows is not None), None)
     return tuple(
         jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
         for role, tree in zip(traced.output_roles, outputs, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,12 @@ from jdist import dataflow
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
+from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.leaves import MASK
 from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
-from jdist.transforms.batch_axis import is_first
 from jdist.transforms.calls import Call, Signature, Step, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview
 from jdist.transforms.guard import Watched
@@ -36,6 +37,7 @@ from jdist.transforms.placement import (
     compare_replicas,
     place_batches,
     rows_sharding,
+    rows_shardings,
 )
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
@@ -65,7 +67,7 @@ class Backend:
 
 
 def _replicated_program(spec: ProgramSpec) -> Program:
-    return compile_over_mesh(replica_step(spec), spec.strategy, spec.options, spec.traced, spec.donate)
+    return compile_over_mesh(replica_step(spec), spec)
 
 
 REPLICATED = Backend(
@@ -157,13 +159,13 @@ class DistributedStep(Distributed):
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
         state = self._with_loss_scale(state)
         try:
             program, _ = self._program(call)
             whole = self._whole
             token = _shapes(self._token, whole)
-            batches, others = _shapes(batches, self._by_rows), _shapes(others, whole)
+            batches, others = self._batch_shapes(call, batches), _shapes(others, whole)
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
@@ -186,7 +188,7 @@ class DistributedStep(Distributed):
             The state, of a step of several a tuple of them; nothing of the step is run.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
         if self.strategy.keeps_residuals:
             state = self._with_residuals(call, state, batches, others)
@@ -200,13 +202,13 @@ class DistributedStep(Distributed):
             **kwargs: as in a call.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
         state = self._with_loss_scale(state)
         try:
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
             program, traced = self._program(call)
-            arguments = self._token, state, _shapes(batches, self._by_rows), others
+            arguments = self._token, state, self._batch_shapes(call, batches), others
             made = program.trace(*arguments)
         except Exception as exc:
             self._explain(exc, call, state, batches)
@@ -287,11 +289,14 @@ class DistributedStep(Distributed):
             elif self._adopted_before != DistributedStep._adopted:
                 check_no_deleted(state)
             self._adopted_before = DistributedStep._adopted
-            for leaf in jax.tree.leaves(batches):
+            wanted = itertools.repeat(self._by_rows)
+            if call.batch_axes and self._by_rows is not None:
+                wanted = jax.tree.leaves(rows_shardings(self.strategy, self.options, batches, call.batch_axes))
+            for leaf, sharding in zip(jax.tree.leaves(batches), wanted, strict=False):
                 if isinstance(leaf, Tracer):
                     check_not_traced(batches)
-                if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
-                    batches = place_batches(self.strategy, self.options, batches, self._by_rows)
+                if sharding is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
+                    batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if self.strategy.keeps_residuals and state is not self._last_state:
                 state = self._with_residuals(call, state, batches, others)
@@ -300,7 +305,7 @@ class DistributedStep(Distributed):
             program.run_into(self._results, self._token, state, batches, others)
         except Exception as exc:
             if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
-                check_rows(given, self.strategy, self.options)
+                check_rows(given, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
             self._explain(exc, call, state, given)
             raise
@@ -312,7 +317,7 @@ class DistributedStep(Distributed):
         self._window.add(token)
         if self._steps_to_check and updated:
             self._check_replicas(state, results)
-        return returned(state, outputs, traced, given)
+        return returned(state, outputs, traced, given, lambda batches: rows_first(batches, call.batch_axes))
 
     def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:
         """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
@@ -377,6 +382,12 @@ class DistributedStep(Distributed):
             found = self._backend.make_program(spec), traced
             self._programs[call] = found
         return found
+
+    def _batch_shapes(self, call: Call, batches: PyTree) -> PyTree:
+        if not call.batch_axes or self._by_rows is None:
+            return _shapes(batches, self._by_rows)
+        shardings = rows_shardings(self.strategy, self.options, batches, call.batch_axes)
+        return jax.tree.map(_shapes, batches, shardings)
 
     def _replicate(self, x: Any) -> Any:
         if is_spread(x):  # parameters of a state in parts, for an evaluation

@@ -350,7 +350,9 @@ class TestSeveralStates:
             for _ in range(4):
                 params, opt_state, metrics = run(params, opt_state, BATCH)
                 losses.append(metrics["loss"])
-            assert jax.tree.leaves(run.last_state) == jax.tree.leaves((params, opt_state)) or strategy.coordinator is None
+            assert (
+                jax.tree.leaves(run.last_state) == jax.tree.leaves((params, opt_state)) or strategy.coordinator is None
+            )
             fetched = strategy.fetch((params, opt_state))
             near(strategy.fetch(params), fetched[0])
             return [float(x) for x in losses], fetched
@@ -402,10 +404,44 @@ class TestSeveralStates:
         alone = strategy.init(lambda: create_both()[0])
         with pytest.raises(StepError, match="with one state twice; each of its states is another"):
             run(alone, alone, BATCH)
-        with pytest.raises(TypeError, match=r"is a dict, no tuple of states .*strategy\.init\(lambda: \(params, opt_state\)\)"):
+        with pytest.raises(
+            TypeError, match=r"is a dict, no tuple of states .*strategy\.init\(lambda: \(params, opt_state\)\)"
+        ):
             _, _ = alone
 
     def test_prepare(self, strategy):
         run = jdist.distribute(params_and_opt_state, strategy, **SEVERAL)
         states = run.prepare(*create_both(), BATCH)
         near(strategy.fetch(states), create_both())
+
+
+def test_batches_whose_rows_are_on_another_axis(strategy):
+    axes = {"x": 1, "y": 0}
+    rng = np.random.default_rng(0)
+    batches = [
+        {"x": rng.normal(size=(5, rows, 3)).astype(np.float32), "y": rng.normal(size=rows).astype(np.float32)}
+        for rows in (8, 8, 5)
+    ]
+
+    def step(w, batch):
+        def loss_fn(w):
+            sums = (batch["x"] @ w).sum(0)
+            return jdist.mean((sums - batch["y"]) ** 2, batch["mask"]), sums
+
+        (value, sums), grads = jdist.value_and_grad(loss_fn, has_aux=True)(w)
+        return w - 0.01 * grads, {"loss": value}, sums
+
+    def do(strategy):
+        run = jdist.distribute(step, strategy, batch_axis=axes, returns=("state", "metrics", "examples"), accumulate=2)
+        w, found = strategy.init(lambda: jnp.ones(3)), []
+        for batch in strategy.distribute_dataset(batches, batch_axis=axes):
+            w, metrics, sums = run(w, batch)
+            found.append((metrics["loss"], sums))
+        return [(float(value), np.asarray(sums)) for value, sums in found], strategy.fetch(w)
+
+    (found, w), (expected, expected_w) = under(strategy, do)
+    assert [len(sums) for _, sums in found] == [8, 8, 5]
+    near(found, expected)
+    near(w, expected_w)
+    with pytest.raises(StrategyError, match="batches that workers read have their rows first"):
+        strategy.distribute_datasets_from_function(lambda context: batches, batch_axis=1)

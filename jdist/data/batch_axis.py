@@ -102,9 +102,9 @@ def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: 
         for (path, leaf), axis_of_leaf in zip(jax.tree_util.tree_leaves_with_path(batch), found, strict=True):
             if np.ndim(leaf) <= lead + axis_of_leaf:
                 raise BatchError(
-                    f"batch leaf {jax.tree_util.keystr(path) or 'itself'} has shape {np.shape(leaf)}, and its rows are to be on "
-                    f"axis {axis_of_leaf}{' after the axis of steps' if lead else ''}, as `batch_axis` says. Say another axis "
-                    "for it, in a tree as `jax.vmap` takes for `in_axes`."
+                    f"batch leaf {jax.tree_util.keystr(path) or 'itself'} has shape {np.shape(leaf)}, and its rows are to be "
+                    f"on axis {axis_of_leaf}{' after the axis of steps' if lead else ''}, as `batch_axis` says. Say another "
+                    "axis for it, in a tree as `jax.vmap` takes for `in_axes`."
                 )
         axes += found
     return tuple(axes)
@@ -117,7 +117,7 @@ def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_on
         batches: the batches.
         axes: of each leaf, as `axes_of_leaves` gives them.
         lead: number of axes before those of a batch.
-        shapes_only: give structs in the place of arrays.
+        shapes_only: give arrays without contents.
     """
     if not axes:
         return batches
@@ -127,7 +127,9 @@ def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_on
         if shapes_only or isinstance(x, jax.ShapeDtypeStruct):
             shape = list(np.shape(x))
             shape.insert(lead, shape.pop(lead + axis))
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+            return np.broadcast_to(np.zeros((), x.dtype if isinstance(x, np.ndarray) else np.int8), shape)
         return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead + axis, lead)
 
     return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])
@@ -138,8 +140,12 @@ def rows_in_place(batches: PyTree, axes: Sequence[int], *, lead: int = 0) -> PyT
     if not axes:
         return batches
     leaves, treedef = jax.tree.flatten(batches)
-    turned = [
-        (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead, lead + axis)
-        for x, axis in zip(leaves, axes, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, turned)
+
+    def turn(x: Any, axis: int) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            shape = list(x.shape)
+            shape.insert(lead + axis, shape.pop(lead))
+            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead, lead + axis)
+
+    return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])

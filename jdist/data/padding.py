@@ -20,16 +20,17 @@ PyTree = Any
 _real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
 
 
-def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int) -> None:
+def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None = None) -> None:
     """Notes of a batch how many of the rows that each process feeds are real; what fills them up comes behind.
 
     Args:
         batch: what `fit` returned, perhaps on devices now; without a mask it has no padding.
         sizes: how many rows the source gave to each process.
-        rows: how many each process feeds, those that fill up too.
+        rows: how many each process feeds, those that fill up too; None: the mask's first axis tells.
     """
     mask = _mask_of(batch)
     if mask is not None:
+        rows = len(mask) // len(sizes) if rows is None else rows
         key = id(mask)
         _real_rows[key] = weakref.ref(mask, lambda _: _real_rows.pop(key, None)), sizes, rows
 

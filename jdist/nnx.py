@@ -12,6 +12,7 @@ state, and the objects receive the new state after it. Three kinds of variables 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ import jax
 from flax import nnx
 
 from jdist import gradients, replica
+from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
 from jdist.strategy import Strategy
+from jdist.transforms.calls import check_no_batch
 from jdist.transforms.distribute import distribute as distribute_pure
 from jdist.transforms.step import DistributedStep
 from jdist.values import own_state, with_own_state
@@ -87,13 +90,13 @@ def grad(
 def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., Any]], NNXStep]:
     """Runs a step over mutable nnx objects on all replicas; takes the place of `@nnx.jit`.
 
-    Arguments that hold nnx objects are the step's state and are changed in place; the first of the others is the batch,
-    further ones are replicated.
+    Arguments that hold nnx objects are the step's state and are changed in place.
 
     Args:
         strategy: what `jdist.mirrored()` and its like return.
-        **options: those of `jdist.distribute`, without `args`; `returns` says the roles of what the step returns beside
-            the objects, by default ("metrics",).
+        **options: those of `jdist.distribute`. `args` says the roles of the arguments that hold no objects, in turn, by
+            default ("batch",); further ones are replicated, and refused where they look like a batch. `returns` says the
+            roles of what the step returns beside the objects, by default ("metrics",).
 
     Returns:
         A decorator.
@@ -112,11 +115,16 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
         >>> losses[1] < losses[0]
         True
     """
-    if "args" in options:
-        raise StepError("jdist.nnx.distribute finds the roles of the arguments itself; leave `args` out.")
+    args = options.pop("args", ("batch",))
+    args = (args,) if isinstance(args, str) else tuple(args)
+    if "state" in args:
+        raise StepError(
+            f"`args` is {args!r}; jdist.nnx.distribute finds the objects itself. Say the roles of the other arguments alone: "
+            '`args=("batch", "batch")`.'
+        )
     returns = options.pop("returns", ("metrics",))
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    return lambda step: NNXStep(step, strategy, {**options, "returns": returns})
+    return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns})
 
 
 class NNXStep:
@@ -126,8 +134,8 @@ class NNXStep:
 
     def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any]):
         functools.update_wrapper(self, step)
-        args = ("static", "state", "batch")
-        distributed = distribute_pure(_pure(step), strategy, args=args, **options)
+        options = {**options, "args": ("static", "state", *options["args"])}
+        distributed = distribute_pure(_pure(step), strategy, **options)
         if not isinstance(distributed, DistributedStep):
             raise StepError(
                 f"under {strategy.name} the state lives in other processes and is updated there later, so objects of this one "
@@ -136,6 +144,8 @@ class NNXStep:
                 "return `nnx.state((model, optimizer))` as the new state, and use `jdist.distribute`."
             )
         self._distributed: DistributedStep = distributed
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._positional = [p.name for p in inspect.signature(step).parameters.values() if p.kind in by_position]
         self._around: Any = None  # nnx objects have no room for residuals and loss scale, so the step holds them
 
     @property
@@ -150,11 +160,15 @@ class NNXStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it; see `DistributedStep.lower`."""
+        args, kwargs = self._by_position(args, kwargs)
         static, state, rest, _ = _split(args)
+        self._check_undeclared(args, rest, kwargs)
         return self._distributed.lower(static, state, *rest, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._by_position(args, kwargs)
         static, state, rest, objects = _split(args)
+        self._check_undeclared(args, rest, kwargs)
         state = with_own_state(self._around, state)
         try:
             state, *results = self._distributed(static, state, *rest, **kwargs)
@@ -166,6 +180,30 @@ class NNXStep:
             self._around, state = with_own_state(state, None), own_state(state)
             nnx.update(objects, nnx.merge_state(*state))
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, those that are named by position where they can be."""
+        kwargs = dict(kwargs)
+        while len(args) < len(self._positional) and self._positional[len(args)] in kwargs:
+            args = (*args, kwargs.pop(self._positional[len(args)]))
+        return args, kwargs
+
+    def _check_undeclared(self, args: tuple[Any, ...], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        options = self._distributed.options
+        declared = options.args[2:]
+        if len(rest) <= len(declared) and not kwargs:
+            return
+        places = [i for i, arg in enumerate(args) if not _holds_objects(arg)][len(declared) :]
+        names = [f"`{self._positional[i]}`" if i < len(self._positional) else f"argument {i + 1}" for i in places]
+        values = dict(zip(names, rest[len(declared) :], strict=True))
+        values |= {f"`{name}`": value for name, value in kwargs.items() if name not in options.static_argnames}
+        batches = tuple(value for value, role in zip(rest, declared, strict=False) if role == "batch")
+        axes = axes_of_leaves(batches, options.batch_axis, lead=int(options.steps_per_call > 1))
+        remedy = (
+            f"Pass it by position and say what it is, of the arguments without objects in turn: `args={(*declared, 'batch')}` "
+            'if the replicas are to share its rows; "replicated" in that place if every replica gets it whole.'
+        )
+        check_no_batch(self.__name__, values, batches, axes, options, self._distributed.strategy, remedy)
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import jax
+
 PyTree = Any
 
 
@@ -22,10 +24,10 @@ class RemoteTree(abc.ABC):
 
 
 def fetched(tree: PyTree) -> PyTree:
-    """The tree itself, brought here if it is a `RemoteTree`."""
-    return tree.fetch() if isinstance(tree, RemoteTree) else tree
+    """The tree, with each `RemoteTree` in it brought here."""
+    return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteTree) else x, tree)
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """The tree itself, or the shapes of a `RemoteTree`."""
-    return tree.shapes if isinstance(tree, RemoteTree) else tree
+    """The tree, with its shapes in the place of each `RemoteTree` in it."""
+    return jax.tree.map(lambda x: x.shapes if isinstance(x, RemoteTree) else x, tree)

@@ -261,6 +261,7 @@ class Strategy:
         partial: Literal["pad", "drop", "error"] = "pad",
         with_mask: bool = False,
         steps_per_call: int = 1,
+        batch_axis: Any = 0,
         prefetch: int | None = None,
     ) -> DistributedDataset:
         """Feeds global batches to the replicas.
@@ -274,6 +275,8 @@ class Strategy:
                 leave it out, or refuse it.
             with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.
             steps_per_call: how many batches go into one call of a step made with the same option.
+            batch_axis: the axis that the rows of a batch are on, here and in the step, made with the same option: an int, or
+                a tree of them with which the batch's tree begins. A mask that is added leads with its rows.
             prefetch: how many batches a background thread puts on the devices ahead of the consumer; 0: none. Short for
                 `options=jdist.InputOptions(prefetch=...)`; None: 2.
 
@@ -288,6 +291,7 @@ class Strategy:
             "partial": partial,
             "with_mask": with_mask,
             "steps_per_call": steps_per_call,
+            "batch_axis": batch_axis,
             "prefetch": prefetch,
             "options": options,
         }
@@ -302,6 +306,7 @@ class Strategy:
         partial: Literal["pad", "drop", "error"] = "pad",
         with_mask: bool = False,
         steps_per_call: int = 1,
+        batch_axis: Any = 0,
     ) -> DistributedDataset | WorkerDataset:
         """Feeds the replicas from datasets that a function makes, batched for one replica.
 
@@ -321,6 +326,7 @@ class Strategy:
                 first would make: fill it up and mask the filling, leave it out, or refuse it.
             with_mask: as for `distribute_dataset`.
             steps_per_call: as for `distribute_dataset`.
+            batch_axis: as for `distribute_dataset`.
 
         Returns:
             An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.
@@ -343,6 +349,7 @@ class Strategy:
             "partial": partial,
             "with_mask": with_mask,
             "steps_per_call": steps_per_call,
+            "batch_axis": batch_axis,
             "options": options,
         }
         self.need_devices("distribute_datasets_from_function")

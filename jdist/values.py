@@ -188,6 +188,11 @@ def own_state(state: PyTree) -> PyTree:
     return own_state(state.state) if isinstance(state, AroundState) else state
 
 
+def own_states(tree: PyTree) -> PyTree:
+    """A tree of states, each without what steps keep beside it."""
+    return jax.tree.map(own_state, tree, is_leaf=lambda x: isinstance(x, AroundState))
+
+
 def with_own_state(around: PyTree, state: PyTree) -> PyTree:
     """A user's own state with what steps keep beside another."""
     if not isinstance(around, AroundState):

@@ -71,8 +71,8 @@ class TestRoles:
         run = jdist.distribute(step, strategy)
         key = jax.random.key(1)
         for scale in (2.0, jnp.float32(2)):
-            state, metrics = run(0.0, BATCH, key, scale=scale, shift=np.ones(4, np.float32))
-            assert float(state) == 8.0
+            state, metrics = run(0.0, BATCH, key, scale=scale, shift=np.ones(3, np.float32))
+            assert float(state) == 6.0
             assert float(metrics["draw"]) == pytest.approx(float(jax.random.normal(key)))
 
     def test_positional_arguments_by_keyword(self):
@@ -170,9 +170,10 @@ class TestNamesAndRoles:
             (
                 lambda params, state, batch: 0,
                 {},
-                r"`state` of .* has the role 'batch'.*several states go into one tuple",
+                r"`state` of .* has the role 'batch'.*args=\('replicated', 'state', 'batch'\)",
             ),
             (lambda state, batch: 0, {"args": ("state",)}, r"`batch` of .* has the role 'replicated'"),
+            (lambda params, opt_state, batch, key: 0, {}, r"args=\('state', 'state', 'batch', 'replicated'\)"),
         ],
     )
     def test_refused(self, step, options, message):
@@ -215,3 +216,94 @@ def test_further_arguments_are_numbers():
     with pytest.raises(StepError, match=r"keyword argument `more` of .* is a builtin"):
         signature.check_others(call, others)
     signature.check_others(call, others=((np.ones(2),), {"more": None}))
+
+
+ROWS = np.arange(4, dtype=np.float32)
+
+
+class TestUndeclared:
+    """An argument without a role that looks like a batch is refused, under every strategy."""
+
+    def test_rows_of_the_batch(self, strategy):
+        def step(w, x, y):
+            return w, {"loss": ((x["x"] - y) ** 2).mean()}
+
+        run = jdist.distribute(step, strategy)
+        for y in (ROWS, jnp.asarray(ROWS), {"y": ROWS, "scale": 2.0}):
+            with pytest.raises(
+                StepError,
+                match=r"argument 3 `y` of step, float32\[4\], has no role in `args`, and has as many rows as the batch.*"
+                r"`args=\('state', 'batch', 'batch'\)`.*\"replicated\" in that place",
+            ):
+                run(1.0, BATCH, y)
+        declared = jdist.distribute(step, strategy, args=("state", "batch", "batch"))
+        assert float(declared(1.0, BATCH, ROWS)[1]["loss"]) == 0.0
+
+    def test_one_row_a_replica(self):
+        strategy = jdist.mirrored([f"cpu:{i}" for i in range(4)])
+        run = jdist.distribute(lambda w, x, y: (w, {"loss": ((x - y) ** 2).mean()}), strategy)
+        with pytest.raises(StepError, match="as many rows as the batch"):  # else each row would meet all four
+            run(1.0, ROWS, ROWS)
+
+    def test_declared_replicated_it_stays_so(self, strategy):
+        run = jdist.distribute(lambda w, x, y: (w + y.sum(), {}), strategy, args=("state", "batch", "replicated"))
+        assert float(run(0.0, BATCH, ROWS)[0]) == 6.0
+
+    def test_out_of_a_dataset(self):
+        (batch,) = TWO.distribute_dataset([BATCH])
+        run = jdist.distribute(lambda w, x, y, **more: (w, {}), TWO)
+        short = {"x": np.ones(2, np.float32)}
+        with pytest.raises(StepError, match=r"argument 3 `y` .* comes out of `distribute_dataset`"):
+            run(1.0, short, batch["y"])
+        with pytest.raises(StepError, match=r"keyword argument `z` .* comes out of `distribute_dataset`"):
+            run(1.0, short, 2.0, z=batch["z"])
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            np.ones(3),
+            np.float32(2),
+            {"w": np.ones((4, 3)), "b": np.ones(3)},  # a teacher's parameters, of which one happens to be as long
+            jax.random.key(0),
+            {},
+        ],
+        ids=["another length", "a number", "a tree of several lengths", "a key", "nothing"],
+    )
+    def test_what_is_no_batch_is_replicated(self, other):
+        run = jdist.distribute(lambda w, x, other: (w, {}), TWO)
+        assert float(run(1.0, BATCH, other)[0]) == 1.0
+
+    def test_an_old_key_beside_two_rows(self):
+        run = jdist.distribute(lambda w, x, key: (w, {"draw": jax.random.normal(key)}), TWO)
+        run(1.0, np.ones(2, np.float32), jax.random.PRNGKey(0))
+
+    def test_keyword_arguments(self, strategy):
+        def step(w, x, *, y, scale=1.0):
+            return w, {"loss": (scale * (x["x"] - y) ** 2).mean()}
+
+        with pytest.raises(StepError, match=r"keyword argument `y` of step, .*`args=\('state', 'batch', 'batch'\)`"):
+            jdist.distribute(step, strategy)(1.0, BATCH, y=ROWS)
+        run = jdist.distribute(step, strategy, args=("state", "batch", "batch"))
+        assert float(run(1.0, BATCH, y=ROWS)[1]["loss"]) == 0.0
+        run = jdist.distribute(step, strategy, args=("state", "batch", "batch", "replicated"))
+        assert float(run(1.0, BATCH, scale=np.full(4, 2.0)[:1], y=ROWS + 1)[1]["loss"]) == 2.0
+
+    def test_a_keyword_argument_that_leaves_one_out(self, strategy):
+        def step(w, x, shift=0.0, y=None):
+            return w, {"loss": ((x["x"] + shift - y) ** 2).mean()}
+
+        run = jdist.distribute(step, strategy, args=("state", "batch", "replicated", "batch"))
+        assert float(run(1.0, BATCH, y=ROWS)[1]["loss"]) == 0.0
+
+    def test_a_keyword_argument_without_a_parameter_of_its_own(self):
+        run = jdist.distribute(lambda w, x, **more: (w, {}), TWO)
+        with pytest.raises(StepError, match=r"`y` .*A role is said of a parameter that the step names"):
+            run(1.0, BATCH, y=ROWS)
+
+    def test_several_steps_a_call(self):
+        stacked = {key: np.stack([x, x, x]) for key, x in BATCH.items()}
+        run = jdist.distribute(lambda w, x, y: (w, {}), TWO, steps_per_call=3)
+        for y in (ROWS, np.stack([ROWS] * 3)):
+            with pytest.raises(StepError, match="as many rows as the batch"):
+                run(1.0, stacked, y)
+        run(1.0, stacked, np.ones(3))

@@ -212,7 +212,7 @@ class TestRefused:
             jdist.nnx.distribute(TWO)(lambda state, batch: state)({"w": 1.0}, BATCH)
 
     def test_roles_of_arguments(self):
-        with pytest.raises(StepError, match=r"leave `args` out"):
+        with pytest.raises(StepError, match=r"finds the objects itself"):
             jdist.nnx.distribute(TWO, args=("state", "batch"))
 
     def test_a_loss_an_example(self):
@@ -273,3 +273,33 @@ def test_lower_and_wait():
     step.wait()
     nnx.update(held, step.last_state)
     assert step.__name__ == "train"
+
+
+class TestRolesOfOtherArguments:
+    def step(self, model, x, y):
+        return ((model(x)[:, 0] - y) ** 2).mean()
+
+    def arguments(self):
+        x = np.arange(16, dtype=np.float32).reshape(8, 2)
+        return nnx.Linear(2, 1, rngs=nnx.Rngs(0)), x, x.sum(1)
+
+    def test_two_batches(self):
+        strategy = jdist.mirrored([f"cpu:{i}" for i in range(8)])
+        model, x, y = self.arguments()
+        expected = float(self.step(model, x, y))
+        run = jdist.nnx.distribute(strategy, args=("batch", "batch"))(self.step)
+        assert float(run(model, x, y)) == pytest.approx(expected, rel=1e-5)
+        assert float(run(model, x, y=y)) == pytest.approx(expected, rel=1e-5)
+
+    def test_undeclared(self):
+        for strategy in (jdist.one_device(), jdist.mirrored([f"cpu:{i}" for i in range(8)])):
+            model, x, y = self.arguments()
+            run = jdist.nnx.distribute(strategy)(self.step)
+            for args, kwargs in (((model, x, y), {}), ((model, x), {"y": y})):
+                with pytest.raises(StepError, match=r"`y` of step, .*as many rows.*`args=\('batch', 'batch'\)`"):
+                    run(*args, **kwargs)
+            assert float(jdist.nnx.distribute(strategy, args=("batch", "replicated"))(self.step)(model, x, y[:1])) > 0
+
+    def test_objects_need_no_role(self):
+        with pytest.raises(StepError, match=r"finds the objects itself\. Say the roles of the other arguments alone"):
+            jdist.nnx.distribute(jdist.one_device(), args=("state", "batch"))

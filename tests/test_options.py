@@ -30,13 +30,16 @@ def test_lists_become_tuples_and_a_string_a_tuple_of_one():
         ({"zzz": 2}, r"no option `zzz`\. It has: args,"),
         ({"args": ("state", "bach")}, r"`args` has 'bach'; allowed are 'state', 'batch', .*Did you mean 'batch'\?"),
         ({"args": ("metrics",)}, r"`args` has 'metrics'; allowed are"),
-        ({"args": ("state", "batch", "state")}, r"at most one \"state\"\. Put several states into a tuple"),
+        (
+            {"args": ("state", "batch", "state"), "returns": ("state",)},
+            r"a step returns as many states as it takes, in their order",
+        ),
         ({"args": None}, r"`args` is None; it must be a tuple of roles"),
         ({"args": {"state": 0}}, r"`args` is \{'state': 0\}; it must be a tuple"),
         ({"returns": ("state", "metric")}, r"`returns` has 'metric'.*Did you mean 'metrics'\?"),
         ({"returns": ("batch",)}, r"`returns` has 'batch'; allowed are 'state', 'metrics', 'examples', 'per_replica'"),
         ({"returns": ()}, r"`returns` is \(\); it needs one role or more"),
-        ({"returns": ("state", "state")}, r"at most one \"state\""),
+        ({"returns": ("state", "state")}, r"`args` is \('state', 'batch'\): a step returns as many states as it takes"),
         ({"args": ("batch",), "returns": ("state",)}, r"but `args` is \('batch',\) without a \"state\" to update"),
         (
             {"non_finite": "rise"},

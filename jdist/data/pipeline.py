@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jdist.data.batching import BatchLayout, Partial, fit, plan_layout, stack
 from jdist.data.padding import remember_real_rows
 from jdist.data.share import Part, Share
@@ -82,7 +84,8 @@ def prepare(
 
 def _place(group: list[PyTree], sizes: tuple[int, ...], options: Options) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
+    rows = jax.tree.leaves(group[0])[0].shape[0]
     batch = batch if options.place is None else options.place(batch)
     if options.steps_per_call == 1:  # of several steps a call returns no rows, so nobody asks
-        remember_real_rows(batch, sizes)
+        remember_real_rows(batch, sizes, rows)
     return batch

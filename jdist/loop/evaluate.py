@@ -65,7 +65,15 @@ def evaluate(
     """
     strategy = strategy_of(step, strategy, state)
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
-    feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
+    feed = open_feed(
+        data,
+        strategy,
+        epochs=None,
+        steps=None,
+        global_batch=global_batch,
+        shuffle_seed=None,
+        batch_axis=eval_step.options.batch_axis,
+    )
     wanted = metrics_of(step, metrics)
     if feed.pads:
         state = eval_step.prepare(state, feed.batches.element_spec)
@@ -108,7 +116,15 @@ def predict(
     """
     strategy = strategy_of(step, strategy, state)
     predict_step = eval_step_of(step, strategy, call="jdist.predict", returns="examples")
-    feed = open_feed(data, strategy, epochs=None, steps=None, global_batch=global_batch, shuffle_seed=None)
+    feed = open_feed(
+        data,
+        strategy,
+        epochs=None,
+        steps=None,
+        global_batch=global_batch,
+        shuffle_seed=None,
+        batch_axis=predict_step.options.batch_axis,
+    )
     if not isinstance(feed.batches, DistributedDataset):
         raise DatasetError(
             "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "

@@ -68,6 +68,7 @@ def open_feed(
     global_batch: int | None,
     shuffle_seed: int | None,
     steps_per_call: int = 1,
+    batch_axis: Any = 0,
 ) -> Feed:
     """Lays data out for a strategy.
 
@@ -79,6 +80,7 @@ def open_feed(
         global_batch: rows of a step, of arrays.
         shuffle_seed: seed of the order, of arrays.
         steps_per_call: how many batches a call takes.
+        batch_axis: the axis of a batch's rows, as the step has it.
 
     Raises:
         DatasetError: `data` is nothing to train on, or an option does not go with it.
@@ -107,7 +109,7 @@ def open_feed(
         if isinstance(data, ArraySource):
             data = _with_epochs(data, epochs, steps)
     if isinstance(data, ArraySource):
-        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call)
+        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
         return Feed(
             batches=batches,
             steps_per_epoch=data.steps_per_epoch,
@@ -118,9 +120,11 @@ def open_feed(
         batches: Any = data
     elif callable(data):
         function: Any = data
-        batches = strategy.distribute_datasets_from_function(function, steps_per_call=steps_per_call)
+        batches = strategy.distribute_datasets_from_function(
+            function, steps_per_call=steps_per_call, batch_axis=batch_axis
+        )
     else:
-        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call)
+        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
     one_pass = batches.num_steps if isinstance(batches, DistributedDataset) else None
     return Feed(
         batches=batches,

@@ -129,6 +129,7 @@ def fit(
         global_batch=global_batch,
         shuffle_seed=shuffle_seed,
         steps_per_call=per_call,
+        batch_axis=train_step.options.batch_axis,
     )
     evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_every, eval_strategy, global_batch, metrics)
     run = Run(
@@ -219,9 +220,13 @@ def _evaluation(
         )
     place = strategy if elsewhere is None else elsewhere
     rows = global_batch if is_arrays(data) else None
+    distributed = eval_step_of(step if eval_step is None else eval_step, place, call="jdist.fit")
+    batch_axis = distributed.options.batch_axis
     return Evaluation(
-        step=eval_step_of(step if eval_step is None else eval_step, place, call="jdist.fit"),
-        feed=open_feed(data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None),
+        step=distributed,
+        feed=open_feed(
+            data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None, batch_axis=batch_axis
+        ),
         strategy=place,
         trained_by=strategy,
         metrics=metrics,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,16 +22,34 @@ class Job(Protocol):
     def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
 
 
-class RemoteState(RemoteTree):
+class OnServers(RemoteTree):
+    """What lives on parameter servers and is asked for by `strategy.fetch`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}`."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"this state lives on parameter servers, so `[{key!r}]` is not here. Take `strategy.fetch(state)[{key!r}]`."
+        )
+
+
+class RemoteState(OnServers):
     """A state that lives on parameter servers; `strategy.fetch(state)` brings it here.
 
     It goes there with the first step that is given it: only a step tells which of its leaves are updated together. The
-    servers have one state at a time; while another is there, this one waits here.
+    servers have one state at a time; while another is there, this one waits here. One that is a tuple can be taken apart,
+    `params, opt_state = state`, for a step of several states.
 
     Attributes:
         job: who knows where it is.
         treedef: its tree.
         leaves: the arrays that no server keeps, None in the place of the others; PRNG keys as their data.
+        joined: the part of another state that it has become, when a step was given it beside others; None: it is its own.
     """
 
     def __init__(self, job: Job, tree: PyTree):
@@ -40,6 +59,7 @@ class RemoteState(RemoteTree):
             job: who will know where it is.
             tree: the state, on this host.
         """
+        self.joined: RemotePart | None = None
         leaves, self.treedef = jax.tree.flatten(tree)
         self.job = job
         self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
@@ -60,6 +80,8 @@ class RemoteState(RemoteTree):
 
     def fetch(self) -> PyTree:
         """See `RemoteTree`; waits for every step that was scheduled."""
+        if self.joined is not None:
+            return self.joined.fetch()
         return jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self)))
 
     def _typed(self, leaves: Sequence[np.ndarray]) -> list[Any]:
@@ -68,20 +90,50 @@ class RemoteState(RemoteTree):
             for x, impl in zip(leaves, self._impls, strict=True)
         ]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}`."
-        )
+    def __iter__(self) -> Iterator[RemotePart]:
+        """Handles of the states that a tuple of them is made of."""
+        return iter(self.parts)
 
-    def __getitem__(self, key: Any) -> Any:
-        raise TypeError(
-            f"this state lives on parameter servers, so `[{key!r}]` is not here. Take `strategy.fetch(state)[{key!r}]`."
-        )
+    @functools.cached_property
+    def parts(self) -> tuple[RemotePart, ...]:
+        """A handle of each state, if this is a tuple of them.
+
+        Raises:
+            TypeError: it is no tuple.
+        """
+        if type(self.shapes) is not tuple:
+            raise TypeError(
+                f"this state lives on parameter servers and is a {type(self.shapes).__name__}, no tuple of states to take "
+                "apart. Make it by `strategy.init(lambda: (params, opt_state))`; to read it, `strategy.fetch(state)`."
+            )
+        return tuple(RemotePart(self, i) for i in range(len(self.shapes)))
 
     def __repr__(self) -> str:
         return f"RemoteState({self.treedef!s:.80})"
+
+
+class RemotePart(OnServers):
+    """One of several states that live on parameter servers together.
+
+    Attributes:
+        whole: all of them.
+        index: its place there.
+    """
+
+    def __init__(self, whole: RemoteState, index: int):
+        self.whole, self.index = whole, index
+
+    @property
+    def shapes(self) -> PyTree:
+        """See `RemoteTree`."""
+        return self.whole.shapes[self.index]
+
+    def fetch(self) -> PyTree:
+        """See `RemoteTree`; waits for every step that was scheduled."""
+        return self.whole.fetch()[self.index]
+
+    def __repr__(self) -> str:
+        return f"RemotePart({self.index} of {self.whole!r})"
 
 
 def _with_dtype(x: Any) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdist.context import check_not_mixed
+from jdist.data.batch_axis import rows_first
 from jdist.data.padding import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
 from jdist.global_arrays import check_not_donated
@@ -19,14 +20,15 @@ from jdist.ps.dataset_pass import RemoteBatch
 from jdist.ps.datasets import spread
 from jdist.ps.keys import taking_keys, without_keys
 from jdist.ps.program import StepParts, take_apart
-from jdist.ps.remote_state import RemoteState
+from jdist.ps.remote_state import RemotePart, RemoteState
 from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.running import PsJob
 from jdist.ps.sync_program import Combined, SyncParts
 from jdist.ps.traced import Traced
+from jdist.remote import fetched
 from jdist.strategy import Strategy
 from jdist.transforms import results
-from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.calls import Call, Signature, Step, is_same_state
 from jdist.transforms.distributed import Distributed, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
@@ -81,19 +83,21 @@ class PsStep(Distributed):
         self.strategy, self.options = strategy, options
         self.last_state: PyTree = None
         self._job, self._step = job, step
-        self._signature = Signature(step, options)
+        self._signature = Signature(step, options, strategy)
         self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
-        self._adopted: tuple[PyTree, RemoteState] | None = None
+        self._adopted: tuple[PyTree, RemoteState] | None = None  # what was joined or brought there, and its handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check_not_mixed(self.strategy)
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        check_not_traced((state, batches, others))
-        self._signature.check_not_donated(call, batches, others)
-        batches, others = without_keys((batches, others))
+        call, state, passed, others = self._signature.bind(args, kwargs)
+        check_not_traced((state, passed, others))
+        self._signature.check_not_donated(call, passed, others)
+        turn = functools.partial(rows_first, axes=call.batch_axes, lead=int(self.options.steps_per_call > 1))
+        batches, others = without_keys((turn(passed), others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
             others = (*others, self.options.loss_scaling.begin().scale)
-        state, several = self.adopt(state), self.options.steps_per_call > 1
+        state, parts = self._find(state)
+        call, several = dataclasses.replace(call, parts=parts), self.options.steps_per_call > 1
         each = _unstacked(batches, self.options.steps_per_call) if several else [batches]
         given = [Given.of(one, others) for one in each]
         try:
@@ -104,18 +108,63 @@ class PsStep(Distributed):
         calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
         values = [stacked(same) for same in zip(*calls, strict=True)] if several else calls[0]
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
+        states = _handles(state, parts)
         if "state" in told.returns:
-            self.last_state = state
-        return _result(state, outputs, told, batches)
+            self.last_state = states[0] if len(states) == 1 else states
+        return _result(states, outputs, told, passed, turn)
+
+    def _find(self, state: PyTree) -> tuple[RemoteState, tuple[int, ...] | None]:
+        """The handle of the state that the servers have, and which of its parts the step takes; None: all of it, as it is.
+
+        Raises:
+            StepError: the states are parts of different ones.
+        """
+        states = state if self.options.num_states > 1 else (state,)
+        states = tuple(x.joined or x if isinstance(x, RemoteState) else x for x in states)
+        parts = [x for x in states if isinstance(x, RemotePart)]
+        if not parts:
+            if len(states) == 1:
+                return self.adopt(states[0]), None
+            return self._join(states), tuple(range(len(states)))
+        wholes = {id(part.whole) for part in parts}
+        places = tuple(part.index for part in parts)
+        if len(parts) < len(states) or len(wholes) > 1 or len(set(places)) < len(places):
+            raise StepError(
+                f"{self.__name__} was called with states of which some live on parameter servers with others that it was not "
+                "given, or twice with one. Servers keep states that a step takes together as one: make them all by one "
+                "`params, opt_state, ... = strategy.init(lambda: (params, opt_state, ...))`, and each step takes those that "
+                "it needs."
+            )
+        return self.adopt(parts[0].whole), places
+
+    def _join(self, states: tuple[PyTree, ...]) -> RemoteState:
+        """One state on the servers of several that were made each by itself; their handles are parts of it from now on."""
+        if self._adopted is None or not is_same_state(self._adopted[0], states):
+            if len({id(x) for x in states if isinstance(x, RemoteState)}) < sum(
+                isinstance(x, RemoteState) for x in states
+            ):
+                raise StepError(f"{self.__name__} was called with one state twice; each of its states is another.")
+            for state in states:
+                self._check_own(state)
+                if not isinstance(state, RemoteState):
+                    check_arrays(state, "the state")
+            self._adopted = states, RemoteState(self._job, jax.device_get(tuple(own_state(fetched(x)) for x in states)))
+            for state, part in zip(states, self._adopted[1].parts, strict=True):
+                if isinstance(state, RemoteState):
+                    state.joined = part
+        return self._adopted[1]
+
+    def _check_own(self, state: PyTree) -> None:
+        if isinstance(state, RemoteState) and state.job is not self._job:
+            raise StrategyError(
+                f"{self.__name__} was called with a state that lives on the parameter servers of another strategy. Take "
+                "it from there: `state = strategy.init(lambda: other.fetch(state))`."
+            )
 
     def adopt(self, state: PyTree) -> RemoteState:
         """A state's handle; of a tree of arrays one is made."""
+        self._check_own(state)
         if isinstance(state, RemoteState):
-            if state.job is not self._job:
-                raise StrategyError(
-                    f"{self.__name__} was called with a state that lives on the parameter servers of another strategy. Take "
-                    "it from there: `state = strategy.init(lambda: other.fetch(state))`."
-                )
             return state
         if self._adopted is None or self._adopted[0] is not state:
             check_not_donated(state)
@@ -126,7 +175,8 @@ class PsStep(Distributed):
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The state as a call takes and returns it; nothing of the step is run."""
         _, state, _, _ = self._signature.bind(args, kwargs)
-        return self.adopt(state)
+        states = _handles(*self._find(state))
+        return states[0] if len(states) == 1 else states
 
     def wait(self) -> None:
         """Waits for every call.
@@ -157,7 +207,7 @@ class PsStep(Distributed):
         key = (call, state.signature, treedef, given.place, tuple((x.shape, x.dtype) for x in arguments))
         if key not in self._traced:
             batches, others = jax.tree.unflatten(treedef, arguments)
-            told = results.Traced()
+            told = results.Traced(parts=call.parts)
             on_worker = self._job.on_worker
             spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, Watched(), self.__name__)
             scaling = self.options.loss_scaling
@@ -239,16 +289,26 @@ def _worker(parts: StepParts, treedef: Any, values: Sequence[Any]) -> list[Any]:
     return [*pushed, *scalars, finite, *outputs] if parts.update.reads else list(outputs)
 
 
-def _result(state: RemoteState, outputs: tuple[PyTree, ...], traced: results.Traced, batches: PyTree) -> Any:
+def _handles(state: RemoteState, parts: tuple[int, ...] | None) -> tuple[RemoteState | RemotePart, ...]:
+    """Of the states that a step takes."""
+    return (state,) if parts is None else tuple(state.parts[i] for i in parts)
+
+
+def _result(
+    states: Sequence[Any],
+    outputs: tuple[PyTree, ...],
+    traced: results.Traced,
+    batches: PyTree,
+    turn: Callable[[PyTree], PyTree],
+) -> Any:
     if "examples" in traced.returns:
-        real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
+        found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+        real = next((rows for rows in found if rows is not None), None)
         outputs = tuple(
             jax.tree.map(lambda x: x.map(lambda rows: rows[real]), tree)
             if role == "examples" and real is not None
             else tree
             for role, tree in zip(traced.output_roles, outputs, strict=True)
         )
-    if "state" in traced.returns:
-        i = traced.returns.index("state")
-        outputs = (*outputs[:i], state, *outputs[i:])
+    outputs = traced.in_places(states, outputs)
     return outputs[0] if traced.bare else outputs

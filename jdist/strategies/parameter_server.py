@@ -11,9 +11,11 @@ import jax
 
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.unused import note_coordinator
+from jdist.data.batch_axis import check_axes, is_first
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
-from jdist.errors import StrategyError
+from jdist.data.turned import turn_back, turned
+from jdist.errors import DatasetError, StrategyError
 from jdist.global_arrays import check_arguments_not_donated, to_host
 from jdist.ps.cluster_coordinator import ClusterCoordinator
 from jdist.ps.datasets import WorkerDataset
@@ -157,10 +159,17 @@ def _strategy(job: PsJob) -> Strategy:
 
     def feed(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
         chosen = settle(options["options"], options["prefetch"])
+        batch_axis, lead = options["batch_axis"], int(options["steps_per_call"] > 1)
+        check_axes(batch_axis, DatasetError)
+
+        def turn(batch: PyTree) -> PyTree:
+            return turn_back(batch, batch_axis, lead=lead)[0]
+
         return distributed_dataset(
-            source,
+            turned(source, batch_axis),
             num_replicas=job.options.gradients_per_update * job.on_worker.num_replicas,
-            place=None,
+            place=None if is_first(batch_axis) else turn,
+            place_spec=None if is_first(batch_axis) else turn,
             partial=options["partial"],
             with_mask=options["with_mask"],
             steps_per_call=options["steps_per_call"],
@@ -172,6 +181,11 @@ def _strategy(job: PsJob) -> Strategy:
         if options["steps_per_call"] != 1:
             raise StrategyError(
                 "`steps_per_call` is for batches that the program feeds; a call of a step returns at once. Leave it at 1."
+            )
+        if not is_first(options["batch_axis"]):
+            raise StrategyError(
+                f"`batch_axis` is {options['batch_axis']!r}; batches that workers read have their rows first. Leave it out, "
+                "and swap the axes in the step."
             )
         given = {"partial": options["partial"], "with_mask": options["with_mask"], "prefetch": chosen.prefetch}
         return job.dataset(fn, given)

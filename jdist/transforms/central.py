@@ -19,7 +19,7 @@ from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare
 from jdist.transforms.spread import Layout, Spread, is_spread, map_leaves
 from jdist.transforms.step import Backend, DistributedStep
-from jdist.values import own_state
+from jdist.values import own_states
 
 PyTree = Any
 
@@ -81,7 +81,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares what replicas hold whole, joins the parts."""
     placement.check_in_parts(strategy, state)
-    return map_leaves(to_host, own_state(state))
+    return map_leaves(to_host, own_states(state))
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

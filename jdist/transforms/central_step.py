@@ -46,7 +46,7 @@ class _Planned:
 
 def make_program(spec: ProgramSpec) -> Program:
     """The program of a step over a state in host memory; `Backend.make_program`."""
-    return Program(_CentralStep(spec).program, spec.donate)
+    return Program(_CentralStep(spec).program, spec.donate, spec.turn)
 
 
 class _CentralStep:

@@ -30,14 +30,21 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         strategy: what `jdist.mirrored()` and its like return.
 
     Keyword Args:
-        args: role of each positional argument: "state" (laid out by the strategy), "batch" (rows are spread over the
+        args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
-            compiles again). Further arguments and keyword arguments are replicated.
+            compiles again). Several states are said one by one: ("state", "state", "batch") for a step
+            `(params, opt_state, batch) -> (params, opt_state, loss)`. Further arguments and keyword arguments are
+            replicated; one that `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is
+            refused, under every strategy: say "batch" or "replicated".
         returns: role of each result: "state"; "metrics" (averaged over the replicas entry by entry, as floating point,
             unless wrapped in `PerReplica`; what the step itself reduced by `all_reduce(x, "sum"|"max"|"min")` stays as it
             is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
             mask from elsewhere the rows where it is zero); "per_replica".
-            By default ("state", "metrics"), or the state alone.
+            By default ("state", "metrics"), or the state alone; of several states all, and then perhaps metrics.
+        batch_axis: the axis of a batch that its rows are on, 0 by default: 1 for time-major batches [time, rows, ...]. An
+            int, or a tree of them with which the batch's tree begins, as in `jax.vmap`'s `in_axes`; of several batches a tuple
+            with one for each. A `mask` of one axis has an entry for each row. Results with the role "examples" have
+            their rows first. Pass the same to `strategy.distribute_dataset`.
         static_argnames: keyword arguments that are static.
         donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.
         accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all.

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from jdist.data.batch_axis import check_axes, is_first
 from jdist.data.dataset import DistributedDataset
 from jdist.data.input_context import InputContext
 from jdist.data.input_options import InputOptions
 from jdist.data.peers import Peers
 from jdist.data.replica_batches import from_function
 from jdist.data.share import Share
+from jdist.data.turned import turned
 from jdist.errors import DatasetError
 from jdist.strategy import Strategy
 from jdist.transforms import placement
@@ -23,12 +25,14 @@ PyTree = Any
 def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
     """`Strategy.distribute_dataset`."""
     chosen = settle(options["options"], options["prefetch"])
+    check_axes(options["batch_axis"], DatasetError)
     if chosen.replication == "per_replica":
         raise DatasetError(
             'replication="per_replica" calls a dataset function for each replica, but `distribute_dataset` has one '
             "source of global batches. Use `strategy.distribute_datasets_from_function(fn, options)`, or leave it "
             'at "per_worker"'
         )
+    source = turned(source, options["batch_axis"])
     return _feed(strategy, source, chosen, options, _peers(strategy, placement.share_of(strategy)))
 
 
@@ -43,7 +47,12 @@ def distribute_datasets_from_function(
             "process its own. Leave `autoshard` out, and share in the function by `jdist.data.shard(source, "
             "context.num_input_pipelines, context.input_pipeline_id)`"
         )
+    check_axes(options["batch_axis"], DatasetError)
     n, share = strategy.num_replicas, placement.share_of(strategy)
+
+    def make_one(context: InputContext) -> Any:
+        return turned(fn(context), options["batch_axis"])
+
     each = n // share.count if chosen.replication == "per_replica" else 1  # pipelines of a process
     contexts = [
         InputContext(
@@ -53,7 +62,9 @@ def distribute_datasets_from_function(
     ]
 
     def make() -> Any:
-        return from_function(fn, contexts, num_replicas=n // share.count)
+        return from_function(
+            fn if is_first(options["batch_axis"]) else make_one, contexts, num_replicas=n // share.count
+        )
 
     peers = _peers(strategy, share)
     source = make() if peers is None else peers.together("the dataset function", make, lambda _: None)[0]

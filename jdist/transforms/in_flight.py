@@ -108,7 +108,15 @@ def wait_for(strategy: Strategy, state: Any) -> None:
     """
     for window in list(_windows):
         if window.strategy is strategy:
-            if window.newest_state() is state:
+            if _made(window.newest_state(), state):
                 window.drain()
             else:
                 window.block()
+
+
+def _made(newest: Any, state: Any) -> bool:
+    """Whether a state is a step's newest, or holds an array of it: one of several states, or some of them in another tree."""
+    if newest is state:
+        return True
+    ids = {id(leaf) for leaf in jax.tree.leaves(newest)}
+    return any(id(leaf) in ids for leaf in jax.tree.leaves(state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
 from jdist.loss_scale import LossScaling
 from jdist.mixed_precision import Precision
@@ -21,7 +22,7 @@ _ELSEWHERE = {
     "static_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
     "static_broadcasted_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
     "axis_name": ' The strategy names the axis: `jdist.mirrored(axis="batch")`.',
-    "in_axes": ' Say it by role: `args=("state", "batch", "replicated")`.',
+    "in_axes": ' Say it by role: `args=("state", "batch", "replicated")`; `batch_axis` is the axis of a batch\'s rows.',
 }
 
 
@@ -39,21 +40,24 @@ class StepOptions:
     check_replicas: int = 1000
     non_finite: NonFinite = "raise"
     precision: Precision | None = None
+    batch_axis: BatchAxis = 0
 
     def __post_init__(self) -> None:
         _check_roles("args", self.args, get_args(ArgRole))
-        if self.args.count("state") > 1:
-            raise StepError(
-                f'`args` is {self.args!r}; a step has at most one "state". Put several states into a tuple.'
-            )
         if self.returns is not None:
             _check_roles("returns", self.returns, get_args(ReturnRole))
-            if not self.returns or self.returns.count("state") > 1:
-                raise StepError(f'`returns` is {self.returns!r}; it needs one role or more, and at most one "state".')
+            if not self.returns:
+                raise StepError(f"`returns` is {self.returns!r}; it needs one role or more.")
             if "state" in self.returns and "state" not in self.args:
                 raise StepError(
                     f'`returns` is {self.returns!r}, but `args` is {self.args!r} without a "state" to update.'
                 )
+            if self.returns.count("state") not in (0, self.num_states):
+                raise StepError(
+                    f"`returns` is {self.returns!r} and `args` is {self.args!r}: a step returns as many states as it takes, "
+                    'in their order. Give what it only reads the role "replicated".'
+                )
+        check_axes(self.batch_axis, StepError)
         _check_choice("non_finite", self.non_finite, get_args(NonFinite))
         for name, least in (
             ("accumulate", 1),
@@ -83,6 +87,11 @@ class StepOptions:
     def loss_scaling(self) -> LossScaling | None:
         """How the loss is scaled, if it is."""
         return None if self.precision is None else self.precision.loss_scaling
+
+    @property
+    def num_states(self) -> int:
+        """How many states the step takes."""
+        return self.args.count("state")
 
     @property
     def may_update_state(self) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
 from jdist.transforms.placement import check_rows
-from jdist.transforms.replica_step import ReplicaFunction
+from jdist.transforms.replica_step import ProgramSpec, ReplicaFunction
 from jdist.transforms.results import Traced
 from jdist.values import PerReplica, WithResiduals, map_residuals, put_per_replica, take_per_replica
 
@@ -26,10 +26,14 @@ class Program:
     Args:
         function: does that, traced and compiled at the first call.
         donate: whether the old state's buffers may be reused for the new state.
+        turn: gives batches as they are passed with their rows first, as the function takes them.
     """
 
-    def __init__(self, function: Function, donate: bool):
-        self._function = jax.jit(function, donate_argnums=(1,) if donate else ())
+    def __init__(self, function: Function, donate: bool, turn: Callable[[PyTree], PyTree]):
+        def turned(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+            return function(token, state, turn(batches), others)
+
+        self._function = jax.jit(turned, donate_argnums=(1,) if donate else ())
         self.lower = self._function.lower
         self.trace = self._function.trace
 
@@ -42,23 +46,18 @@ class Program:
         box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
 
 
-def compile_over_mesh(
-    function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced, donate: bool
-) -> Program:
+def compile_over_mesh(function: ReplicaFunction, spec: ProgramSpec) -> Program:
     """Builds the program that runs `function` on every replica of a strategy.
 
     Args:
         function: what one replica computes.
-        strategy: where.
-        options: the decorator's options.
-        traced: what tracing `function` tells about its results.
-        donate: whether the state's buffers may be reused for the new state.
+        spec: what it was made of.
 
     Returns:
         The program; it compiles at its first call.
     """
-    build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[strategy.transform]
-    return Program(build(function, strategy, options, traced), donate)
+    build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[spec.strategy.transform]
+    return Program(build(function, spec.strategy, spec.options, spec.traced), spec.donate, spec.turn)
 
 
 def _plain(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:

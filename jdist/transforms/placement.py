@@ -12,9 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.context import scope
+from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.data.share import WHOLE, Share
+from jdist.data.turned import turn_back
 from jdist.errors import BatchError, StepError
 from jdist.global_arrays import check_arguments_not_donated, check_not_donated, put, put_rows, to_host
 from jdist.strategy import Strategy
@@ -25,7 +27,7 @@ from jdist.transforms.replica_check import compare, make_check
 from jdist.transforms.residuals import check_residuals
 from jdist.transforms.spread import check_no_spread
 from jdist.transforms.trees import check_arrays, check_batch, check_whole
-from jdist.values import WithResiduals, own_state
+from jdist.values import WithResiduals, own_states
 
 PyTree = Any
 Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
@@ -124,7 +126,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
     check(strategy, state)
-    return jax.tree.map(to_host, own_state(state))
+    return jax.tree.map(to_host, own_states(state))
 
 
 _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
@@ -165,13 +167,20 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
     compare(to_host(hashes), [path for path, _ in found])
 
 
-def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
+def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
     """Refuses global batches whose rows do not divide among replicas and microbatches.
+
+    Args:
+        batches: the batches.
+        strategy: whose replicas.
+        options: the decorator's options.
+        axes: of each leaf the axis of its rows; empty: the first.
 
     Raises:
         BatchError: with the numbers and the remedy.
     """
     n, k = strategy.num_replicas, options.accumulate
+    batches = rows_first(batches, axes, lead=int(options.steps_per_call > 1), shapes_only=True)
     # One batch is the usual case; its leaves are then named without the place among several.
     batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
     check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=k, lead=int(options.steps_per_call > 1))
@@ -183,7 +192,14 @@ def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
     return NamedSharding(strategy.mesh, PartitionSpec(*(None,) * lead, strategy.axes))
 
 
-def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions) -> None:
+def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
+    """`rows_sharding` of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
+    lead, treedef = int(options.steps_per_call > 1), jax.tree.structure(batches)
+    axes = axes or (0,) * treedef.num_leaves
+    return jax.tree.unflatten(treedef, [rows_sharding(strategy, lead=lead + axis) for axis in axes])
+
+
+def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
     """Refuses batches, or their shapes, of a dataset that stacks steps where the step makes one a call, or the other way.
 
     Raises:
@@ -191,43 +207,68 @@ def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions) ->
     """
     if strategy.mesh is None:
         return
-    wrong = rows_sharding(strategy, lead=int(options.steps_per_call == 1))
+    lead, leaves = int(options.steps_per_call > 1), jax.tree.leaves(batches)
+    axes = axes or (0,) * len(leaves)
     with_sharding = jax.Array | jax.ShapeDtypeStruct
-    if any(isinstance(leaf, with_sharding) and leaf.sharding == wrong for leaf in jax.tree.leaves(batches)):
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if not isinstance(leaf, with_sharding) or leaf.sharding == rows_sharding(strategy, lead=lead + axis):
+            continue
+        there = next((i for i in range(len(leaf.shape)) if leaf.sharding == rows_sharding(strategy, lead=i)), None)
+        if there is not None and there != lead + axis and (axis or there != int(options.steps_per_call == 1)):
+            raise BatchError(
+                f"a batch of shape {leaf.shape} has its rows on axis {there} of it, where the step has them on axis "
+                f"{lead + axis}. Pass the same `batch_axis` to `jdist.distribute` and to `strategy.distribute_dataset`."
+            )
+        if there is None or there == lead + axis:
+            continue
         raise BatchError(
             f"the step was made with steps_per_call={options.steps_per_call}, the dataset with another value. Pass the "
-            "same `steps_per_call` to `jdist.distribute` and to `strategy.distribute_dataset`."
+            "same `steps_per_call` to `jdist.distribute` and to `strategy.distribute_dataset`; and the same `batch_axis`."
         )
 
 
-def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, sharding: NamedSharding) -> PyTree:
+def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
     """Puts batches that a step was called with on the devices, rows spread over the replicas.
 
     Raises:
         BatchError: the rows do not divide, or the batch was stacked for another `steps_per_call`.
     """
-    check_stacking(batches, strategy, options)
-    check_rows(batches, strategy, options)
+    check_stacking(batches, strategy, options, axes)
+    check_rows(batches, strategy, options, axes)
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
     copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
-    return jax.tree.map(lambda x: put(x, sharding), copies)
+    return jax.tree.map(put, copies, rows_shardings(strategy, options, batches, axes))
 
 
 def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
     """`Strategy.distribute_dataset`: batches cut and placed by `data/`, onto this strategy's devices."""
+    options = dict(options)
+    batch_axis, lead = options.pop("batch_axis"), int(options["steps_per_call"] > 1)
+
     if strategy.mesh is None:
-        return distributed_dataset(source, num_replicas=1, place=None, **options)
-    lead = int(options["steps_per_call"] > 1)
-    sharding = rows_sharding(strategy, lead=lead)
+        if is_first(batch_axis):
+            return distributed_dataset(source, num_replicas=1, place=None, **options)
+
+        def turn(batch: PyTree) -> PyTree:
+            return turn_back(batch, batch_axis, lead=lead)[0]
+
+        return distributed_dataset(source, num_replicas=1, place=turn, place_spec=turn, **options)
     share = share_of(strategy)
 
     def place_spec(spec: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), spec)
+        return jax.tree.map(
+            lambda x, axis: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(strategy, lead=axis)),
+            *turn_back(spec, batch_axis, lead=lead),
+        )
 
     def place(batch: PyTree) -> PyTree:
+        batch, axes = turn_back(batch, batch_axis, lead=lead)
+        shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
         if share.count == 1:
-            return jax.device_put(batch, sharding)
-        return jax.tree.map(lambda x: put_rows(x, sharding, share.count * x.shape[lead], lead), batch)
+            return jax.device_put(batch, shardings)
+        return jax.tree.map(
+            lambda x, s, axis: put_rows(x, s, share.count * x.shape[axis], axis), batch, shardings, axes
+        )
 
     return distributed_dataset(
         source, num_replicas=strategy.num_replicas, place=place, place_spec=place_spec, share=share, **options

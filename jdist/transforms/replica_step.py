@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jdist import dataflow, replica
 from jdist.context import ReplicaTrace, current_trace, tracing
+from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.loss_scale import LossScaling, loss_scale_of
 from jdist.mixed_precision import InUse
@@ -52,6 +53,10 @@ class ProgramSpec:
     watched: Watched
     name: str
 
+    def turn(self, batches: PyTree) -> PyTree:
+        """The batches of a call with their rows first, as a program takes them; `Call.apply` turns them back."""
+        return rows_first(batches, self.call.batch_axes, lead=int(self.options.steps_per_call > 1))
+
     @property
     def donate(self) -> bool:
         """Whether the old state's buffers may be reused for the new state."""
@@ -71,14 +76,12 @@ class ProgramSpec:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
-        own, batches, others = jax.tree.map(lambda x: x, (own_state(state), batches, others))
-        precision, in_use = self.options.precision, None
+        own, precision, in_use = own_state(state), self.options.precision, None
         if precision is not None:
             precision.check_names((own, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
             in_use = InUse(precision, self._loss_scale(state, others))
-        # Copies of the containers: the step may write into them.
+        # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
         given, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
             called = self.call.apply(self.step, given, batches, others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jdist.data.padding import real_rows
 from jdist.errors import StepError
 from jdist.global_arrays import is_key, take_rows
+from jdist.transforms.calls import join_states, put_parts, split_states, take_parts
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, check_same_state, kind_of
 from jdist.values import PerReplica, is_per_replica
@@ -29,17 +30,24 @@ class Traced:
     Attributes:
         returns: the role of each result.
         bare: whether the step returned its one result itself rather than a tuple.
+        parts: see `calls.Call`.
         changes_state: whether any leaf of the state that it returned is another than the one that it received.
     """
 
     returns: tuple[str, ...] = ()
     bare: bool = False
     changes_state: bool = False
+    parts: tuple[int, ...] | None = None
 
     @property
     def output_roles(self) -> tuple[str, ...]:
         """The roles without the state's."""
         return tuple(role for role in self.returns if role != "state")
+
+    def in_places(self, states: Iterable[PyTree], outputs: Iterable[PyTree]) -> tuple[PyTree, ...]:
+        """States and outputs in the order in which the step returned them."""
+        states, outputs = iter(states), iter(outputs)
+        return tuple(next(states) if role == "state" else next(outputs) for role in self.returns)
 
 
 def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Traced) -> tuple[PyTree, tuple[PyTree, ...]]:
@@ -51,9 +59,10 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
     Raises:
         StepError: the results do not fit their roles, or have a leaf that is no array of numbers.
     """
-    returns = options.returns or _guess_roles(result, state, options)
+    own = take_parts(state, traced.parts)
+    returns = options.returns or _guess_roles(result, own, options)
     if returns == ("state", "metrics"):
-        _check_pair(result, state)
+        _check_pair(result, own)
     one = isinstance(result, tuple) and len(result) == 1
     traced.returns, traced.bare = returns, len(returns) == 1 and not one
     if traced.bare:
@@ -62,8 +71,9 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise StepError(f"the step returned {got}, but `returns` is {returns!r}: write `return {', '.join(returns)}`.")
     if "state" in returns:
-        i = returns.index("state")
-        state, result = result[i], result[:i] + result[i + 1 :]
+        new = join_states([tree for role, tree in zip(returns, result, strict=True) if role == "state"])
+        state = put_parts(state, traced.parts, new)
+        result = tuple(tree for role, tree in zip(returns, result, strict=True) if role != "state")
     return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
 
 
@@ -97,6 +107,8 @@ def _numbers(role: str, tree: PyTree) -> PyTree:
 def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str, ...]:
     if "state" not in options.args:
         return ("metrics",)
+    if options.num_states > 1:
+        return _guess_roles_of_several(result, state)
     if jax.tree.structure(result) == jax.tree.structure(state):
         return ("state",)
     if isinstance(result, tuple) and len(result) == 2:
@@ -109,6 +121,28 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
     # Neither the state's tree nor a pair: most likely a state that lost its form; this says where.
     check_same_state(state, result)
     raise AssertionError("unreachable: trees that differ are refused above")
+
+
+def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[str, ...]:
+    """The roles of results that begin with as many states as the step takes: their trees tell."""
+    n, trees = len(states), [jax.tree.structure(state) for state in states]
+    found = [jax.tree.structure(tree) for tree in result] if isinstance(result, tuple) else []
+    if found[:n] == trees and n <= len(found) <= n + 1:
+        return ("state",) * n + ("metrics",) * (len(found) - n)
+    roles = ("state",) * n + ("metrics",)
+    if found[:n] == trees:
+        raise StepError(
+            f"the step returned {len(found)} values; say what they are, for example `returns={(*roles, 'metrics')}`. "
+            'Roles: "state", "metrics", "examples", "per_replica".'
+        )
+    if n <= len(found) <= n + 1 and sorted(map(str, found[:n])) != sorted(map(str, trees)):
+        check_same_state(states, result[:n])  # says where the trees differ
+    got = f"a tuple of {len(found)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise StepError(
+        f"the step takes {n} states and returned {got} that does not begin with their trees, in their order. Return each "
+        f"state by itself, then the metrics: `return {', '.join(f'state{i + 1}' for i in range(n))}, metrics`; a step that "
+        'returns no state says so, `returns=("metrics",)`.'
+    )
 
 
 def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
@@ -183,22 +217,29 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
             )
 
 
-def returned(state: PyTree, outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> Any:
+def returned(
+    state: PyTree,
+    outputs: tuple[PyTree, ...],
+    traced: Traced,
+    batches: PyTree,
+    turn: Callable[[PyTree], PyTree],
+) -> Any:
     """What a call returns, as the step itself would: the state and the outputs in their places, padding's rows dropped."""
     returns = traced.returns
     if "examples" in returns:
-        outputs = _without_padding(outputs, traced, batches)
+        outputs = _without_padding(outputs, traced, batches, turn)
     if returns == ("state", "metrics"):
         return state, outputs[0]
-    if "state" in returns:
-        i = returns.index("state")
-        outputs = outputs[:i] + (state,) + outputs[i:]
+    outputs = traced.in_places(split_states(state, returns.count("state")), outputs)
     return outputs[0] if traced.bare else outputs
 
 
-def _without_padding(outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree) -> tuple[PyTree, ...]:
+def _without_padding(
+    outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree, turn: Callable[[PyTree], PyTree]
+) -> tuple[PyTree, ...]:
     """Drops the rows of "examples" results whose row of the batch was padding."""
-    real = next((rows for batch in batches if (rows := real_rows(batch)) is not None), None)
+    found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+    real = next((rows for rows in found if rows is not None), None)
     return tuple(
         jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
         for role, tree in zip(traced.output_roles, outputs, strict=True)

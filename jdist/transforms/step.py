@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from jdist import dataflow
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
+from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.leaves import MASK
 from jdist.errors import JDistError, NonFiniteError
 from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.strategy import Strategy
 from jdist.transforms.apart import Apart
-from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.calls import Call, Signature, Step, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
@@ -37,6 +39,7 @@ from jdist.transforms.placement import (
     compare_replicas,
     place_batches,
     rows_sharding,
+    rows_shardings,
 )
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
@@ -66,7 +69,7 @@ class Backend:
 
 
 def _replicated_program(spec: ProgramSpec) -> Program:
-    return compile_over_mesh(replica_step(spec), spec.strategy, spec.options, spec.traced, spec.donate)
+    return compile_over_mesh(replica_step(spec), spec)
 
 
 REPLICATED = Backend(
@@ -94,7 +97,7 @@ class DistributedStep(Distributed):
         functools.update_wrapper(self, step)
         self.strategy, self.options, self._backend = strategy, options, backend
         self._step = step
-        self._signature = Signature(step, options)
+        self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
         self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
         self._whole = strategy.replicated_sharding
@@ -103,7 +106,9 @@ class DistributedStep(Distributed):
         self._adopted_before: object = None
         self._donates = options.donate and options.may_update_state
         self._apart = Apart()
-        self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
+        self._plain_call = None
+        if options.args == ("state", "batch") and is_first(options.batch_axis):
+            self._plain_call = Call(("state", "batch"))
         self._last_state: PyTree = None
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
@@ -115,11 +120,14 @@ class DistributedStep(Distributed):
 
     @property
     def last_state(self) -> PyTree:
-        """The newest state that a call returned; None before the first.
+        """The newest state that a call returned; None before the first. Of a step of several states, a tuple of them.
 
         After an interrupt or a NonFiniteError it is there although the state passed in was donated.
         """
-        return self._results[0][1] if self._results and self._results_hold_state else self._last_state
+        newest = self._results[0][1] if self._results and self._results_hold_state else self._last_state
+        return (
+            newest if newest is None or self.options.num_states < 2 else split_states(newest, self.options.num_states)
+        )
 
     @property
     def num_skipped(self) -> int:
@@ -129,7 +137,8 @@ class DistributedStep(Distributed):
         the state, checkpoints included.
         """
         if self.options.loss_scaling is not None:
-            loss_scale = loss_scale_of(self.last_state)
+            self._take_results()
+            loss_scale = loss_scale_of(self._last_state)
             return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
         token = self._results[0][0] if self._results else self._token
         return int(to_host(token)[0]) if self.options.non_finite == "skip" else 0
@@ -161,13 +170,13 @@ class DistributedStep(Distributed):
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
         state = self._with_loss_scale(state)
         try:
             program, _ = self._program(call)
             whole = self._whole
             token = _shapes(self._token, whole)
-            batches, others = _shapes(batches, self._by_rows), _shapes(others, whole)
+            batches, others = self._batch_shapes(call, batches), _shapes(others, whole)
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
@@ -187,12 +196,14 @@ class DistributedStep(Distributed):
             **kwargs: as in a call.
 
         Returns:
-            The state; nothing of the step is run.
+            The state, of a step of several a tuple of them; nothing of the step is run.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
         state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
-        return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
+        if self.strategy.keeps_residuals:
+            state = self._with_residuals(call, state, batches, others)
+        return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
         """What a call would do: the step is traced, nothing is compiled or run.
@@ -202,13 +213,13 @@ class DistributedStep(Distributed):
             **kwargs: as in a call.
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
         state = self._with_loss_scale(state)
         try:
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
             program, traced = self._program(call)
-            arguments = self._token, state, _shapes(batches, self._by_rows), others
+            arguments = self._token, state, self._batch_shapes(call, batches), others
             made = program.trace(*arguments)
         except Exception as exc:
             self._explain(exc, call, state, batches, others)
@@ -272,22 +283,29 @@ class DistributedStep(Distributed):
         """Starts one call, and waits where too many are in flight; the result, how many updates it makes, its token."""
         check_not_mixed(self.strategy)
         with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
-            results, traced, batches = self._start(args, kwargs)
+            results, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0
         token, state, outputs = results[:3]  # a backend may add more, for its check
         self._window.add(token)
         if self._steps_to_check and num_updates:
             self._check_replicas(state, results, num_updates)
-        return returned(state, outputs, traced, batches), num_updates, token
+        result = returned(state, outputs, traced, batches, lambda batches: rows_first(batches, axes))
+        return result, num_updates, token
 
-    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, PyTree]:
-        """Starts one call: what the program returned, what is known of the results, and the batches as they were given."""
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, PyTree, Any]:
+        """Starts one call.
+
+        Returns:
+            What the program returned, what is known of the results, the batches as they were given, and the axes of their rows.
+        """
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
             call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
         else:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)
+            if is_same_state(state, self._last_state):
+                state = self._last_state
         given = batches
         try:
             if state is not self._last_state:
@@ -299,13 +317,16 @@ class DistributedStep(Distributed):
             elif self._adopted_before is not DistributedStep._adopted:
                 check_not_donated(state)
             self._adopted_before = DistributedStep._adopted
-            for leaf in jax.tree.leaves(batches):
+            wanted = itertools.repeat(self._by_rows)
+            if call.batch_axes and self._by_rows is not None:
+                wanted = jax.tree.leaves(rows_shardings(self.strategy, self.options, batches, call.batch_axes))
+            for leaf, sharding in zip(jax.tree.leaves(batches), wanted, strict=False):
                 if isinstance(leaf, Tracer):
                     check_not_traced(batches)
                 if isinstance(leaf, jax.Array) and leaf.is_deleted():
                     self._signature.check_not_donated(call, batches, others)
-                if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
-                    batches = place_batches(self.strategy, self.options, batches, self._by_rows)
+                if sharding is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
+                    batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if call is not self._plain_call:
                 others = self._placed(call, state, batches, others)
@@ -322,13 +343,13 @@ class DistributedStep(Distributed):
                 program.run_into(box, self._token, state, self._apart.of(batches, state), others)
         except Exception as exc:
             if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
-                check_rows(given, self.strategy, self.options)
+                check_rows(given, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
             self._explain(exc, call, state, given, others)
             raise
         self._results_hold_state = "state" in traced.returns
         self._take_results()
-        return box[0], traced, given
+        return box[0], traced, given, call.batch_axes
 
     def _warn_of_loss(self, state: PyTree) -> None:
         """Warns of a state that was made of the one that the step returned, without what that had beside it."""
@@ -410,6 +431,12 @@ class DistributedStep(Distributed):
             found = self._backend.make_program(spec), traced
             self._programs[call] = found
         return found
+
+    def _batch_shapes(self, call: Call, batches: PyTree) -> PyTree:
+        if not call.batch_axes or self._by_rows is None:
+            return _shapes(batches, self._by_rows)
+        shardings = rows_shardings(self.strategy, self.options, batches, call.batch_axes)
+        return jax.tree.map(_shapes, batches, shardings)
 
     def _replicate(self, x: Any) -> Any:
         if is_spread(x):  # parameters of a state in parts, for an evaluation

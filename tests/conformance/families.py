@@ -18,8 +18,8 @@ import optax
 from flax import nnx
 
 import jdist
-from jdist.remote import RemoteTree, shapes_of
-from jdist.values import own_state
+from jdist.remote import shapes_of
+from jdist.values import own_states
 
 ROWS, GLOBAL_BATCH, EPOCHS, CLASSES = 60, 16, 5, 3
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
@@ -56,31 +56,34 @@ def dataset(strategy: jdist.Strategy, arrays: Any, options: dict[str, Any]) -> A
 
 
 def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options: dict[str, Any]) -> Run:
-    """Trains a pure state by a decorated step."""
+    """Trains a pure state, or several, by a decorated step."""
     state = strategy.init(create, jax.random.key(0))
     laid_out = shardings(state)
+    several = options.get("args", ()).count("state") > 1
+    states = tuple(state) if several else (state,)
     train_step = jdist.distribute(step, strategy, **options)
     losses, compiled = [], 0
     for i, batch in enumerate(dataset(strategy, arrays, options)):
         with compilations() as counted:
-            state, metrics = train_step(state, batch)
+            *states, metrics = train_step(*states, batch)
         compiled += counted.count if i else 0
         losses.append(np.ravel(metrics["loss"]))
-    kept = shardings(own_state(state)) == laid_out
+    state = tuple(states) if several else states[0]
+    kept = shardings(own_states(state)) == laid_out
     assert jax.tree.structure(shapes_of(state)) == jax.tree.structure(shapes_of(train_step.last_state))
     fetched = strategy.fetch(state)
-    params = (
-        [s.params for s in jax.tree.leaves(fetched, is_leaf=is_train_state)]
-        if not is_plain(fetched)
-        else fetched["params"]
-    )
+    if several:
+        params = fetched[0]
+    elif is_plain(fetched):
+        params = fetched["params"]
+    else:
+        params = [s.params for s in jax.tree.leaves(fetched, is_leaf=is_train_state)]
     return Run(params, np.concatenate(losses), compiled, kept)
 
 
 def shardings(state: Any) -> list[Any]:
-    if isinstance(state, RemoteTree):
-        return jax.tree.leaves(state.shapes)
-    return [leaf.sharding for leaf in jax.tree.leaves(state)]
+    leaves = jax.tree.leaves(shapes_of(state))
+    return [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.sharding for leaf in leaves]
 
 
 def is_train_state(x: Any) -> bool:
@@ -173,6 +176,27 @@ def plain_pytree(strategy: jdist.Strategy, tx: optax.GradientTransformation, **o
     return train(strategy, create, step, labelled((6,)), options)
 
 
+def params_and_opt_state(strategy: jdist.Strategy, tx: optax.GradientTransformation, **options: Any) -> Run:
+    """Parameters and the optimiser's state as two arguments."""
+
+    def create(key: jax.Array) -> Any:
+        k1, k2 = jax.random.split(key)
+        params = {"w": jax.random.normal(k1, (6, 8)) * 0.3, "v": jax.random.normal(k2, (8, CLASSES)) * 0.3}
+        return params, tx.init(params)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            logits = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return jdist.mean(losses, batch["mask"])
+
+        loss, grads = jdist.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+    return train(strategy, create, step, labelled((6,)), {**options, "args": ("state", "state", "batch")})
+
+
 def gan(strategy: jdist.Strategy, tx: optax.GradientTransformation, **options: Any) -> Run:
     """Two TrainStates with an optimiser each, both gradients at the parameters as they came in."""
 
@@ -246,6 +270,7 @@ FAMILIES: dict[str, Callable[..., Run]] = {
     "lstm": linen(LSTM(), labelled((5, 4))),
     "transformer": linen(Transformer(), labelled((5, 4))),
     "plain_pytree": plain_pytree,
+    "params_and_opt_state": params_and_opt_state,
     "gan": gan,
     "nnx_mlp": nnx_mlp,
 }

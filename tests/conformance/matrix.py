@@ -74,7 +74,7 @@ ALGORITHMS = (
 # These compile for several seconds each; they always run where a strategy has a transform of its own, or updates elsewhere.
 SLOW_FAMILIES = ("lstm", "transformer")
 THOROUGH = ("mirrored_shard_map", "mirrored_jit", "central_storage")
-LIGHT_FAMILIES = ("plain_pytree", "gan", "nnx_mlp")
+LIGHT_FAMILIES = ("plain_pytree", "params_and_opt_state", "gan", "nnx_mlp")
 LIGHT_OPTIONS = ("plain", "accumulate", "steps_per_call", "skip_non_finite")
 
 # How far losses, and parameters under SGD, may be from one device's after 20 steps. A compressed gradient is rounded to 8
@@ -124,6 +124,7 @@ PRECISION_CASES = {
     ("mirrored_jit", "transformer", "fp16", "sgd"),
     ("central_storage", "gan", "fp16_accumulate_and_steps_per_call", "adam"),
     ("parameter_server", "plain_pytree", "bf16", "sgd"),
+    ("mirrored_pmap", "params_and_opt_state", "fp16_accumulate_and_steps_per_call", "sgd"),
     ("parameter_server_sync", "plain_pytree", "fp16", "sgd"),
 }
 

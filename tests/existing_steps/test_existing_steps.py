@@ -67,6 +67,7 @@ CASES = [
     ),
     Case(name="keyword_argument"),
     Case(name="raw_optax"),
+    Case(name="params_and_opt_state"),
     Case(name="pmap_batch_norm", axis="batch", accumulate="refused"),
     Case(
         name="pmap_dynamic_scale",

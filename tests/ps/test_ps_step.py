@@ -313,3 +313,135 @@ def test_a_state_that_was_on_servers_which_were_closed_is_said_to_be_lost():
         made.fetch(state)
     with pytest.raises(StrategyError, match="this parameter server was closed"):
         jdist.distribute(train_step, made)(state, BATCH)
+
+
+TX = optax.adam(0.1)
+SEVERAL = {"args": ("state", "state", "batch")}
+
+
+def params_and_opt_state(params, opt_state, batch):
+    value, grads = jdist.value_and_grad(loss)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, {"loss": value}
+
+
+def create_both():
+    params = create(TX).params
+    return params, TX.init(params)
+
+
+class TestSeveralStates:
+    """`params, opt_state, metrics = step(params, opt_state, batch)` in a loop."""
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda strategy: strategy.init(create_both),
+            lambda strategy: [strategy.init(lambda i=i: create_both()[i]) for i in range(2)],
+            lambda strategy: create_both(),
+        ],
+        ids=["one init", "two inits", "arrays"],
+    )
+    @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+    def test_computes_what_one_device_does(self, strategy, make, options):
+        def do(strategy):
+            run = jdist.distribute(params_and_opt_state, strategy, **SEVERAL, **options)
+            (params, opt_state), losses = make(strategy), []
+            for _ in range(4):
+                params, opt_state, metrics = run(params, opt_state, BATCH)
+                losses.append(metrics["loss"])
+            assert (
+                jax.tree.leaves(run.last_state) == jax.tree.leaves((params, opt_state)) or strategy.coordinator is None
+            )
+            fetched = strategy.fetch((params, opt_state))
+            near(strategy.fetch(params), fetched[0])
+            return [float(x) for x in losses], fetched
+
+        (losses, states), (expected, expected_states) = under(strategy, do)
+        near(losses, expected)
+        near(states, expected_states)
+
+    def test_an_evaluation_of_one_of_them_and_a_step_of_both_in_another_order(self, strategy):
+        def swapped(opt_state, params, batch):
+            params, opt_state, metrics = params_and_opt_state(params, opt_state, batch)
+            return opt_state, params, metrics
+
+        def decay(params, batch):
+            return jax.tree.map(lambda x: x * 0.5, params), {}
+
+        def do(strategy):
+            run = jdist.distribute(params_and_opt_state, strategy, **SEVERAL)
+            back = jdist.distribute(swapped, strategy, **SEVERAL)
+            halve = jdist.distribute(decay, strategy)
+            evaluate = jdist.distribute(loss, strategy, returns="metrics")
+            params, opt_state = strategy.init(create_both)
+            params, opt_state, _ = run(params, opt_state, BATCH)
+            found = [evaluate(params, BATCH)]
+            opt_state, params, _ = back(opt_state, params, BATCH)
+            found.append(evaluate(params, BATCH))
+            params, _ = halve(params, BATCH)
+            found.append(evaluate(params, BATCH))
+            return [float(x) for x in found], strategy.fetch(params)
+
+        (losses, params), (expected, expected_params) = under(strategy, do)
+        near(losses, expected)
+        near(params, expected_params)
+
+    def test_states_made_apart_stay_what_they_have_become(self, strategy):
+        run = jdist.distribute(params_and_opt_state, strategy, **SEVERAL)
+        params, opt_state = (strategy.init(lambda i=i: create_both()[i]) for i in range(2))
+        new, _, _ = run(params, opt_state, BATCH)
+        near(strategy.fetch(params), strategy.fetch(new))
+        evaluate = jdist.distribute(loss, strategy, returns="metrics")
+        assert float(evaluate(params, BATCH)) == float(evaluate(new, BATCH))
+
+    def test_refused(self, strategy):
+        run = jdist.distribute(params_and_opt_state, strategy, **SEVERAL)
+        (params, opt_state), (other, _) = strategy.init(create_both), strategy.init(create_both)
+        for states in ((params, strategy.init(lambda: create_both()[1])), (other, opt_state), (params, params)):
+            with pytest.raises(StepError, match=r"make them all by one .*strategy\.init\(lambda: \(params, opt_state"):
+                run(*states, BATCH)
+        alone = strategy.init(lambda: create_both()[0])
+        with pytest.raises(StepError, match="with one state twice; each of its states is another"):
+            run(alone, alone, BATCH)
+        with pytest.raises(
+            TypeError, match=r"is a dict, no tuple of states .*strategy\.init\(lambda: \(params, opt_state\)\)"
+        ):
+            _, _ = alone
+
+    def test_prepare(self, strategy):
+        run = jdist.distribute(params_and_opt_state, strategy, **SEVERAL)
+        states = run.prepare(*create_both(), BATCH)
+        near(strategy.fetch(states), create_both())
+
+
+def test_batches_whose_rows_are_on_another_axis(strategy):
+    axes = {"x": 1, "y": 0}
+    rng = np.random.default_rng(0)
+    batches = [
+        {"x": rng.normal(size=(5, rows, 3)).astype(np.float32), "y": rng.normal(size=rows).astype(np.float32)}
+        for rows in (8, 8, 5)
+    ]
+
+    def step(w, batch):
+        def loss_fn(w):
+            sums = (batch["x"] @ w).sum(0)
+            return jdist.mean((sums - batch["y"]) ** 2, batch["mask"]), sums
+
+        (value, sums), grads = jdist.value_and_grad(loss_fn, has_aux=True)(w)
+        return w - 0.01 * grads, {"loss": value}, sums
+
+    def do(strategy):
+        run = jdist.distribute(step, strategy, batch_axis=axes, returns=("state", "metrics", "examples"), accumulate=2)
+        w, found = strategy.init(lambda: jnp.ones(3)), []
+        for batch in strategy.distribute_dataset(batches, batch_axis=axes):
+            w, metrics, sums = run(w, batch)
+            found.append((metrics["loss"], sums))
+        return [(float(value), np.asarray(sums)) for value, sums in found], strategy.fetch(w)
+
+    (found, w), (expected, expected_w) = under(strategy, do)
+    assert [len(sums) for _, sums in found] == [8, 8, 5]
+    near(found, expected)
+    near(w, expected_w)
+    with pytest.raises(StrategyError, match="batches that workers read have their rows first"):
+        strategy.distribute_datasets_from_function(lambda context: batches, batch_axis=1)

@@ -1,0 +1,151 @@
+"""Batches whose rows are not on the first axis: where they are, and how such a batch is turned, cut and laid out.
+
+Between a call and the user's step every batch has its rows first; it is turned when a program begins, and turned back for
+the step itself. XLA removes a pair of turns with nothing between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.data.batching import Masked
+from jdist.data.leaves import MASK
+from jdist.errors import BatchError
+
+PyTree = Any
+BatchAxis = Any  # an int, or a tree of them that a batch's tree begins with
+
+
+def is_first(batch_axis: BatchAxis) -> bool:
+    """Whether rows are on the first axis of every leaf."""
+    return isinstance(batch_axis, int) and batch_axis == 0
+
+
+def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
+    """Refuses what is no tree of axes.
+
+    Raises:
+        error: names the value.
+    """
+    for path, axis in jax.tree_util.tree_leaves_with_path(batch_axis, is_leaf=lambda x: x is None):
+        if not isinstance(axis, int) or isinstance(axis, bool) or axis < 0:
+            raise error(
+                f"`batch_axis` has {axis!r}{f' at {jax.tree_util.keystr(path)}' if path else ''}; it must be an integer of at "
+                "least 0, the axis that a batch's rows are on, or a tree of them as in `jax.vmap`'s `in_axes`. What has no "
+                'rows is passed with the role "replicated".'
+            )
+
+
+def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
+    """The axis of the rows of each leaf of one batch, as a tree like the batch's.
+
+    A mask of one axis holds one entry a row, whatever the other leaves look like.
+
+    Args:
+        batch: leaves of any kind with a shape.
+        batch_axis: an int, or a tree that the batch's tree begins with; a `mask` may be left out of it.
+
+    Raises:
+        BatchError: the trees do not go together.
+    """
+    if isinstance(batch, Masked):
+        return Masked(axes_of(batch.batch, batch_axis), 0)
+    if isinstance(batch, dict) and MASK in batch:
+        rest = {key: value for key, value in batch.items() if key != MASK}
+        of_mask = batch_axis.get(MASK, 0) if isinstance(batch_axis, dict) else batch_axis
+        of_rest = (
+            {key: x for key, x in batch_axis.items() if key != MASK} if isinstance(batch_axis, dict) else batch_axis
+        )
+        return {**axes_of(rest, of_rest), MASK: 0 if np.ndim(batch[MASK]) <= 1 else of_mask}
+    try:
+        return jax.tree.map(lambda axis, part: jax.tree.map(lambda _: axis, part), batch_axis, batch)
+    except ValueError as exc:
+        raise BatchError(
+            f"`batch_axis` is {batch_axis!r}, which does not fit the tree of the batch, {jax.tree.structure(batch)}: {exc}. "
+            "Give one axis for all leaves, or one for each part of the batch."
+        ) from exc
+
+
+def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: int = 0) -> tuple[int, ...]:
+    """The axis of the rows of each leaf of a call's batches; empty if it is the first of all.
+
+    Args:
+        batches: the batches of a call.
+        batch_axis: for each batch one, in a tuple, if there are several; an int is for all.
+        lead: number of axes before those of a batch.
+
+    Raises:
+        BatchError: the trees do not go together, or a leaf has no such axis.
+    """
+    if is_first(batch_axis):
+        return ()
+    each = (batch_axis,) * len(batches)
+    if len(batches) > 1 and not isinstance(batch_axis, int):
+        if not isinstance(batch_axis, tuple) or len(batch_axis) != len(batches):
+            raise BatchError(
+                f"`batch_axis` is {batch_axis!r}, and the step takes {len(batches)} batches: give an axis for all, or a tuple "
+                "with one for each batch."
+            )
+        each = batch_axis
+    axes: list[int] = []
+    for batch, axis in zip(batches, each, strict=True):
+        if lead:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[lead:], np.int8), batch)
+            found = jax.tree.leaves(axes_of(one, axis))
+        else:
+            found = jax.tree.leaves(axes_of(batch, axis))
+        for (path, leaf), axis_of_leaf in zip(jax.tree_util.tree_leaves_with_path(batch), found, strict=True):
+            if np.ndim(leaf) <= lead + axis_of_leaf:
+                raise BatchError(
+                    f"batch leaf {jax.tree_util.keystr(path) or 'itself'} has shape {np.shape(leaf)}, and its rows are to be "
+                    f"on axis {axis_of_leaf}{' after the axis of steps' if lead else ''}, as `batch_axis` says. Say another "
+                    "axis for it, in a tree as `jax.vmap` takes for `in_axes`."
+                )
+        axes += found
+    return tuple(axes)
+
+
+def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_only: bool = False) -> PyTree:
+    """Batches with their rows on the first axis.
+
+    Args:
+        batches: the batches.
+        axes: of each leaf, as `axes_of_leaves` gives them.
+        lead: number of axes before those of a batch.
+        shapes_only: give arrays without contents.
+    """
+    if not axes:
+        return batches
+    leaves, treedef = jax.tree.flatten(batches)
+
+    def turn(x: Any, axis: int) -> Any:
+        if shapes_only or isinstance(x, jax.ShapeDtypeStruct):
+            shape = list(np.shape(x))
+            shape.insert(lead, shape.pop(lead + axis))
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+            return np.broadcast_to(np.zeros((), x.dtype if isinstance(x, np.ndarray) else np.int8), shape)
+        return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead + axis, lead)
+
+    return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])
+
+
+def rows_in_place(batches: PyTree, axes: Sequence[int], *, lead: int = 0) -> PyTree:
+    """Undoes `rows_first`."""
+    if not axes:
+        return batches
+    leaves, treedef = jax.tree.flatten(batches)
+
+    def turn(x: Any, axis: int) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            shape = list(x.shape)
+            shape.insert(lead + axis, shape.pop(lead))
+            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead, lead + axis)
+
+    return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist.global_arrays import is_key
 from jdist.remote import RemoteTree
+from jdist.static_leaves import unpack
 
 PyTree = Any
 
@@ -60,7 +61,7 @@ class RemoteState(RemoteTree):
 
     def fetch(self) -> PyTree:
         """See `RemoteTree`; waits for every step that was scheduled."""
-        return jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self)))
+        return unpack(jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self))))
 
     def _typed(self, leaves: Sequence[np.ndarray]) -> list[Any]:
         return [

@@ -23,6 +23,7 @@ from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.running import PsJob
 from jdist.ps.sync_program import Combined, SyncParts
 from jdist.ps.traced import Traced
+from jdist.static_leaves import pack, with_static_leaves
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step
@@ -30,7 +31,7 @@ from jdist.transforms.distributed import Distributed
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.trees import check_arrays, check_batch, check_not_traced, summary
+from jdist.transforms.trees import check_arrays, check_batch, check_not_traced, check_state, summary
 from jdist.values import own_state
 
 PyTree = Any
@@ -79,7 +80,7 @@ class PsStep(Distributed):
         functools.update_wrapper(self, step)
         self.strategy, self.options = strategy, options
         self.last_state: PyTree = None
-        self._job, self._step = job, step
+        self._job, self._step = job, with_static_leaves(step)
         self._signature = Signature(step, options)
         self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
         self._adopted: tuple[PyTree, RemoteState] | None = None
@@ -112,8 +113,9 @@ class PsStep(Distributed):
                 )
             return state
         if self._adopted is None or self._adopted[0] is not state:
-            check_arrays(state, "the state")
-            self._adopted = state, RemoteState(self._job, jax.device_get(own_state(state)))
+            packed = pack(state)
+            check_state(packed)
+            self._adopted = state, RemoteState(self._job, jax.device_get(own_state(packed)))
         return self._adopted[1]
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:

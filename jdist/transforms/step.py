@@ -21,6 +21,7 @@ from jdist.data.leaves import MASK
 from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
+from jdist.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.strategy import Strategy
 from jdist.transforms.calls import Call, Signature, Step
 from jdist.transforms.distributed import Distributed, Preview
@@ -91,7 +92,7 @@ class DistributedStep(Distributed):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
         self.strategy, self.options, self._backend = strategy, options, backend
-        self._step = step
+        self._step = with_static_leaves(step)
         self._signature = Signature(step, options)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
         self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
@@ -101,8 +102,10 @@ class DistributedStep(Distributed):
         self._adopted_before = 0
         self._plain_call = Call(("state", "batch")) if options.args == ("state", "batch") else None
         self._last_state: PyTree = None
+        self._packed: PyTree = None  # the newest state as programs take it; the same where it has no constants
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
+        self._has_constants = False  # whether the newest state has leaves that are no arrays
         self._num_updates = 0  # of the newest call
         self._token = self._new_token()
         self._watched = Watched()
@@ -152,7 +155,7 @@ class DistributedStep(Distributed):
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options)
-        state = self._with_loss_scale(state)
+        state = self._with_loss_scale(pack(state))
         try:
             program, _ = self._program(call)
             whole = self._whole
@@ -181,8 +184,8 @@ class DistributedStep(Distributed):
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options)
-        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
-        return self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state
+        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+        return unpack(self._with_residuals(call, state, batches, others) if self.strategy.keeps_residuals else state)
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
         """What a call would do: the step is traced, nothing is compiled or run.
@@ -193,7 +196,7 @@ class DistributedStep(Distributed):
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options)
-        state = self._with_loss_scale(state)
+        state = self._with_loss_scale(pack(state))
         try:
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
@@ -205,7 +208,7 @@ class DistributedStep(Distributed):
             raise
         _, state, outputs, *_ = made.out_info
         told = dict(zip(traced.output_roles, outputs, strict=True))
-        results = {"state": state, **told} if "state" in traced.returns else told
+        results = {"state": unpack(state), **told} if "state" in traced.returns else told
         read = jax.tree.unflatten(jax.tree.structure(arguments), dataflow.arguments_read(made.jaxpr))[2]
         masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
@@ -241,7 +244,8 @@ class DistributedStep(Distributed):
         if self._results:
             self._token = self._results[0][0]
             if self._results_hold_state:
-                self._last_state = self._results[0][1]
+                self._packed = self._results[0][1]
+                self._last_state = unpack(self._packed) if self._has_constants else self._packed
             self._results.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,10 +276,15 @@ class DistributedStep(Distributed):
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
-                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
+                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+                self._has_constants = has_static(state)
                 DistributedStep._adopted += 1
-            elif self._adopted_before != DistributedStep._adopted:
-                check_no_deleted(state)
+                is_newest = False
+            else:
+                self._has_constants = self._packed is not state
+                state, is_newest = self._packed, True
+                if self._adopted_before != DistributedStep._adopted:
+                    check_no_deleted(state)
             self._adopted_before = DistributedStep._adopted
             for leaf in jax.tree.leaves(batches):
                 if isinstance(leaf, Tracer):
@@ -283,7 +292,7 @@ class DistributedStep(Distributed):
                 if self._by_rows is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == self._by_rows):
                     batches = place_batches(self.strategy, self.options, batches, self._by_rows)
                     break
-            if self.strategy.keeps_residuals and state is not self._last_state:
+            if self.strategy.keeps_residuals and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self._program(call)
             self._results_hold_state = self.options.may_update_state
@@ -302,7 +311,7 @@ class DistributedStep(Distributed):
         self._window.add(token)
         if self._steps_to_check and updated:
             self._check_replicas(state, results)
-        return returned(state, outputs, traced, given)
+        return returned(self._last_state if updated else state, outputs, traced, given)
 
     def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:
         """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""

@@ -91,6 +91,7 @@ CASES = [
     ),
     Case(name="norm_of_updated"),
     Case(name="averaged_twice", axis="batch"),
+    Case(name="equinox_filter"),
 ]
 by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
 

@@ -7,9 +7,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jdist.errors import StepError
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, summary
+from jdist.values import is_per_replica
 
 PyTree = Any
 Step = Callable[..., Any]
@@ -34,8 +37,29 @@ class Call:
     def apply(self, step: Step, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         """Calls `step` with every argument in its place."""
         sources = {"batch": iter(batches), "replicated": iter(others[0]), "static": iter(self.static)}
+        sources["per_replica"] = map(_own_entry, sources["batch"])
         args = [state if role == "state" else next(sources[role]) for role in self.roles]
         return step(*args, **others[1], **dict(self.static_kwargs))
+
+
+def _own_entry(argument: PyTree) -> PyTree:
+    """A replica's entry of an argument that leads with an axis of replicas."""
+
+    def own(path: Any, x: Any) -> Any:
+        if x.shape[0] != 1:
+            raise StepError(
+                f'an argument with the role "per_replica" has {x.shape[0]} entries for a replica at '
+                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of as many entries as there are replicas, "
+                'as `common_utils.shard` makes it, and has no meaning under transform="jit". A whole batch has the role "batch".'
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(own, argument)
+
+
+def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The results of a step with "per_replica" arguments, which returns such values as it takes them: [replicas, ...]."""
+    return tuple(x.value if is_per_replica(x) else x for x in outputs)
 
 
 class Signature:
@@ -88,7 +112,7 @@ class Signature:
         while len(args) < len(self.positional) and self.positional[len(args)] in kwargs:
             args = (*args, kwargs.pop(self.positional[len(args)]))
         declared = self.options.args
-        if len(args) < sum(role in ("state", "batch") for role in declared):
+        if len(args) < sum(role in ("state", "batch", "per_replica") for role in declared):
             raise StepError(
                 f"{self.name} was called with {len(args)} arguments by position; its roles are {declared}. Pass at least "
                 "the state and the batch."
@@ -100,7 +124,7 @@ class Signature:
             if i < len(self.positional) and self.positional[i] in static_names:
                 role = "static"
             roles.append(role)
-            by_role[role].append(arg)
+            by_role["batch" if role == "per_replica" else role].append(arg)
         static = tuple(by_role["static"])
         static_kwargs = tuple((k, kwargs.pop(k)) for k in static_names if k in kwargs)
         types = tuple(type(value) for value in (*static, *(value for _, value in static_kwargs)))
@@ -134,7 +158,7 @@ class Signature:
         values = {"state": iter((state,)), "batch": iter(batches)}
         lines = [
             f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'
-            for i, role in enumerate(call.roles)
+            for i, role in enumerate("batch" if role == "per_replica" else role for role in call.roles)
             if role in values
         ]
         return "\n".join([f"{self.name} was called with:", *lines])

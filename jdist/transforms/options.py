@@ -10,7 +10,7 @@ from jdist.loss_scale import LossScaling
 from jdist.mixed_precision import Precision
 from jdist.near import did_you_mean
 
-ArgRole = Literal["state", "batch", "replicated", "static"]
+ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
 NonFinite = Literal["raise", "skip", "apply"]
 
@@ -21,7 +21,7 @@ _ELSEWHERE = {
     "static_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
     "static_broadcasted_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
     "axis_name": ' The strategy names the axis: `jdist.mirrored(axis="batch")`.',
-    "in_axes": ' Say it by role: `args=("state", "batch", "replicated")`.',
+    "in_axes": ' Say it by role: `args=("state", "per_replica", "replicated")`; 0 is "per_replica", None is "replicated".',
 }
 
 
@@ -73,6 +73,11 @@ class StepOptions:
             raise StepError(
                 '`non_finite="apply"` cannot go with `jdist.precision("fp16")`, whose loss scale backs off when a gradient is '
                 'not finite. Choose "raise" or "skip": both leave an overflow out.'
+            )
+        if "per_replica" in self.args and self.accumulate > 1:
+            raise StepError(
+                '`args` has "per_replica", and `accumulate` is more than 1: an argument of one entry a replica cannot be cut '
+                'into microbatches. Pass whole batches, "batch", or leave `accumulate` at 1.'
             )
         if self.steps_per_call > 1 and not {"state", "batch"} <= set(self.args):
             raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on, and a "batch" each.')

@@ -23,7 +23,7 @@ from jdist.global_arrays import put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.strategy import Strategy
-from jdist.transforms.calls import Call, Signature, Step
+from jdist.transforms.calls import Call, Signature, Step, as_taken
 from jdist.transforms.distributed import Distributed, Preview
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
@@ -311,6 +311,8 @@ class DistributedStep(Distributed):
         self._window.add(token)
         if self._steps_to_check and updated:
             self._check_replicas(state, results)
+        if "per_replica" in self.options.args:
+            outputs = as_taken(outputs)
         return returned(self._last_state if updated else state, outputs, traced, given)
 
     def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree) -> None:

@@ -120,7 +120,8 @@ def check_whole(state: PyTree) -> None:
             raise StepError(
                 f"state leaf {jax.tree_util.keystr(path) or 'itself'}, {leaf.dtype}{list(leaf.shape)}, is spread over "
                 f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole, "
-                "without `jax_utils.replicate`, or create it by `strategy.init`."
+                "or create it by `strategy.init`. Of a pmap program delete the line with `jax_utils.replicate`, and write "
+                "`strategy.fetch(state)` for `jax_utils.unreplicate(state)`."
             )
 
 

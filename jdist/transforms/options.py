@@ -79,7 +79,7 @@ class StepOptions:
                 '`args` has "per_replica", and `accumulate` is more than 1: an argument of one entry a replica cannot be cut '
                 'into microbatches. Pass whole batches, "batch", or leave `accumulate` at 1.'
             )
-        if self.steps_per_call > 1 and not {"state", "batch"} <= set(self.args):
+        if self.steps_per_call > 1 and ("state" not in self.args or {"batch", "per_replica"}.isdisjoint(self.args)):
             raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on, and a "batch" each.')
         if self.steps_per_call > 1 and self.returns is not None and "examples" in self.returns:
             raise StepError('`returns` with "examples" needs `steps_per_call=1`: rows come back batch by batch.')

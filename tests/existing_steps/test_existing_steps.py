@@ -234,6 +234,20 @@ def test_the_global_view_draws_as_one_device_does(case: Case) -> None:
     assert_same(results, before(case.name))
 
 
+def test_norms_of_what_servers_update_are_left_out() -> None:
+    strategy = jdist.parameter_server(local_workers=1, local_ps=2)
+    assert strategy.coordinator is not None
+    try:
+        with pytest.warns(UserWarning, match=r"left out of its results is \['param_norm'\], \['update_norm'\]"):
+            results = after("norm_of_updated", strategy)
+        expected = before("norm_of_updated")
+        assert_same({"state": strategy.fetch(results["state"])}, {"state": expected["state"]})
+    finally:
+        strategy.coordinator.close()
+    logs = [{name: log[name] for name in ("grad_norm", "loss")} for log in expected["logs"]]
+    assert_same({"logs": results["logs"]}, {"logs": logs})
+
+
 @by_name(argvalues=[case for case in CASES if case.accumulate in ("same", "runs")])
 def test_accumulates(case: Case) -> None:
     strategy = strategies(case)["mirrored"]()

@@ -58,9 +58,9 @@ def test_another_number_of_entries_is_refused(strategy):
 
 def test_the_global_view_has_no_replicas():
     with pytest.raises(StepError, match=r"has no meaning under transform=\"jit\""):
-        jdist.distribute(lambda state, x: (state, {"x": x.sum()}), jdist.mirrored(transform="jit"), args=ROLES["args"][:2])(
-            jnp.zeros(()), np.ones((8, 4), np.float32)
-        )
+        jdist.distribute(
+            lambda state, x: (state, {"x": x.sum()}), jdist.mirrored(transform="jit"), args=ROLES["args"][:2]
+        )(jnp.zeros(()), np.ones((8, 4), np.float32))
 
 
 def test_no_microbatches():

@@ -49,8 +49,9 @@ def _own_entry(argument: PyTree) -> PyTree:
         if x.shape[0] != 1:
             raise StepError(
                 f'an argument with the role "per_replica" has {x.shape[0]} entries for a replica at '
-                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of as many entries as there are replicas, "
-                'as `common_utils.shard` makes it, and has no meaning under transform="jit". A whole batch has the role "batch".'
+                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of as many entries as there are "
+                'replicas, as `common_utils.shard` makes it, and has no meaning under transform="jit". A whole batch has the '
+                'role "batch".'
             )
         return x[0]
 

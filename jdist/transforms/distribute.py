@@ -31,8 +31,9 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
 
     Keyword Args:
         args: role of each positional argument: "state" (laid out by the strategy), "batch" (rows are spread over the
-            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
-            compiles again). Further arguments and keyword arguments are replicated.
+            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
+            "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).
+            Further arguments and keyword arguments are replicated.
         returns: role of each result: "state"; "metrics" (averaged over the replicas entry by entry, as floating point,
             unless wrapped in `PerReplica`; what the step itself reduced by `all_reduce(x, "sum"|"max"|"min")` stays as it
             is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a

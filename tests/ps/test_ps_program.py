@@ -156,7 +156,9 @@ def logging_norms(state, batch):
 
 def test_a_metric_of_the_updated_parameters_is_left_out_by_name():
     state = create(optax.adam(0.1))
-    with pytest.warns(UserWarning, match=r"\['norms'\]\['l2_params'\], \['norms'\]\['l2_updates'\], which depends on what"):
+    with pytest.warns(
+        UserWarning, match=r"\['norms'\]\['l2_params'\], \['norms'\]\['l2_updates'\], which depends on what"
+    ):
         parts, *_ = apart(logging_norms, state, BATCH)
     outputs = jax.tree.unflatten(parts.outputs_treedef, range(parts.outputs_treedef.num_leaves))[0]
     assert outputs["norms"] == {}

@@ -102,8 +102,9 @@ def value_and_grad(
     if using is not None:
         local = using(lowered, has_aux=has_aux)
     else:
-        options = {"holomorphic": holomorphic, "allow_int": allow_int}
-        local = jax.value_and_grad(lowered, argnums=argnums, has_aux=has_aux, **options)
+        local = jax.value_and_grad(
+            lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
+        )
 
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)

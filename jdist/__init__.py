@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jdist.data.input_options import InputOptions as InputOptions
     from jdist.gradients import grad as grad
     from jdist.gradients import value_and_grad as value_and_grad
+    from jdist.line_search import global_loss as global_loss
     from jdist.loop.evaluate import evaluate as evaluate
     from jdist.loop.evaluate import predict as predict
     from jdist.loop.fit import fit as fit
@@ -83,6 +84,7 @@ _NAMES = {
     "first_replica_only": "jdist.aggregation",
     "fit": "jdist.loop.fit",
     "get_strategy": "jdist.strategies.default",
+    "global_loss": "jdist.line_search",
     "grad": "jdist.gradients",
     "has_strategy": "jdist.context",
     "in_replica_context": "jdist.context",

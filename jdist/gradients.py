@@ -26,6 +26,7 @@ def value_and_grad(
     allow_int: bool = False,
     *,
     op: GradientOp = "mean",
+    using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """As `jax.value_and_grad`, with value and gradient averaged over the replicas.
 
@@ -38,13 +39,15 @@ def value_and_grad(
         holomorphic: as in JAX.
         allow_int: as in JAX.
         op: "mean", or "sum" where the loss is already divided by the global batch.
+        using: what takes the gradient in place of `jax.value_and_grad`: `using(fun, has_aux=has_aux)`, for example
+            `equinox.filter_value_and_grad`. It differentiates by the first argument.
 
     Returns:
         A function that returns `(value, grads)` or `((value, aux), grads)`, the same on every replica but for `aux`.
 
     Raises:
-        StepError: the loss is not a scalar, or `op` is neither "mean" nor "sum"; or `jax.vmap` maps it over examples,
-            whose gradients are local: take `jax.value_and_grad` for these.
+        StepError: the loss is not a scalar, `op` is neither "mean" nor "sum", or `using` is given an option of JAX's; or
+            `jax.vmap` maps it over examples, whose gradients are local: take `jax.value_and_grad` for these.
 
     Example:
         >>> import jdist
@@ -53,6 +56,11 @@ def value_and_grad(
         (9.0, 6.0)
     """
     check_op(op, get_args(GradientOp))
+    if using is not None and (argnums != 0 or holomorphic or allow_int):
+        raise StepError(
+            "jdist.value_and_grad: `using` differentiates by the first argument, and takes no option but `has_aux`. Leave "
+            "`argnums`, `holomorphic` and `allow_int` out; bind them to it before: `using=functools.partial(...)`."
+        )
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
@@ -83,7 +91,12 @@ def value_and_grad(
         args = tuple(precision.cast(x) if i in which else x for i, x in enumerate(args))
         return precision.result(checked(*args, **kwargs), has_aux)
 
-    local = jax.value_and_grad(lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    if using is not None:
+        local = using(lowered, has_aux=has_aux)
+    else:
+        local = jax.value_and_grad(
+            lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
+        )
 
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)
@@ -106,13 +119,14 @@ def grad(
     allow_int: bool = False,
     *,
     op: GradientOp = "mean",
+    using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """As `jax.grad`, with the gradient averaged over the replicas; see `value_and_grad` for the arguments.
 
     Returns:
         A function that returns `grads` or `(grads, aux)`.
     """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, op=op)
+    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, op=op, using=using)
 
     def grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jdist.errors import StepError
 from jdist.loss_scale import LossScaling
 from jdist.near import did_you_mean
+from jdist.static_leaves import pack, unpack
 
 PyTree = Any
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -43,7 +44,7 @@ class Precision:
         gradients come back in the dtype that a leaf had.
 
         Args:
-            tree: pytree of arrays or numbers.
+            tree: pytree of arrays or numbers; constants, as the functions and numbers of an `equinox.Module`, stay.
             keep: further names of entries that stay.
 
         Example:
@@ -61,7 +62,7 @@ class Precision:
                 return x
             return jnp.asarray(x).astype(self.compute_dtype)
 
-        return jax.tree_util.tree_map_with_path(cast, tree)
+        return unpack(jax.tree_util.tree_map_with_path(cast, pack(tree)))
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """Leaves of the compute dtype as float32, all others as they are."""

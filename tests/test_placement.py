@@ -63,7 +63,7 @@ class TestInit:
         assert (state["f"] >= 0).all()
 
     def test_a_leaf_that_is_no_array_is_refused_by_name(self, strategy):
-        for leaf, kind in (("mlp", "str"), (len, "builtin_function_or_method"), (object(), "object")):
+        for leaf, kind in (("mlp", "str"), (object(), "object")):
             with pytest.raises(
                 StepError, match=rf"the state has a leaf that is no array of numbers: \['a'\]\['b'\] is a {kind}"
             ):

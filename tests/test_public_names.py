@@ -33,6 +33,7 @@ NAMES = [
     "first_replica_only",
     "fit",
     "get_strategy",
+    "global_loss",
     "grad",
     "has_strategy",
     "in_replica_context",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jdist.callbacks.callback import Callback, Keeps, Moment
 from jdist.errors import StepError
 from jdist.remote import RemoteTree
+from jdist.static_leaves import pack, unpack
 
 PyTree = Any
 
@@ -70,7 +71,7 @@ def ema(
                 "keep the average in the optimiser."
             )
         try:
-            return params(state)
+            return pack(params(state))
         except (AttributeError, KeyError, TypeError) as exc:
             raise StepError(
                 f"ema: the state is a {type(state).__name__}, of which the parameters could not be taken ({exc!r}). Say how: "
@@ -79,10 +80,10 @@ def ema(
 
     def put(kept: PyTree) -> None:
         nonlocal average
-        average = kept
+        average = pack(kept)
 
     def get() -> PyTree:
-        return average
+        return unpack(average)
 
     return Ema(on_step=on_step, keeps=Keeps(begin=begin, get=get, put=put), name=name, average=get, logs=())
 

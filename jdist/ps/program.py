@@ -7,7 +7,9 @@ sorted into units (`update.sort_update`), each of which lives on one server.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from jdist.errors import BoundaryError
 from jdist.global_arrays import is_key
 from jdist.ps.carrying import Carrying, find_carrying
 from jdist.ps.update import Update, sort_update
-from jdist.transforms.accumulate import Plan, all_reduced, gradient_part, make_plan
+from jdist.transforms.accumulate import Plan, Pure, all_reduced, gradient_part, make_plan
 from jdist.transforms.guard import Flags
 from jdist.transforms.replica_step import ProgramSpec
 from jdist.transforms.results import LOCAL, ROWS
@@ -170,6 +172,9 @@ def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
 
     Raises:
         BoundaryError: it cannot be taken apart; says what stands in the way and what to write instead.
+
+    Warns:
+        UserWarning: results are left out that depend on what the update has changed.
     """
     found: list[tuple[TracedStep, Any]] = []
 
@@ -183,7 +188,8 @@ def take_apart(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
     jax.eval_shape(mapped, state, batches, others)
     parts, closed = found[0]
     update = sort_update(dataflow.without_mesh(closed), len(jax.tree.leaves(state)))
-    _check_outputs(parts.plan, update, parts.late)
+    if later := _known_on_servers(parts.plan, update, parts.late):
+        return take_apart(_Reduced.of(spec, later), state, batches, others, closures=closures)
     pushed = tuple(sorted({j for unit in update.units for j in unit.pushed}))
     *outputs, _ = jax.tree.unflatten(parts.plan.parts.outputs_treedef, [0] * len(parts.plan.kinds))
     traced = parts.plan.parts.traced
@@ -282,16 +288,63 @@ def _placed(results: list[Any], places: Sequence[int], values: Sequence[Any]) ->
     return [found.get(i, x) for i, x in enumerate(results)]
 
 
-def _check_outputs(plan: Plan, update: Update, late: Sequence[int]) -> None:
-    """Refuses results that only the servers could compute."""
-    paths = jax.tree_util.tree_leaves_with_path(
-        jax.tree.unflatten(plan.parts.outputs_treedef, range(len(plan.kinds)))[:-1]
-    )
-    named = {i: jax.tree_util.keystr(path[1:]) or "it" for path, i in paths}
-    wrong = [named[i] for place, i in enumerate(late) if i in named and update.late_reads_state(place)]
-    if wrong:
-        raise BoundaryError(
-            f"the step returns {', '.join(wrong)}, which depends on what its own update has changed. Under a parameter server "
-            "the update is made elsewhere and later. Compute it from the parameters as they came in and from the gradients; or "
-            "in a step of its own, from a state that was fetched."
+def _known_on_servers(plan: Plan, update: Update, late: Sequence[int]) -> tuple[Any, ...]:
+    """The paths of the results that only the servers could compute: those that depend on what the update has changed."""
+    outputs = jax.tree.unflatten(plan.parts.outputs_treedef, range(len(plan.kinds)))[:-1]
+    paths = {i: path for path, i in jax.tree_util.tree_leaves_with_path(outputs)}
+    return tuple(paths[i] for place, i in enumerate(late) if i in paths and update.late_reads_state(place))
+
+
+@dataclass(frozen=True)
+class _Reduced(ProgramSpec):
+    """A step without some of its results.
+
+    Attributes:
+        left_out: their paths among the outputs; each ends in a key of a dict.
+    """
+
+    left_out: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, spec: ProgramSpec, left_out: tuple[Any, ...]) -> _Reduced:
+        """Leaves results of a step out, and says so.
+
+        Raises:
+            BoundaryError: one of them is no entry of a dict, so its place cannot be empty.
+
+        Warns:
+            UserWarning: names them.
+        """
+        names = ", ".join(jax.tree_util.keystr(path[1:]) or "it" for path in left_out)
+        why = (
+            "which depends on what its own update has changed. Under a parameter server the update is made elsewhere and "
+            "later. Compute it from the parameters as they came in and from the gradients; or in a step of its own, from a "
+            "state that was fetched."
         )
+        if not all(len(path) > 1 and isinstance(path[-1], jax.tree_util.DictKey) for path in left_out):
+            raise BoundaryError(f"the step returns {names}, {why} As an entry of a dict of metrics it is left out.")
+        warnings.warn(f"{spec.name}: left out of its results is {names}, {why}", stacklevel=2)
+        return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, left_out=left_out)
+
+    def splittable(self, seen: list[Flags]) -> Pure:
+        """See `ProgramSpec.splittable`."""
+        whole = super().splittable(seen)
+
+        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
+            new_state, (*results, finite), kinds = whole(state, batches, others)
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(results))]
+            outputs = jax.tree.map(lambda x: x, tuple(results))  # a copy: the step may hold on to its dicts
+            for *parents, last in self.left_out:
+                node = functools.reduce(_entry, parents, outputs)
+                del node[last.key]
+            kept = [kind for path, kind in zip(paths, kinds, strict=False) if path not in self.left_out]
+            return new_state, (*outputs, finite), [*kept, *kinds[len(paths) :]]
+
+        return pure
+
+
+def _entry(node: Any, key: Any) -> Any:
+    """What a tree has at a key of a path."""
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(node, key.name)
+    return node[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]

@@ -12,6 +12,7 @@ import numpy as np
 
 from jdist.global_arrays import is_key
 from jdist.remote import RemoteTree
+from jdist.static_leaves import unpack
 
 PyTree = Any
 
@@ -82,7 +83,7 @@ class RemoteState(OnServers):
         """See `RemoteTree`; waits for every step that was scheduled."""
         if self.joined is not None:
             return self.joined.fetch()
-        return jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self)))
+        return unpack(jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self))))
 
     def _typed(self, leaves: Sequence[np.ndarray]) -> list[Any]:
         return [

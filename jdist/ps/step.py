@@ -26,6 +26,7 @@ from jdist.ps.running import PsJob
 from jdist.ps.sync_program import Combined, SyncParts
 from jdist.ps.traced import Traced
 from jdist.remote import fetched
+from jdist.static_leaves import pack, with_static_leaves
 from jdist.strategy import Strategy
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step, is_same_state
@@ -33,7 +34,7 @@ from jdist.transforms.distributed import Distributed, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.trees import check_arrays, check_batch, check_not_traced, summary
+from jdist.transforms.trees import check_arrays, check_batch, check_not_traced, check_state, summary
 from jdist.values import own_state
 
 PyTree = Any
@@ -82,7 +83,7 @@ class PsStep(Distributed):
         functools.update_wrapper(self, step)
         self.strategy, self.options = strategy, options
         self.last_state: PyTree = None
-        self._job, self._step = job, step
+        self._job, self._step = job, with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
         self._adopted: tuple[PyTree, RemoteState] | None = None  # what was joined or brought there, and its handle
@@ -168,8 +169,9 @@ class PsStep(Distributed):
             return state
         if self._adopted is None or self._adopted[0] is not state:
             check_not_donated(state)
-            check_arrays(state, "the state")
-            self._adopted = state, RemoteState(self._job, jax.device_get(own_state(state)))
+            packed = pack(state)
+            check_state(packed)
+            self._adopted = state, RemoteState(self._job, jax.device_get(own_state(packed)))
         return self._adopted[1]
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:

@@ -33,6 +33,7 @@ from jdist.ps.times import Times
 from jdist.ps.transport.rpc import RpcChannel
 from jdist.reduction import psum
 from jdist.remote import fetched
+from jdist.static_leaves import pack, unpack
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.ps_options import Mode, settled
 from jdist.strategy import Operations, Strategy
@@ -149,10 +150,10 @@ def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Ser
 def _strategy(job: PsJob) -> Strategy:
     def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> RemoteState:
         check_arguments_not_donated("strategy.init", args, {})
-        return RemoteState(job, jax.device_get(jax.jit(fn)(*args)))
+        return RemoteState(job, jax.device_get(jax.jit(lambda *args: pack(fn(*args)))(*args)))
 
     def fetch(strategy: Strategy, state: PyTree) -> PyTree:
-        return jax.tree.map(to_host, fetched(state))
+        return unpack(jax.tree.map(to_host, pack(fetched(state))))
 
     def check(strategy: Strategy, state: PyTree) -> None:
         job.join()

@@ -32,6 +32,7 @@ from jdist.cluster.runtime import Runtime, alone
 from jdist.cluster.together import together
 from jdist.errors import CheckpointError
 from jdist.remote import fetched, shapes_of
+from jdist.static_leaves import pack, unpack
 from jdist.train import checkpoint_arrays as arrays
 from jdist.train import checkpoint_codec as codec
 from jdist.train import checkpoint_disk as disk
@@ -184,7 +185,7 @@ class Checkpointer:
             "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
             "metadata": disk.plain("metadata", metadata or {}),
         }
-        leaves = codec.flatten(fetched(state))
+        leaves = codec.flatten(pack(fetched(state)))
         self.wait()
         failpoints.reached(Point.BEFORE_SAVE)
         for path, leaf in leaves.items():
@@ -251,7 +252,7 @@ class Checkpointer:
             CheckpointError: `like` does not fit, no checkpoint can be read, or `step` is not there.
         """
         self.wait()
-        like = shapes_of(like)
+        like = pack(shapes_of(like))
         wanted = codec.flatten(like)
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.described(path, leaf) for path, leaf in wanted.items()]
@@ -283,7 +284,7 @@ class Checkpointer:
             warnings.warn(text, CheckpointWarning, stacklevel=2)
         return Restored(
             step=read.body["step"],
-            state=jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values),
+            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values)),
             data=read.body["data"],
             metrics=read.body["metrics"],
             metadata=read.body["metadata"],

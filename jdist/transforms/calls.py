@@ -18,7 +18,7 @@ from jdist.global_arrays import check_values_not_donated
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
 from jdist.transforms.trees import check_arrays, kind_of, summary
-from jdist.values import AroundState, own_state, with_own_state
+from jdist.values import AroundState, is_per_replica, own_state, with_own_state
 
 PyTree = Any
 Step = Callable[..., Any]
@@ -62,6 +62,7 @@ class Call:
             "replicated": iter(others[0]),
             "static": iter(self.static),
         }
+        sources["per_replica"] = map(_own_entry, sources["batch"])
         args = [next(sources[role]) for role in self.roles]
         named = {name: next(sources["batch"]) for name in self.batch_names}
         return step(*args, **named, **others[1], **dict(self.static_kwargs))
@@ -117,6 +118,27 @@ def is_same_state(a: PyTree, b: PyTree) -> bool:
         fields = [field.name for field in dataclasses.fields(a)]
         return type(a) is type(b) and all(is_same_state(getattr(a, name), getattr(b, name)) for name in fields)
     return type(a) is type(b) is tuple and len(a) == len(b) > 0 and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _own_entry(argument: PyTree) -> PyTree:
+    """A replica's entry of an argument that leads with an axis of replicas."""
+
+    def own(path: Any, x: Any) -> Any:
+        if x.shape[0] != 1:
+            raise StepError(
+                f'an argument with the role "per_replica" has {x.shape[0]} entries for a replica at '
+                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of as many entries as there are "
+                'replicas, as `common_utils.shard` makes it, and has no meaning under transform="jit". A whole batch has the '
+                'role "batch".'
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(own, argument)
+
+
+def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The results of a step with "per_replica" arguments, which returns such values as it takes them: [replicas, ...]."""
+    return tuple(x.value if is_per_replica(x) else x for x in outputs)
 
 
 class Signature:
@@ -181,7 +203,7 @@ class Signature:
         declared = self.options.args
         batch_names = tuple(name for name in sorted(kwargs) if self.role_of.get(name) == "batch")
         given = [*declared[: len(args)], *("batch" for _ in batch_names)]
-        if any(given.count(role) < declared.count(role) for role in ("state", "batch")):
+        if any(given.count(role) < declared.count(role) for role in ("state", "batch", "per_replica")):
             raise StepError(
                 f"{self.name} was called with {len(args)} arguments by position; its roles are {declared}. Pass at least "
                 "the state and the batch."
@@ -196,7 +218,7 @@ class Signature:
             if role is None:
                 undeclared[self._name_of(i)] = arg
             roles.append(role or "replicated")
-            by_role[roles[-1]].append(arg)
+            by_role["batch" if role == "per_replica" else roles[-1]].append(arg)
         by_role["batch"] += (kwargs.pop(name) for name in batch_names)
         static = tuple(by_role["static"])
         static_kwargs = tuple(
@@ -262,7 +284,7 @@ class Signature:
         values = {"state": iter(split_states(state, call.roles.count("state"))), "batch": iter(batches)}
         lines = [
             f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'
-            for i, role in enumerate(call.roles)
+            for i, role in enumerate("batch" if role == "per_replica" else role for role in call.roles)
             if role in values
         ]
         lines += [

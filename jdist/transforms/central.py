@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.global_arrays import check_arguments_not_donated, check_not_donated, to_host
+from jdist.static_leaves import pack, unpack
 from jdist.strategy import Strategy
 from jdist.transforms import placement
 from jdist.transforms import run as on_replicas
@@ -81,7 +82,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares what replicas hold whole, joins the parts."""
     placement.check_in_parts(strategy, state)
-    return map_leaves(to_host, own_states(state))
+    return unpack(map_leaves(to_host, own_states(pack(state))))
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

@@ -31,15 +31,16 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
 
     Keyword Args:
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
-            replicas), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
+            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
             compiles again). Several states are said one by one: ("state", "state", "batch") for a step
             `(params, opt_state, batch) -> (params, opt_state, loss)`. Further arguments and keyword arguments are
             replicated; one that `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is
             refused, under every strategy: say "batch" or "replicated".
-        returns: role of each result: "state"; "metrics" (averaged over the replicas entry by entry, as floating point,
-            unless wrapped in `PerReplica`; what the step itself reduced by `all_reduce(x, "sum"|"max"|"min")` stays as it
+        returns: role of each result: "state"; "metrics" (what differs between replicas is averaged over them entry by entry,
+            unless wrapped in `PerReplica`; what is the same on all, as what `all_reduce` returns, stays as it
             is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
-            mask from elsewhere the rows where it is zero); "per_replica".
+            mask from elsewhere the rows where it is zero); "per_replica" (a
+            `PerReplica`; of a step that takes an argument of that role plain arrays [replicas, ...], as of `pmap`).
             By default ("state", "metrics"), or the state alone; of several states all, and then perhaps metrics.
         batch_axis: the axis of a batch that its rows are on, 0 by default: 1 for time-major batches [time, rows, ...]. An
             int, or a tree of them with which the batch's tree begins, as in `jax.vmap`'s `in_axes`; of several batches a tuple

@@ -11,7 +11,7 @@ from jdist.loss_scale import LossScaling
 from jdist.mixed_precision import Precision
 from jdist.near import did_you_mean
 
-ArgRole = Literal["state", "batch", "replicated", "static"]
+ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
 NonFinite = Literal["raise", "skip", "apply"]
 
@@ -22,7 +22,10 @@ _ELSEWHERE = {
     "static_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
     "static_broadcasted_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
     "axis_name": ' The strategy names the axis: `jdist.mirrored(axis="batch")`.',
-    "in_axes": ' Say it by role: `args=("state", "batch", "replicated")`; `batch_axis` is the axis of a batch\'s rows.',
+    "in_axes": (
+        ' Say it by role: `args=("state", "per_replica", "replicated")`; 0 is "per_replica", None is "replicated"; '
+        "`batch_axis` is the axis of a batch's rows."
+    ),
 }
 
 
@@ -78,7 +81,12 @@ class StepOptions:
                 '`non_finite="apply"` cannot go with `jdist.precision("fp16")`, whose loss scale backs off when a gradient is '
                 'not finite. Choose "raise" or "skip": both leave an overflow out.'
             )
-        if self.steps_per_call > 1 and not {"state", "batch"} <= set(self.args):
+        if "per_replica" in self.args and self.accumulate > 1:
+            raise StepError(
+                '`args` has "per_replica", and `accumulate` is more than 1: an argument of one entry a replica cannot be cut '
+                'into microbatches. Pass whole batches, "batch", or leave `accumulate` at 1.'
+            )
+        if self.steps_per_call > 1 and ("state" not in self.args or {"batch", "per_replica"}.isdisjoint(self.args)):
             raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on, and a "batch" each.')
         if self.steps_per_call > 1 and self.returns is not None and "examples" in self.returns:
             raise StepError('`returns` with "examples" needs `steps_per_call=1`: rows come back batch by batch.')

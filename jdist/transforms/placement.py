@@ -19,6 +19,7 @@ from jdist.data.share import WHOLE, Share
 from jdist.data.turned import turn_back
 from jdist.errors import BatchError, StepError
 from jdist.global_arrays import check_arguments_not_donated, check_not_donated, put, put_rows, to_host
+from jdist.static_leaves import pack, unpack
 from jdist.strategy import Strategy
 from jdist.transforms import in_flight
 from jdist.transforms.apart import first_buffer
@@ -26,7 +27,7 @@ from jdist.transforms.options import StepOptions
 from jdist.transforms.replica_check import compare, make_check
 from jdist.transforms.residuals import check_residuals
 from jdist.transforms.spread import check_no_spread
-from jdist.transforms.trees import check_arrays, check_batch, check_whole
+from jdist.transforms.trees import check_batch, check_state, check_whole
 from jdist.values import WithResiduals, own_states
 
 PyTree = Any
@@ -61,7 +62,8 @@ def init(
             filled[i] = array
         with scope(strategy):
             state = fn(*jax.tree.unflatten(treedef, filled))
-        check_arrays(state, "the state")
+        state = pack(state)
+        check_state(state)
         treedefs.append(jax.tree.structure(state))
         return [_strong(leaf) for leaf in jax.tree.leaves(state)]
 
@@ -72,7 +74,7 @@ def init(
         made = compute(create, arrays, shapes)
     else:
         made = jax.jit(create, out_shardings=None if sharding is None else [sharding] * len(shapes))(arrays)
-    return jax.tree.unflatten(treedefs[-1], made)
+    return unpack(jax.tree.unflatten(treedefs[-1], made))
 
 
 def _strong(x: Any) -> jax.Array:
@@ -106,7 +108,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         check_residuals(strategy, state.residuals)
         own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
         return WithResiduals(adopt_state(strategy, state.state), own)
-    check_arrays(state, "the state")
+    check_state(state)
     check_whole(state)
     sharding = strategy.replicated_sharding
     seen: set[int] = set()
@@ -126,7 +128,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
     check(strategy, state)
-    return jax.tree.map(to_host, own_states(state))
+    return unpack(jax.tree.map(to_host, own_states(pack(state))))
 
 
 _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()

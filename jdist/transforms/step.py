@@ -24,9 +24,10 @@ from jdist.data.leaves import MASK
 from jdist.errors import JDistError, NonFiniteError
 from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
+from jdist.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.strategy import Strategy
 from jdist.transforms.apart import Apart
-from jdist.transforms.calls import Call, Signature, Step, is_same_state, split_states
+from jdist.transforms.calls import Call, Signature, Step, as_taken, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
@@ -96,7 +97,7 @@ class DistributedStep(Distributed):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
         self.strategy, self.options, self._backend = strategy, options, backend
-        self._step = step
+        self._step = with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
         self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
@@ -110,8 +111,10 @@ class DistributedStep(Distributed):
         if options.args == ("state", "batch") and is_first(options.batch_axis):
             self._plain_call = Call(("state", "batch"))
         self._last_state: PyTree = None
+        self._packed: PyTree = None  # the newest state as programs take it; the same where it has no constants
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
+        self._has_constants = False  # whether it has leaves that are no arrays
         self._token = self._new_token()
         self._watched = Watched()
         self._steps_before = 0
@@ -124,7 +127,7 @@ class DistributedStep(Distributed):
 
         After an interrupt or a NonFiniteError it is there although the state passed in was donated.
         """
-        newest = self._results[0][1] if self._results and self._results_hold_state else self._last_state
+        newest = unpack(self._results[0][1]) if self._results and self._results_hold_state else self._last_state
         return (
             newest if newest is None or self.options.num_states < 2 else split_states(newest, self.options.num_states)
         )
@@ -171,7 +174,7 @@ class DistributedStep(Distributed):
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        state = self._with_loss_scale(state)
+        state = self._with_loss_scale(pack(state))
         try:
             program, _ = self._program(call)
             whole = self._whole
@@ -200,9 +203,10 @@ class DistributedStep(Distributed):
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
+        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
         if self.strategy.keeps_residuals:
             state = self._with_residuals(call, state, batches, others)
+        state = unpack(state)
         return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
@@ -214,7 +218,7 @@ class DistributedStep(Distributed):
         """
         call, state, batches, others = self._signature.bind(args, kwargs)
         check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        state = self._with_loss_scale(state)
+        state = self._with_loss_scale(pack(state))
         try:
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
@@ -226,7 +230,7 @@ class DistributedStep(Distributed):
             raise
         _, state, outputs, *_ = made.out_info
         told = dict(zip(traced.output_roles, outputs, strict=True))
-        results = {"state": state, **told} if "state" in traced.returns else told
+        results = {"state": unpack(state), **told} if "state" in traced.returns else told
         read = jax.tree.unflatten(jax.tree.structure(arguments), dataflow.arguments_read(made.jaxpr))[2]
         masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
@@ -262,7 +266,8 @@ class DistributedStep(Distributed):
         if self._results:
             self._token = self._results[0][0]
             if self._results_hold_state:
-                self._last_state = self._results[0][1]
+                self._packed = self._results[0][1]
+                self._last_state = unpack(self._packed) if self._has_constants else self._packed
             self._results = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,20 +288,22 @@ class DistributedStep(Distributed):
         """Starts one call, and waits where too many are in flight; the result, how many updates it makes, its token."""
         check_not_mixed(self.strategy)
         with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
-            results, traced, batches, axes = self._start(args, kwargs)
+            results, newest, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0
         token, state, outputs = results[:3]  # a backend may add more, for its check
         self._window.add(token)
         if self._steps_to_check and num_updates:
             self._check_replicas(state, results, num_updates)
-        result = returned(state, outputs, traced, batches, lambda batches: rows_first(batches, axes))
+        if "per_replica" in self.options.args:
+            outputs = as_taken(outputs)
+        result = returned(newest, outputs, traced, batches, lambda batches: rows_first(batches, axes))
         return result, num_updates, token
 
-    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Traced, PyTree, Any]:
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, PyTree, Traced, PyTree, Any]:
         """Starts one call.
 
         Returns:
-            What the program returned, what is known of the results, the batches as they were given, and the axes of their rows.
+            What the program returned, the newest state, what is known of the results, the batches as they were given, and the axes of their rows.
         """
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
@@ -311,11 +318,15 @@ class DistributedStep(Distributed):
             if state is not self._last_state:
                 check_not_traced((state, batches))
                 self._warn_of_loss(state)
-                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(state))
+                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+                self._has_constants = has_static(state)
                 DistributedStep._adopted = object()
                 self._apart.forget()
-            elif self._adopted_before is not DistributedStep._adopted:
-                check_not_donated(state)
+                is_newest = False
+            else:
+                state, is_newest = self._packed, True
+                if self._adopted_before is not DistributedStep._adopted:
+                    check_not_donated(state)
             self._adopted_before = DistributedStep._adopted
             wanted = itertools.repeat(self._by_rows)
             if call.batch_axes and self._by_rows is not None:
@@ -330,7 +341,7 @@ class DistributedStep(Distributed):
                     break
             if call is not self._plain_call:
                 others = self._placed(call, state, batches, others)
-            if self.strategy.keeps_residuals and state is not self._last_state:
+            if self.strategy.keeps_residuals and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self._program(call)
             box = self._results
@@ -349,7 +360,7 @@ class DistributedStep(Distributed):
             raise
         self._results_hold_state = "state" in traced.returns
         self._take_results()
-        return box[0], traced, given, call.batch_axes
+        return box[0], self._last_state, traced, given, call.batch_axes
 
     def _warn_of_loss(self, state: PyTree) -> None:
         """Warns of a state that was made of the one that the step returned, without what that had beside it."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist.data.leaves import is_numeric, numbers_of
 from jdist.errors import BatchError, StepError
+from jdist.static_leaves import StaticLeaf, is_static
 
 PyTree = Any
 
@@ -24,7 +25,7 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
     Raises:
         StepError: names the leaves, before and after.
     """
-    check_arrays(after, "the state that the step returned")
+    check_state(after, "the state that the step returned")
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise StepError(
             "the step returned a state of another tree than it received:\n" + _tree_difference(before, after)
@@ -58,15 +59,22 @@ def check_same_state(before: PyTree, after: PyTree) -> PyTree:
 
 def _tree_difference(before: PyTree, after: PyTree) -> str:
     def leaves(tree: PyTree) -> dict[str, Any]:
-        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_static)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+
+    def described(leaf: Any) -> str:
+        return f"the constant {leaf}" if is_static(leaf) else f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
 
     old, new = leaves(before), leaves(after)
     lines = [f"  {path}: gone" for path in old if path not in new]
-    lines += [
-        f"  {path}: new, {jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-        for path, leaf in new.items()
-        if path not in old
-    ]
+    lines += [f"  {path}: new, {described(leaf)}" for path, leaf in new.items() if path not in old]
+    for path, leaf in new.items():
+        if path in old and (is_static(leaf) or is_static(old[path])) and leaf != old[path]:
+            # Two functions may print alike.
+            again = ", made anew" if is_static(leaf) and described(leaf) == described(old[path]) else ""
+            lines.append(f"  {path}: {described(old[path])} before, {described(leaf)} after{again}")
+    if any(map(is_static, [*old.values(), *new.values()])):
+        lines.append("  (A step cannot change a constant: make what changes an array, `jnp.asarray(...)`.)")
     if not lines:
         lines = [f"  before: {jax.tree.structure(before)}", f"  after:  {jax.tree.structure(after)}"]
     more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
@@ -97,14 +105,18 @@ def check_whole(state: PyTree) -> None:
             raise StepError(
                 f"state leaf {jax.tree_util.keystr(path) or 'itself'}, {leaf.dtype}{list(leaf.shape)}, is spread over "
                 f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole, "
-                "without `jax_utils.replicate`, or create it by `strategy.init`."
+                "or create it by `strategy.init`. Of a pmap program delete the line with `jax_utils.replicate`, and write "
+                "`strategy.fetch(state)` for `jax_utils.unreplicate(state)`."
             )
+
+
+_KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a dataclass."
 
 
 def check_arrays(
     tree: PyTree,
     what: str,
-    remedy: str = "Keep text, functions and settings out of the tree, or in static fields of a dataclass.",
+    remedy: str = _KEEP_OUT,
 ) -> None:
     """Refuses leaves that are no arrays or numbers.
 
@@ -116,7 +128,11 @@ def check_arrays(
     Raises:
         StepError: names the leaf and its type.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    _check_leaves(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_static), what, remedy)
+
+
+def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None:
+    for path, leaf in leaves:
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
         if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
             raise StepError(
@@ -125,13 +141,22 @@ def check_arrays(
             )
 
 
+def check_state(state: PyTree, what: str = "the state") -> None:
+    """As `check_arrays`, of a packed state, which may have constants.
+
+    Raises:
+        StepError: names the leaf and its type.
+    """
+    _check_leaves(jax.tree_util.tree_leaves_with_path(state), what, _KEEP_OUT)
+
+
 def kind_of(leaf: Any) -> str:
     """A leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return f"{leaf.dtype}{list(leaf.shape)}"
     if isinstance(leaf, np.ndarray | np.generic):
         return f"{leaf.dtype}{list(leaf.shape)}" if is_numeric(leaf.dtype) else f"{type(leaf).__name__} of {leaf.dtype}"
-    return type(leaf).__name__
+    return leaf.type.__name__ if isinstance(leaf, StaticLeaf) else type(leaf).__name__
 
 
 def summary(tree: PyTree) -> str:

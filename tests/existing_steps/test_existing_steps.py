@@ -24,7 +24,8 @@ import jdist
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 # A pmap program's state, and nothing else, carries a leading axis of devices; the lines that add and remove it go.
-PMAP_AXIS = ("jax_utils.replicate(", "jax_utils.unreplicate(")
+# So does the one that makes the devices' own copies of running statistics equal again.
+PMAP_AXIS = ("jax_utils.replicate(", "jax_utils.unreplicate(", "state = sync_batch_stats(")
 # Float32 and SGD: eight devices sum in another order than one, and differ by about 1e-7 after these few steps.
 TOLERANCE = 1e-5
 
@@ -38,7 +39,9 @@ class Case:
         limit: how many lines may differ.
         axis: the axis name that the program's own collectives use; None: it has none.
         same: the strategies under which the result must be that of the program before.
-        accumulate: what two microbatches do: "same" result, "runs" (other draws or statistics), or "refused".
+        accumulate: what two microbatches do: "same" result, "runs" (other draws or statistics), "refused" for what the
+            step does, or "not asked" (`sharded`).
+        sharded: whether it cuts its batches into as many as there are devices itself; it then runs on all of them.
         why: the reason where `same` lacks a strategy.
     """
 
@@ -47,6 +50,7 @@ class Case:
     axis: str | None = None
     same: tuple[str, ...] = ("default", "one_device", "mirrored")
     accumulate: str = "same"
+    sharded: bool = False
     why: str = ""
 
 
@@ -92,6 +96,23 @@ CASES = [
     ),
     Case(name="norm_of_updated"),
     Case(name="averaged_twice", axis="batch"),
+    Case(name="equinox_filter"),
+    Case(
+        name="pmap_eval_loop",
+        axis="batch",
+        same=("mirrored",),
+        accumulate="not asked",
+        sharded=True,
+        why="each replica normalises by its own rows, and the batches are cut for eight",
+    ),
+    Case(
+        name="pmap_dropout_keys",
+        axis="batch",
+        same=("mirrored",),
+        accumulate="not asked",
+        sharded=True,
+        why="each replica has a dropout key of its own, and the batches are cut for eight",
+    ),
 ]
 by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
 
@@ -129,6 +150,11 @@ def with_options(options: dict[str, Any]) -> types.SimpleNamespace:
 def strategies(case: Case) -> dict[str, Callable[[], jdist.Strategy]]:
     if case.axis is None:
         return {"default": jdist.default, "one_device": jdist.one_device, "mirrored": jdist.mirrored}
+    if case.sharded:
+        return {
+            "mirrored": lambda: jdist.mirrored(axis="batch"),
+            "pmap": lambda: jdist.mirrored(axis="batch", transform="pmap"),
+        }
     return {  # no default: it binds no axis that the program's own collectives could name
         "one_device": lambda: jdist.mirrored(jax.devices()[:1], axis=case.axis),
         "mirrored": lambda: jdist.mirrored(axis=case.axis),
@@ -193,7 +219,7 @@ def test_computes_what_it_did(case: Case, kind: str) -> None:
     results = after(case.name, strategy)
     strategy.check(results["state"])
     assert_learns(results["losses"])
-    if kind in case.same:
+    if kind in case.same or case.sharded:  # then all strategies have the same eight replicas
         assert_same(results, before(case.name))
     else:
         assert case.why
@@ -207,7 +233,21 @@ def test_the_global_view_draws_as_one_device_does(case: Case) -> None:
     assert_same(results, before(case.name))
 
 
-@by_name(argvalues=[case for case in CASES if case.accumulate != "refused"])
+def test_norms_of_what_servers_update_are_left_out() -> None:
+    strategy = jdist.parameter_server(local_workers=1, local_ps=2)
+    assert strategy.coordinator is not None
+    try:
+        with pytest.warns(UserWarning, match=r"left out of its results is \['param_norm'\], \['update_norm'\]"):
+            results = after("norm_of_updated", strategy)
+        expected = before("norm_of_updated")
+        assert_same({"state": strategy.fetch(results["state"])}, {"state": expected["state"]})
+    finally:
+        strategy.coordinator.close()
+    logs = [{name: log[name] for name in ("grad_norm", "loss")} for log in expected["logs"]]
+    assert_same({"logs": results["logs"]}, {"logs": logs})
+
+
+@by_name(argvalues=[case for case in CASES if case.accumulate in ("same", "runs")])
 def test_accumulates(case: Case) -> None:
     strategy = strategies(case)["mirrored"]()
     results = after(case.name, strategy, accumulate=2)

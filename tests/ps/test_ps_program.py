@@ -147,14 +147,30 @@ def test_a_gradient_that_is_not_finite_is_seen_by_the_worker():
     assert not bool(jax.jit(parts.worker)([read[i] for i in parts.read], bad, others)[2])
 
 
-def test_a_metric_of_the_updated_parameters_is_refused_by_name():
-    def step(state, batch):
-        new, metrics = train_step(state, batch)
-        return new, {**metrics, "size": optax.tree.norm(new.params)}
+def logging_norms(state, batch):
+    new, metrics = train_step(state, batch)
+    updates = jax.tree.map(jnp.subtract, new.params, state.params)
+    norms = {"l2_params": optax.tree.norm(new.params), "l2_updates": optax.tree.norm(updates)}
+    return new, {**metrics, "norms": norms, "l2_before": optax.tree.norm(state.params)}
 
-    with pytest.raises(
-        BoundaryError, match=r"the step returns \['size'\], which depends on what its own update has changed"
+
+def test_a_metric_of_the_updated_parameters_is_left_out_by_name():
+    state = create(optax.adam(0.1))
+    with pytest.warns(
+        UserWarning, match=r"\['norms'\]\['l2_params'\], \['norms'\]\['l2_updates'\], which depends on what"
     ):
+        parts, *_ = apart(logging_norms, state, BATCH)
+    outputs = jax.tree.unflatten(parts.outputs_treedef, range(parts.outputs_treedef.num_leaves))[0]
+    assert outputs["norms"] == {}
+    assert outputs.keys() == {"loss", "noise", "norm", "norms", "l2_before"}
+
+
+def test_a_result_of_the_updated_parameters_that_is_no_entry_of_a_dict_is_refused():
+    def step(state, batch):
+        new, _ = train_step(state, batch)
+        return new, optax.tree.norm(new.params)
+
+    with pytest.raises(BoundaryError, match=r"the step returns it, which depends on what its own update has changed"):
         apart(step, create(optax.sgd(0.1)), BATCH)
 
 

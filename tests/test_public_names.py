@@ -16,6 +16,8 @@ NAMES = [
     "Strategy",
     "TrainState",
     "ValueContext",
+    "Verification",
+    "VerificationWarning",
     "WithLossScale",
     "WithResiduals",
     "aggregate",
@@ -61,6 +63,7 @@ NAMES = [
     "tpu",
     "train_and_evaluate",
     "value_and_grad",
+    "verify",
 ]
 
 

@@ -49,13 +49,21 @@ def real_rows(batch: PyTree) -> np.ndarray | None:
         bool [rows]: False where `distribute_dataset` has filled up. Without a mask from there it is False where the
         batch's own mask is zero, as nothing else tells. None without any mask: there is no padding.
     """
-    known = _known(batch)
-    if known is not None:
-        mask, sizes = known
-        own = np.arange(len(mask) // len(sizes))
-        return np.concatenate([own < size for size in sizes])
+    rows = filled_up(batch)
+    if rows is not None:
+        return rows
     mask = _mask_of(batch)
     return None if mask is None else np.any(to_host(mask).reshape(len(mask), -1) != 0, axis=1)
+
+
+def filled_up(batch: PyTree) -> np.ndarray | None:
+    """As `real_rows`, of a batch that `distribute_dataset` made; None of any other, whatever its own mask says."""
+    known = _known(batch)
+    if known is None:
+        return None
+    mask, sizes = known
+    own = np.arange(len(mask) // len(sizes))
+    return np.concatenate([own < size for size in sizes])
 
 
 def _known(batch: PyTree) -> tuple[Any, tuple[int, ...]] | None:

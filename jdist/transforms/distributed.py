@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.strategy import Strategy
-from jdist.transforms.options import StepOptions
+from jdist.transforms.options import StepOptions, Verify
 
 PyTree = Any
 
@@ -55,3 +55,7 @@ class Distributed(abc.ABC):
     @abc.abstractmethod
     def wait(self) -> None:
         """Waits for every call in flight."""
+
+    def verify_next(self, how: Verify) -> None:
+        """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch."""
+        return None

@@ -13,6 +13,7 @@ from jdist.near import did_you_mean
 ArgRole = Literal["state", "batch", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
 NonFinite = Literal["raise", "skip", "apply"]
+Verify = Literal["first", "strict", "off"]
 
 # What jit and pmap call it, and where it is here.
 _ELSEWHERE = {
@@ -39,6 +40,7 @@ class StepOptions:
     check_replicas: int = 1000
     non_finite: NonFinite = "raise"
     precision: Precision | None = None
+    verify: Verify | None = None
 
     def __post_init__(self) -> None:
         _check_roles("args", self.args, get_args(ArgRole))
@@ -55,6 +57,8 @@ class StepOptions:
                     f'`returns` is {self.returns!r}, but `args` is {self.args!r} without a "state" to update.'
                 )
         _check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        if self.verify is not None:
+            check_verify(self.verify)
         for name, least in (
             ("accumulate", 1),
             ("steps_per_call", 1),
@@ -101,6 +105,8 @@ def make_options(**options: Any) -> StepOptions:
         if name not in known:
             hint = _ELSEWHERE.get(name) or did_you_mean(name, known)
             raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
+    if options.get("verify") is False:
+        options["verify"] = "off"
     for name in ("args", "returns", "static_argnames"):
         value = options.get(name)
         if isinstance(value, str):
@@ -108,6 +114,15 @@ def make_options(**options: Any) -> StepOptions:
         elif isinstance(value, list):
             options[name] = tuple(value)
     return StepOptions(**options)
+
+
+def check_verify(value: Any) -> None:
+    """Refuses what is no way to verify a step.
+
+    Raises:
+        StepError: lists those allowed.
+    """
+    _check_choice("verify", value, get_args(Verify))
 
 
 def _check_roles(name: str, roles: Any, allowed: tuple[str, ...]) -> None:

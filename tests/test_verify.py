@@ -190,7 +190,7 @@ STRATEGIES = {
     "two devices": lambda: jdist.mirrored(["cpu:0", "cpu:1"]),
     "pmap": lambda: jdist.mirrored(transform="pmap"),
     "ring": lambda: jdist.mirrored(all_reduce="ring"),
-    "compressed": lambda: jdist.mirrored(all_reduce="compressed"),
+    "compressed": lambda: jdist.mirrored(all_reduce={"name": "compressed", "dtype": "bfloat16"}),
     "central_storage": jdist.central_storage,
     "multi_worker": jdist.multi_worker,
 }
@@ -449,3 +449,79 @@ def test_one_replica_has_nothing_to_be_compared_with():
 def test_what_is_no_step():
     with pytest.raises(StepError, match=r"jdist\.verify needs a step"):
         jdist.verify(right, state(), batch())
+
+
+def test_an_average_of_nnx_that_every_replica_adds_to():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    average = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+
+    def step_with(total):
+        @jdist.nnx.distribute(jdist.mirrored())
+        def train_step(model, average, batch):
+            logits = model.layer(batch["x"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            average.update(loss=total(loss), logits=logits, labels=batch["y"])
+            return {}
+
+        return train_step
+
+    found = jdist.verify(step_with(jnp.mean), model, average, batch())
+    assert found.ok, str(found)
+    found = jdist.verify(step_with(jnp.max), model, average, batch())
+    assert all("['loss']" in each.leaf for each in found.differences)
+    assert not found.ok
+
+
+def test_a_scalar_draw():
+    def train_step(state, batch):
+        scale = jax.random.uniform(jdist.replica_rng(jax.random.key(0)))
+        loss, grads = jdist.value_and_grad(lambda p: scale * jdist.mean(losses(p, batch)))(state)
+        return sgd(state, grads), {"loss": loss}
+
+    assert verified(train_step).num_compared == 3
+
+
+class TestFit:
+    def rows(self):
+        return {name: x for name, x in batch(rows=64).items() if name != "mask"}
+
+    def fit(self, step, **options):
+        return jdist.fit(
+            step,
+            state(),
+            self.rows(),
+            strategy=jdist.mirrored(),
+            global_batch=32,
+            progress=False,
+            log_to=None,
+            **options,
+        )
+
+    def test_verifies_its_first_step(self):
+        with pytest.warns(VerificationWarning, match="no mean over the rows"):
+            self.fit(step_of(by_hand))
+
+    def test_a_word_turns_it_off_or_makes_it_an_error(self):
+        self.fit(step_of(by_hand), verify="off")
+        with pytest.raises(VerificationError):
+            self.fit(step_of(by_hand), verify="strict")
+        with pytest.raises(StepError, match="`verify` has 'of'"):
+            self.fit(step_of(by_hand), verify="of")
+
+    def test_what_the_step_says_itself_comes_first(self):
+        step = jdist.distribute(step_of(by_hand), jdist.mirrored(), verify="off")
+        jdist.fit(step, state(), self.rows(), global_batch=32, progress=False, log_to=None)
+        assert step.verification is None
+
+    def test_a_right_step_is_verified_once(self):
+        step = jdist.distribute(right, jdist.mirrored())
+        for _ in range(2):
+            jdist.fit(step, state(), self.rows(), global_batch=32, progress=False, log_to=None)
+            first = step.verification
+            assert first.ok
+            assert first.num_compared == 3
+            assert step.verification is first

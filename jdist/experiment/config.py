@@ -110,7 +110,7 @@ class TrainSection(Section):
     )
     verify: Literal["first", "strict", "off"] = Field(
         default="first",
-        description="Compare the first step with one replica that sees its whole batch: warn of what differs, stop, or neither.",
+        description="Compare the first step with one replica on its whole batch: warn of what differs, stop, or neither.",
     )
 
 

@@ -60,8 +60,7 @@ def _quiet(jaxpr: Any, known: dict[int, Any]) -> Any:
         inner = _quiet(jaxpr.jaxpr, known)
         result = jaxpr if inner is jaxpr.jaxpr else jex.ClosedJaxpr(inner, jaxpr.consts)
     else:
-        changed = [_replaced(eqn, known) for eqn in jaxpr.eqns]
-        eqns = [eqn for eqn in changed if eqn is not None]
+        eqns = [new for eqn in jaxpr.eqns for new in _replaced(eqn, known)]
         same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
         # Without effects: those of the prints are gone, and only they were there.
         result = jaxpr if same else jaxpr.replace(eqns=eqns, effects=_effects(jaxpr, eqns))
@@ -74,19 +73,19 @@ def _effects(jaxpr: Any, eqns: list[Any]) -> Any:
     return type(jaxpr.effects)(effect for effect in jaxpr.effects if effect in kept)
 
 
-def _replaced(eqn: Any, known: dict[int, Any]) -> Any:
-    """An equation as it is to be; None: it is to go."""
+def _replaced(eqn: Any, known: dict[int, Any]) -> list[Any]:
+    """The equations in the place of one."""
     name = eqn.primitive.name
     if name in _PRINTS:
-        return None
+        return []
     if name in _DRAWS:
         return _constant(eqn)
     params = {key: _param(value, known) for key, value in eqn.params.items()}
     if all(params[key] is value for key, value in eqn.params.items()):
-        return eqn
+        return [eqn]
     inner = {effect for value in params.values() for each in _jaxprs_of(value) for effect in each.effects}
     dropped = {effect for each in _jaxprs(eqn) for effect in each.effects} - inner
-    return eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))
+    return [eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))]
 
 
 def _param(value: Any, known: dict[int, Any]) -> Any:
@@ -98,14 +97,15 @@ def _param(value: Any, known: dict[int, Any]) -> Any:
     return value
 
 
-def _constant(eqn: Any) -> Any:
-    """The equation that gives a constant in the place of a draw."""
+def _constant(eqn: Any) -> list[Any]:
+    """The equations that give a constant in the place of a draw."""
     (out,) = eqn.outvars
     shape, dtype = out.aval.shape, out.aval.dtype
     value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))
-    made = jax.make_jaxpr(lambda: jax.lax.full(shape, value, dtype))()
-    (full,) = getattr(made, "jaxpr", made).eqns
-    return full.replace(outvars=[out], ctx=eqn.ctx)
+    # With an axis more, as a scalar constant would be no equation.
+    made = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
+    *first, last = (made_eqn.replace(ctx=eqn.ctx) for made_eqn in made.jaxpr.eqns)
+    return [*first, last.replace(outvars=[out])]
 
 
 def _jaxprs(eqn: Any) -> Iterator[Any]:

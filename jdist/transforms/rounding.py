@@ -45,15 +45,16 @@ def _apart(one: Leaf, other: Leaf) -> float:
     return distance(as_numbers(one[1]), as_numbers(other[1]))
 
 
-def _change(leaf: Leaf) -> np.ndarray:
+def change(leaf: Leaf) -> np.ndarray:
+    """What a step adds to a leaf."""
     with np.errstate(invalid="ignore"):
         return as_numbers(leaf[1]) - as_numbers(leaf[0])
 
 
 def relative(one: Leaf, other: Leaf) -> float:
     """How far apart two results are, relative to how much the first changes the leaf."""
-    apart, change = _apart(one, other), distance(_change(one), np.zeros(1))
-    return apart / change if change else float("inf") if apart else 0.0
+    apart, size = _apart(one, other), distance(change(one), np.zeros(1))
+    return apart / size if size else float("inf") if apart else 0.0
 
 
 def suspects(one: Sequence[Leaf], other: Sequence[Leaf], dtypes: Sequence[Any]) -> list[int]:
@@ -68,7 +69,7 @@ def _close(one: Leaf, other: Leaf, dtype: Any) -> bool:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return False
     last_digit = float(jnp.finfo(dtype).eps) * float(np.linalg.norm(as_numbers(one[1]).ravel()))
-    return apart <= _OF_CHANGE * distance(_change(one), np.zeros(1)) + last_digit
+    return apart <= _OF_CHANGE * distance(change(one), np.zeros(1)) + last_digit
 
 
 def beyond_rounding(
@@ -93,7 +94,7 @@ def beyond_rounding(
     for trial in range(_NUM_TRIALS):
         results = run(_rounded(eps, np.random.default_rng(trial)))
         for i in among:  # the change, not the value: what the arguments were given is no noise of the step
-            noise[i] = max(noise[i], distance(_change(results[i]), _change(one[i])))
+            noise[i] = max(noise[i], distance(change(results[i]), change(one[i])))
     factors = {i: _OF_NOISE_FEW if np.size(one[i][1]) < _FEW else _OF_NOISE for i in among}
     return [i for i in among if _apart(one[i], other[i]) > factors[i] * noise[i]]
 
@@ -101,7 +102,7 @@ def beyond_rounding(
 def _rounded(eps: float, random: np.random.Generator) -> Callable[[Any], Any]:
     """A function that gives a leaf errors of rounding, its integers and keys none."""
 
-    def change(x: Any) -> Any:
+    def with_errors(x: Any) -> Any:
         # A number of Python's stays one: as an array it would compile the step again.
         if not isinstance(x, np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
@@ -109,4 +110,4 @@ def _rounded(eps: float, random: np.random.Generator) -> Callable[[Any], Any]:
         size = max(eps, float(jnp.finfo(array.dtype).eps))
         return (array * (1 + size * random.uniform(-1, 1, array.shape))).astype(array.dtype)
 
-    return change
+    return with_errors

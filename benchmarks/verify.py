@@ -4,7 +4,8 @@
 
 Three steps: a residual net with synchronised batch normalisation under SGD, the same under AdamW, whose biases before the
 normalisation amplify rounding, so that the step runs a few times more to measure it, and one whose loss is no mean over the
-rows, which is also compiled in the global view. Calls with and without take turns, each of a step of its own; medians are shown.
+rows, which is also compiled in the global view. Calls with and without take turns, each of a step of its own; medians are
+shown.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def main() -> None:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            x = nn.Conv(32, (3, 3))(x)
-            for _ in range(4):
-                y = nn.Conv(32, (3, 3))(x)
+            x = nn.Conv(16, (3, 3))(x)
+            for _ in range(2):
+                y = nn.Conv(16, (3, 3))(x)
                 y = nn.relu(nn.BatchNorm(use_running_average=False, axis_name=jdist.replica_axes())(y))
-                x = x + nn.Conv(32, (3, 3))(y)
+                x = x + nn.Conv(16, (3, 3))(y)
             return nn.Dense(10)(x.mean((1, 2)))
 
     def make(tx: optax.GradientTransformation, *, by_hand: bool) -> Any:
@@ -62,7 +63,7 @@ def main() -> None:
 
     random = np.random.default_rng(0)
     batch = {
-        "x": random.normal(size=(args.rows, 16, 16, 3)).astype(np.float32),
+        "x": random.normal(size=(args.rows, 8, 8, 3)).astype(np.float32),
         "y": random.integers(0, 10, args.rows),
         "weight": random.uniform(size=args.rows).astype(np.float32),
     }
@@ -76,7 +77,7 @@ def main() -> None:
     for name, (tx, by_hand) in cases.items():
 
         def create(tx: optax.GradientTransformation = tx) -> Any:
-            variables = Net().init(jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
+            variables = Net().init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
             return {**variables, "opt_state": tx.init(variables["params"])}
 
         took: dict[str, list[float]] = {"off": [], "first": []}

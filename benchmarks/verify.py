@@ -37,10 +37,11 @@ def main() -> None:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
+            axis: Any = jdist.replica_axes()
             x = nn.Conv(16, (3, 3))(x)
             for _ in range(2):
                 y = nn.Conv(16, (3, 3))(x)
-                y = nn.relu(nn.BatchNorm(use_running_average=False, axis_name=jdist.replica_axes())(y))
+                y = nn.relu(nn.BatchNorm(use_running_average=False, axis_name=axis)(y))
                 x = x + nn.Conv(16, (3, 3))(y)
             return nn.Dense(10)(x.mean((1, 2)))
 
@@ -82,6 +83,7 @@ def main() -> None:
 
         took: dict[str, list[float]] = {"off": [], "first": []}
         steady: list[float] = []
+        step: Any = None
         for _ in range(args.repeats):
             for how, seconds in took.items():
                 step = jdist.distribute(make(tx, by_hand=by_hand), strategy, verify=how)

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from jax.experimental import io_callback
 
 import jdist
 from jdist import VerificationWarning
@@ -244,7 +246,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(8)(x)
-        axis = jdist.replica_axes() if self.synchronised else None
+        axis: Any = jdist.replica_axes() if self.synchronised else None
         x = nn.relu(nn.BatchNorm(use_running_average=False, axis_name=axis)(x))
         return nn.Dense(CLASSES)(nn.Dropout(self.rate, deterministic=not self.rate)(x))
 
@@ -313,7 +315,7 @@ def test_draws_in_a_loop_that_may_never_end_are_left_out():
 
 def test_a_call_of_the_host_is_made_by_the_step_alone():
     def train_step(state, batch):
-        x = jax.experimental.io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
+        x = io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
         return state, {"x": x}
 
     assert "function of the host" in str(verified(train_step))
@@ -342,7 +344,7 @@ def test_rows_that_fill_a_batch_up_must_not_count(mean, same):
     assert same or 'batch["mask"]' in found.remedy
 
 
-def nnx_step(axis, strategy):
+def nnx_step(axis: Any, strategy):
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(FEATURES, 8, rngs=rngs)

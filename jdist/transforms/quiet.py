@@ -54,16 +54,19 @@ def quiet(closed: Any) -> Any:
 
 
 def _quiet(jaxpr: Any, known: dict[int, Any]) -> Any:
+    result: Any
     if id(jaxpr) in known:
         return known[id(jaxpr)]
-    if isinstance(jaxpr, jex.ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr):
-        inner = _quiet(jaxpr.jaxpr, known)
-        result = jaxpr if inner is jaxpr.jaxpr else jex.ClosedJaxpr(inner, jaxpr.consts)
+    is_closed = isinstance(jaxpr, jex.ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
+    opened: Any = jaxpr  # for type checkers, which take it for what it was compared with
+    if is_closed:
+        inner = _quiet(opened.jaxpr, known)
+        result = opened if inner is opened.jaxpr else jex.ClosedJaxpr(inner, opened.consts)
     else:
-        eqns = [new for eqn in jaxpr.eqns for new in _replaced(eqn, known)]
-        same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, known)]
+        same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
         # Without effects: those of the prints are gone, and only they were there.
-        result = jaxpr if same else jaxpr.replace(eqns=eqns, effects=_effects(jaxpr, eqns))
+        result = opened if same else opened.replace(eqns=eqns, effects=_effects(opened, eqns))
     known[id(jaxpr)] = result
     return result
 

@@ -106,7 +106,7 @@ def _rounded(eps: float, random: np.random.Generator) -> Callable[[Any], Any]:
         # A number of Python's stays one: as an array it would compile the step again.
         if not isinstance(x, np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        array = np.asarray(x)
+        array: Any = np.asarray(x)
         size = max(eps, float(jnp.finfo(array.dtype).eps))
         return (array * (1 + size * random.uniform(-1, 1, array.shape))).astype(array.dtype)
 

@@ -438,13 +438,14 @@ def _explained(evidence: Evidence, pairs: list[_Pair]) -> Iterator[Difference]:
         if not pair.name.startswith("state") and not evidence.padded:
             own = causes.of_metric(evidence, pair.alone, pair.together, pair.place)
         cause = own or general
-        values = [_summary(value) for value in (pair.alone, pair.together)]
-        yield Difference(pair.name, *values, rounding.relative(pair.one, pair.other), cause.says, cause.remedy)
+        alone, together = _summary(pair.alone), _summary(pair.together)
+        apart = rounding.relative(pair.one, pair.other)
+        yield Difference(pair.name, alone, together, apart, cause.says, cause.remedy)
 
 
 def _summary(value: Any) -> float:
     numbers = rounding.as_numbers(value)
-    return float(numbers.real) if numbers.ndim == 0 else float(np.linalg.norm(numbers.ravel()))
+    return float(np.real(numbers)) if numbers.ndim == 0 else float(np.linalg.norm(numbers.ravel()))
 
 
 def _named(results: Any, returns: tuple[str, ...]) -> Iterator[_Result]:

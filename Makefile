@@ -71,6 +71,7 @@ bench: setup
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/replica_check.py
+	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/input.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/central_storage.py

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from jdist.strategy import Strategy as Strategy
     from jdist.train.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.transforms.distribute import distribute as distribute
+    from jdist.transforms.verify import Verification as Verification
+    from jdist.transforms.verify import VerificationWarning as VerificationWarning
+    from jdist.transforms.verify import verify as verify
     from jdist.values import PerReplica as PerReplica
     from jdist.values import ValueContext as ValueContext
     from jdist.values import WithResiduals as WithResiduals
@@ -70,6 +73,8 @@ _NAMES = {
     "PerReplica": "jdist.values",
     "Strategy": "jdist.strategy",
     "TrainState": "jdist.state",
+    "Verification": "jdist.transforms.verify",
+    "VerificationWarning": "jdist.transforms.verify",
     "WithLossScale": "jdist.loss_scale",
     "WithResiduals": "jdist.values",
     "ValueContext": "jdist.values",
@@ -107,6 +112,7 @@ _NAMES = {
     "tpu": "jdist.strategies.tpu",
     "train_and_evaluate": "jdist.train.evaluator",
     "value_and_grad": "jdist.gradients",
+    "verify": "jdist.transforms.verify",
 }
 __all__ = [*_MODULES, *_NAMES]
 __version__ = "0.1.0"

@@ -106,6 +106,16 @@ def scope(strategy: Strategy) -> Iterator[Strategy]:
         _scoped.reset(token)
 
 
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Leaves every `with strategy.scope()` within the block, so that another strategy can be used there."""
+    token = _scoped.set(None)
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
+
+
 def check_not_mixed(strategy: Strategy) -> None:
     """Refuses to use `strategy` within the scope, or in a step, of another one.
 

@@ -5,7 +5,8 @@
     ├── StrategyError          a strategy's name or options, or two strategies mixed
     ├── StepError              a step, its roles, what it returned, or what its replicas hold
     │   ├── BoundaryError      a step that cannot be split into gradient part and update part
-    │   └── GlobalViewError    a replica call without meaning in a step that sees the whole batch
+    │   ├── GlobalViewError    a replica call without meaning in a step that sees the whole batch
+    │   └── VerificationError  a step that is another on many replicas than on one, where that was to be an error
     ├── BatchError             a batch that does not fit the replicas, or whose leaves disagree
     ├── DatasetError           an input source: empty, not resumable, changing its structure
     ├── DonatedStateError      a state was used again after a step had consumed it
@@ -36,6 +37,10 @@ code which knows nothing of jdist can catch it. Every message says what is wrong
 allowed and how to mend it.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class JDistError(Exception):
     """The root of every error that jdist raises on purpose."""
@@ -59,6 +64,18 @@ class BoundaryError(StepError):
 
 class GlobalViewError(StepError):
     """A replica call has no meaning in a step that sees the whole batch (`transform="jit"`)."""
+
+
+class VerificationError(StepError):
+    """A step is another on many replicas than on one with the whole batch, and `verify="strict"` forbids that.
+
+    Attributes:
+        verification: what `jdist.verify` found.
+    """
+
+    def __init__(self, message: str, verification: Any):
+        super().__init__(message)
+        self.verification = verification
 
 
 class BatchError(JDistError, ValueError):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -30,6 +30,15 @@ from jdist.values import own_state, with_own_state
 
 PyTree = Any
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
+
+
+class _Variables(NamedTuple):
+    """The state of a step's objects by kind; messages name leaves by it."""
+
+    keys: Any
+    metrics: Any
+    batch_stats: Any
+    others: Any
 
 
 def value_and_grad(
@@ -158,6 +167,11 @@ class NNXStep:
         """Waits for every call in flight; raises what `DistributedStep.wait` raises."""
         self._distributed.wait()
 
+    def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
+        """The step over pure states that a call runs, and its arguments."""
+        static, state, rest, _ = _split(args)
+        return self._distributed, (static, with_own_state(self._around, state), *rest)
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it; see `DistributedStep.lower`."""
         args, kwargs = self._by_position(args, kwargs)
@@ -217,7 +231,7 @@ def _split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]
     objects = tuple(arg for arg, is_object in zip(args, which, strict=True) if is_object)
     rest = tuple(arg for arg, is_object in zip(args, which, strict=True) if not is_object)
     graphdef, *state = nnx.split(objects, *_KINDS)
-    return (graphdef, which), tuple(state), rest, objects
+    return (graphdef, which), _Variables(*state), rest, objects
 
 
 def _holds_objects(value: Any) -> bool:
@@ -249,7 +263,7 @@ def _pure(step: Callable[..., Any]) -> Callable[..., Any]:
             new_metrics = jax.tree.map(lambda old, x: old + x, metrics, replica.all_reduce(added, "sum"))
             new_statistics = replica.all_reduce(new_statistics, "mean")
         results = result if isinstance(result, tuple) else (result,)
-        return ((keys, new_metrics, new_statistics, new_others), *results)
+        return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
 
     # The wrapper's own parameters are what counts for binding arguments, not those of the step it wraps.
     del pure.__wrapped__

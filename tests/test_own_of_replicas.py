@@ -52,8 +52,8 @@ def test_state_to_which_each_replica_adds_its_own(two, shape, option):
     added = {"mean": 1.5, "sum": 3, "first": 1, "largest": 2}
     if option == "accumulate":  # each microbatch is a replica
         added = {"mean": 2.5, "sum": 10, "first": 1, "largest": 4}
-    for name, added in added.items():
-        np.testing.assert_array_equal(state[name], np.full(shape, 5 + added * steps), err_msg=name)
+    for name, more in added.items():
+        np.testing.assert_array_equal(state[name], np.full(shape, 5 + more * steps), err_msg=name)
 
 
 @pytest.mark.parametrize("option", ["", "accumulate"])

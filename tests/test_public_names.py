@@ -16,6 +16,8 @@ NAMES = [
     "Strategy",
     "TrainState",
     "ValueContext",
+    "Verification",
+    "VerificationWarning",
     "WithLossScale",
     "WithResiduals",
     "aggregate",
@@ -62,6 +64,7 @@ NAMES = [
     "tpu",
     "train_and_evaluate",
     "value_and_grad",
+    "verify",
 ]
 
 

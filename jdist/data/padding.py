@@ -53,13 +53,21 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
         bool [rows]: False where `distribute_dataset` has filled up. Without a mask from there it is False where the
         batch's own mask is zero, as nothing else tells. None without any mask: there is no padding.
     """
-    known = _known(batch)
-    if known is not None:
-        _, sizes, each = known
-        own = np.arange(each)
-        return np.concatenate([own < size for size in sizes])
+    rows = filled_up(batch)
+    if rows is not None:
+        return rows
     mask = None if _mask_of(batch) is None else _mask_of(turn(batch))
     return None if mask is None else np.any(to_host(mask).reshape(len(mask), -1) != 0, axis=1)
+
+
+def filled_up(batch: PyTree) -> np.ndarray | None:
+    """As `real_rows`, of a batch that `distribute_dataset` made; None of any other, whatever its own mask says."""
+    known = _known(batch)
+    if known is None:
+        return None
+    _, sizes, each = known
+    own = np.arange(each)
+    return np.concatenate([own < size for size in sizes])
 
 
 def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:

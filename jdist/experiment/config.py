@@ -108,6 +108,10 @@ class TrainSection(Section):
     check_replicas: Count | None = Field(
         default=1000, description="Compare the replicas' states every so many steps; null for never."
     )
+    verify: Literal["first", "strict", "off"] = Field(
+        default="first",
+        description="Compare the first step with one replica on its whole batch: warn of what differs, stop, or neither.",
+    )
 
 
 class EvalSection(Section):

@@ -24,6 +24,7 @@ FREE: tuple[Key, ...] = (
     ("train", "steps_per_call"),
     ("train", "non_finite"),
     ("train", "check_replicas"),
+    ("train", "verify"),
     ("eval",),
     ("checkpoint",),
     ("log",),

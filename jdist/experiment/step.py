@@ -27,6 +27,7 @@ def make_train_step(config: Config, parts: Parts) -> DistributedStep:
         check_replicas=train.check_replicas or 0,
         non_finite=train.non_finite,
         precision=None if train.precision is None else jdist.precision(train.precision),
+        verify=train.verify,
     )
 
 

@@ -30,6 +30,7 @@ from jdist.number import count
 from jdist.report.history import History
 from jdist.strategy import Strategy
 from jdist.transforms.distributed import Distributed
+from jdist.transforms.options import Verify, check_verify
 
 PyTree = Any
 
@@ -55,6 +56,7 @@ def fit(
     log_every: int = 20,
     log_to: str | os.PathLike[str] | None = "runs/fit",
     progress: bool = True,
+    verify: Verify = "first",
 ) -> tuple[PyTree, History]:
     """Trains a state: the loop over a decorated step, with evaluation, metrics, logs and callbacks.
 
@@ -83,6 +85,9 @@ def fit(
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
         progress: whether to draw a bar, or print lines where there is no terminal.
+        verify: compares the first step with one replica that sees its whole batch, and names what differs: "first" warns,
+            "strict" raises, "off" compares nothing. It costs a compilation and a few steps; where one device cannot hold the
+            batch, nothing is compared. What the step's own `verify` says comes before this. See `jdist.verify`.
 
     Returns:
         The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt
@@ -93,9 +98,11 @@ def fit(
         StepError: the step, its results or an option is not as said.
         DatasetError: the data is nothing to train on, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
+        VerificationError: the first step is another than on one replica, and `verify` is "strict".
         SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
 
     Warns:
+        VerificationWarning: the first step is another than on one replica, and `verify` is "first".
         UserWarning: a step returns the state as it was given, or never reads the mask of arrays whose batches are filled up.
 
     Example:
@@ -110,6 +117,7 @@ def fit(
 
     Source: `tf.keras.Model.fit`
     """
+    check_verify(verify)
     log_every = _count("log_every", log_every)
     counts = {"epochs": epochs, "steps": steps, "steps_per_call": steps_per_call, "eval_every": eval_every}
     epochs, steps, steps_per_call, eval_every = (
@@ -152,6 +160,7 @@ def fit(
         cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
         stop = ends.enter_context(preemption(cluster, second="raise"))
         state = train_step.prepare(state, feed.batches.element_spec)
+        train_step.verify_next(verify)
         trained = names_of(train_step, state, feed, metrics)
         evaluated = frozenset() if evaluation is None else evaluation.names(state)
         check_returned(metrics, trained, evaluated)

@@ -60,14 +60,19 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
             the step, or "apply" it.
         precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits, parameters in
             float32.
+        verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch and
+            warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing, but for what
+            `jdist.fit` is told. See `jdist.verify`.
 
     Returns:
         A `DistributedStep`; called like the step, with whole, global batches.
 
     Raises:
         StepError: an option or role that is not allowed.
+        VerificationError: by the first call, if `verify` is "strict" and the step differs.
 
     Warns:
+        VerificationWarning: by the first call, if `verify` is "first" and the step differs.
         UserWarning: `jdist launch` has started this process as one of several, and the strategy is for one.
 
     Example:

@@ -11,7 +11,7 @@ import jax
 
 from jdist.errors import StepError
 from jdist.strategy import Strategy
-from jdist.transforms.options import StepOptions
+from jdist.transforms.options import StepOptions, Verify
 
 PyTree = Any
 
@@ -91,3 +91,7 @@ class Distributed(abc.ABC):
     @abc.abstractmethod
     def wait(self) -> None:
         """Waits for every call in flight."""
+
+    def verify_next(self, how: Verify) -> None:
+        """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch."""
+        return None

@@ -14,6 +14,7 @@ from jdist.near import did_you_mean
 ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
 ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
 NonFinite = Literal["raise", "skip", "apply"]
+Verify = Literal["first", "strict", "off"]
 
 # What jit and pmap call it, and where it is here.
 _ELSEWHERE = {
@@ -44,6 +45,7 @@ class StepOptions:
     non_finite: NonFinite = "raise"
     precision: Precision | None = None
     batch_axis: BatchAxis = 0
+    verify: Verify | None = None
 
     def __post_init__(self) -> None:
         _check_roles("args", self.args, get_args(ArgRole))
@@ -62,6 +64,8 @@ class StepOptions:
                 )
         check_axes(self.batch_axis, StepError)
         _check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        if self.verify is not None:
+            check_verify(self.verify)
         for name, least in (
             ("accumulate", 1),
             ("steps_per_call", 1),
@@ -118,6 +122,8 @@ def make_options(**options: Any) -> StepOptions:
         if name not in known:
             hint = _ELSEWHERE.get(name) or did_you_mean(name, known)
             raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
+    if options.get("verify") is False:
+        options["verify"] = "off"
     for name in ("args", "returns", "static_argnames"):
         value = options.get(name)
         if isinstance(value, str):
@@ -125,6 +131,15 @@ def make_options(**options: Any) -> StepOptions:
         elif isinstance(value, list):
             options[name] = tuple(value)
     return StepOptions(**options)
+
+
+def check_verify(value: Any) -> None:
+    """Refuses what is no way to verify a step.
+
+    Raises:
+        StepError: lists those allowed.
+    """
+    _check_choice("verify", value, get_args(Verify))
 
 
 def _check_roles(name: str, roles: Any, allowed: tuple[str, ...]) -> None:

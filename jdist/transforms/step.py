@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -31,7 +32,7 @@ from jdist.transforms.calls import Call, Signature, Step, as_taken, is_same_stat
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
 from jdist.transforms.guard import Watched
 from jdist.transforms.in_flight import Window
-from jdist.transforms.options import StepOptions
+from jdist.transforms.options import StepOptions, Verify
 from jdist.transforms.over_mesh import Program, compile_over_mesh
 from jdist.transforms.placement import (
     adopt_state,
@@ -81,12 +82,28 @@ REPLICATED = Backend(
 )
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """A call that is ready to run aside: nothing of the step's own takes notice of it.
+
+    Attributes:
+        program: the compiled step, or what compiles at its first call.
+        traced: what tracing it told; filled in by then.
+        arguments: `(token, state, batches, others)` in their places; the state's arrays are nobody else's.
+    """
+
+    program: Program
+    traced: Traced
+    arguments: tuple[PyTree, ...]
+
+
 class DistributedStep(Distributed):
     """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
 
     Attributes:
         strategy: the strategy it runs under.
         options: the options of `jdist.distribute`.
+        verification: what verifying the step before its first call has found; None if it was not verified.
     """
 
     # Another object each time that any step takes in a state that it has not made: since then it may have consumed another's
@@ -119,6 +136,8 @@ class DistributedStep(Distributed):
         self._watched = Watched()
         self._steps_before = 0
         self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._last_state)
+        self.verification: Any = None
+        self._verify: Verify = options.verify or "off"
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
     @property
@@ -236,6 +255,39 @@ class DistributedStep(Distributed):
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
         return Preview(results, traced.changes_state, ignores_mask=ignored)
 
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
+        """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
+        return self._signature.bind(args, kwargs)
+
+    def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
+        """The same function under another strategy that keeps the state on its devices, with some other options."""
+        return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
+
+    def rehearse(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> Rehearsal:
+        """Puts the arguments of a call, whose state lies on the host, in their places.
+
+        Raises:
+            JDistError: what a call with them would raise before it runs.
+        """
+        if self._whole is not None:
+            others = map_leaves(self._replicate, others)
+        if self._by_rows is not None:
+            batches = place_batches(self.strategy, self.options, batches, self._by_rows)
+        state = self._backend.adopt_state(self.strategy, state)
+        program, traced = self._program(call)
+        return Rehearsal(program, traced, (self._new_token(), state, batches, others))
+
+    def verify_next(self, how: Verify) -> None:
+        """Verifies the next call if the step has not been, unless its options say how or not at all."""
+        if self.options.verify is None and self.verification is None:
+            self._verify = how
+
+    def _verify_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from jdist.transforms.verify import verify_first  # it runs steps itself
+
+        how, self._verify = self._verify, "off"
+        self.verification = verify_first(self, args, kwargs, strict=how == "strict")
+
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
         scaling = self.options.loss_scaling
@@ -287,6 +339,8 @@ class DistributedStep(Distributed):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, jax.Array]:
         """Starts one call, and waits where too many are in flight; the result, how many updates it makes, its token."""
         check_not_mixed(self.strategy)
+        if self._verify != "off":
+            self._verify_first(args, kwargs)
         with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
             results, newest, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0

@@ -123,6 +123,7 @@ def test_a_finished_run_says_so_and_changes_nothing(jdist_run):
     [
         ("train.steps_per_call=4",),
         ("strategy.transform=jit",),
+        ("train.verify=strict",),
         ("strategy.name=one_device",),
         ("train.steps=null", "train.epochs=6"),
         ("train.check_replicas=null", "checkpoint.best=null", "checkpoint.every=null", "eval.every=null"),

@@ -1,0 +1,529 @@
+"""`jdist.verify`: what a step computes of its own rows is named, and a step that is a mean over rows never is."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.experimental import io_callback
+
+import jdist
+from jdist import VerificationWarning
+from jdist.errors import StepError, VerificationError
+
+ROWS, FEATURES, CLASSES = 32, 5, 3
+LEARNING_RATE = 1e-3
+
+
+def batch(rows=ROWS, seed=0):
+    random = np.random.default_rng(seed)
+    return {
+        "x": random.normal(size=(rows, FEATURES)).astype(np.float32),
+        "y": random.integers(0, CLASSES, rows),
+        "weight": random.uniform(0, 1, rows).astype(np.float32),
+        "mask": np.ones(rows, bool),
+    }
+
+
+def state(seed=1):
+    random = np.random.default_rng(seed)
+    return {"w": random.normal(size=(FEATURES, CLASSES)).astype(np.float32), "b": np.zeros(CLASSES, np.float32)}
+
+
+def losses(params, batch):
+    logits = batch["x"] @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def sgd(params, grads):
+    return jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
+
+
+def step_of(loss_fn):
+    def train_step(state, batch):
+        loss, grads = jdist.value_and_grad(loss_fn)(state, batch)
+        return sgd(state, grads), {"loss": loss}
+
+    return train_step
+
+
+def of_metric(metric):
+    """A right step with one more metric."""
+
+    def train_step(state, batch):
+        loss, grads = jdist.value_and_grad(lambda p: jdist.mean(losses(p, batch), batch["mask"]))(state)
+        return sgd(state, grads), {"loss": loss, "metric": metric(state, batch)}
+
+    return train_step
+
+
+right = step_of(lambda params, batch: jdist.mean(losses(params, batch), batch["mask"]))
+
+
+def by_hand(params, batch):
+    return (batch["weight"] * losses(params, batch)).sum() / batch["weight"].sum()
+
+
+def contrastive(params, batch):
+    z = batch["x"] @ params["w"] + params["b"]
+    return jdist.mean(optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z))))
+
+
+def right_answers(params, batch):
+    return ((batch["x"] @ params["w"]).argmax(1) == batch["y"]).sum()
+
+
+def per_example(state, batch):
+    def clipped(row):
+        grads = jax.grad(lambda p: losses(p, jax.tree.map(lambda x: x[None], row)).mean())(state)
+        return jax.tree.map(lambda g: g / jnp.maximum(1.0, 5 * optax.global_norm(grads)), grads)
+
+    grads = jax.tree.map(lambda g: g.mean(0), jax.vmap(clipped)(batch))
+    return sgd(state, grads), {"norm": optax.global_norm(grads)}
+
+
+def minibatches(state, batch):
+    loss = 0.0
+    for i in range(2):
+        part = jax.tree.map(lambda x, i=i: x[i * len(x) // 2 : (i + 1) * len(x) // 2], batch)
+        loss, grads = jdist.value_and_grad(lambda p, part=part: jdist.mean(losses(p, part)))(state)
+        state = jax.tree.map(lambda p, g: p - 0.5 * g, state, grads)
+    return state, {"loss": loss}
+
+
+def minibatches_in_a_scan(state, batch):
+    parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+
+    def body(params, part):
+        loss, grads = jdist.value_and_grad(lambda p: jdist.mean(losses(p, part)))(params)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
+
+    state, all_losses = lax.scan(body, state, parts)
+    return state, {"loss": all_losses.mean()}
+
+
+def time_major(state, batch):
+    def loss_fn(params):
+        def cell(h, x):
+            h = jnp.tanh(x @ params["w"] + params["b"] + 0.5 * h)
+            return h, (h**2).mean()
+
+        _, each = lax.scan(cell, jnp.zeros(CLASSES), batch["x"])
+        return each.mean()
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state)
+    return sgd(state, grads), {"loss": loss}
+
+
+NO_MEAN, PAIRS, TOTAL, EXTREME = (
+    "no mean over the rows",
+    "compared with one another",
+    "sum or a count",
+    "maximum or minimum",
+)
+WRONG = {
+    "sum / sum(weights)": (step_of(by_hand), "metrics['loss']", NO_MEAN),
+    "contrastive": (step_of(contrastive), "metrics['loss']", PAIRS),
+    "count": (of_metric(lambda _, batch: batch["mask"].sum()), "metrics['metric']", TOTAL),
+    "right answers": (of_metric(right_answers), "metrics['metric']", TOTAL),
+    "maximum": (of_metric(lambda _, batch: jnp.abs(batch["x"]).max()), "metrics['metric']", EXTREME),
+    "argmax": (of_metric(lambda _, batch: batch["weight"].argmax()), "metrics['metric']", EXTREME),
+    "per example": (per_example, "metrics['norm']", "never brought together"),
+    "minibatches": (minibatches, "state['w']", "minibatches are cut"),
+    "minibatches in a scan": (minibatches_in_a_scan, "state['w']", "minibatches are cut"),
+    "time first": (time_major, "metrics['loss']", "first axis of its batch"),
+    "a metric that is a ratio": (of_metric(by_hand), "metrics['metric']", NO_MEAN),
+}
+
+
+def verified(step, given=None, rows=None, strategy=None, **options):
+    made = jdist.distribute(step, strategy or jdist.mirrored(), **options)
+    return jdist.verify(made, state() if given is None else given, batch() if rows is None else rows)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_names_what_differs_and_why(name):
+    step, leaf, cause = WRONG[name]
+    found = verified(step)
+    assert not found
+    causes = {each.leaf: each.cause for each in found.differences}
+    assert cause in causes[leaf], str(found)
+    assert found.remedy
+    assert all(each.leaf in str(found) for each in found.differences)
+
+
+@pytest.mark.parametrize(
+    "name", ["sum / sum(weights)", "contrastive", "count", "right answers", "maximum", "time first"]
+)
+def test_the_global_view_is_the_first_remedy_where_it_is_exact(name):
+    found = verified(WRONG[name][0])
+    assert found.remedy.startswith('`transform="jit"`')
+    assert verified(WRONG[name][0], strategy=jdist.mirrored(transform="jit"))
+
+
+def test_in_the_global_view_a_step_is_what_it_is_on_one_replica():
+    assert verified(right, strategy=jdist.mirrored(transform="jit")).ok
+
+
+def test_a_metric_alone_that_is_wrong_leaves_the_rest_in_peace():
+    assert [each.leaf for each in verified(WRONG["count"][0]).differences] == ["metrics['metric']"]
+
+
+def test_a_gradient_that_is_a_tenth_too_large():
+    def train_step(state, batch):
+        loss, grads = jdist.value_and_grad(lambda p: jdist.mean(losses(p, batch), batch["mask"]))(state)
+        wrong = 1.1 if jdist.num_replicas() > 1 else 1.0
+        return jax.tree.map(lambda p, g: p - 1e-4 * wrong * g, state, grads), {"loss": loss}
+
+    found = verified(train_step)
+    assert {each.leaf for each in found.differences} == {"state['w']", "state['b']"}
+    assert all(0.05 < each.relative < 0.2 for each in found.differences)
+
+
+STRATEGIES = {
+    "mirrored": jdist.mirrored,
+    "two devices": lambda: jdist.mirrored(["cpu:0", "cpu:1"]),
+    "pmap": lambda: jdist.mirrored(transform="pmap"),
+    "ring": lambda: jdist.mirrored(all_reduce="ring"),
+    "compressed": lambda: jdist.mirrored(all_reduce={"name": "compressed", "dtype": "bfloat16"}),
+    "central_storage": jdist.central_storage,
+    "multi_worker": jdist.multi_worker,
+}
+OPTIONS = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "bf16": {"precision": jdist.precision("bf16")},
+    "fp16": {"precision": jdist.precision("fp16")},
+    "skip": {"non_finite": "skip"},
+    "apply": {"non_finite": "apply"},
+    "kept": {"donate": False},
+}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_mean_over_rows_is_the_same_under_every_strategy(kind):
+    found = verified(right, strategy=STRATEGIES[kind]())
+    assert found.ok, str(found)
+    assert found.num_compared == 3
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_ratio_of_own_rows_is_found_under_every_strategy(kind):
+    assert not verified(step_of(by_hand), strategy=STRATEGIES[kind]())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_mean_over_rows_is_the_same_with_every_option(name):
+    found = verified(right, **OPTIONS[name])
+    assert found.ok, str(found)
+    assert not verified(step_of(by_hand), **OPTIONS[name])
+
+
+def test_the_first_of_several_steps_of_a_call():
+    stacked = jax.tree.map(lambda *x: np.stack(x), batch(seed=0), batch(seed=1))
+    assert verified(right, rows=stacked, steps_per_call=2)
+    assert not verified(step_of(contrastive), rows=stacked, steps_per_call=2)
+
+
+def test_microbatches_of_one_replica_are_parts_too():
+    assert verified(right, strategy=jdist.one_device(), accumulate=4)
+    found = verified(step_of(by_hand), strategy=jdist.one_device(), accumulate=4)
+    assert not found
+    assert found.parts == 4
+
+
+class Net(nn.Module):
+    synchronised: bool
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        axis: Any = jdist.replica_axes() if self.synchronised else None
+        x = nn.relu(nn.BatchNorm(use_running_average=False, axis_name=axis)(x))
+        return nn.Dense(CLASSES)(nn.Dropout(self.rate, deterministic=not self.rate)(x))
+
+
+def net_step(net, tx, key=lambda key: key):
+    def train_step(state, batch):
+        def loss_fn(params):
+            logits, changed = net.apply(
+                {"params": params, "batch_stats": state["batch_stats"]},
+                batch["x"],
+                mutable=["batch_stats"],
+                rngs={"dropout": key(state["key"])},
+            )
+            each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return jdist.mean(each, batch["mask"]), changed["batch_stats"]
+
+        (loss, stats), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        stats = jdist.aggregate(stats, "mean")
+        return {**state, "params": params, "opt_state": opt_state, "batch_stats": stats}, {"loss": loss}
+
+    return train_step
+
+
+def net_state(net, tx):
+    variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch()["x"])
+    return {**variables, "opt_state": tx.init(variables["params"]), "key": jax.random.key(2)}
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3)], ids=["sgd", "adamw"])
+def test_adamw_before_batch_normalisation_amplifies_rounding_and_that_is_no_difference(tx):
+    net = Net(synchronised=True)
+    found = verified(net_step(net, tx), net_state(net, tx))
+    assert found.ok, str(found)
+
+
+def test_batch_normalisation_by_own_rows():
+    net, tx = Net(synchronised=False), optax.sgd(0.1)
+    found = verified(net_step(net, tx), net_state(net, tx))
+    assert {each.cause for each in found.differences} == {"batch normalisation sees each replica's own rows"}
+    assert "jdist.replica_axes()" in found.remedy
+
+
+@pytest.mark.parametrize("key", [jdist.replica_rng, lambda key: key], ids=["of the replica", "of the state"])
+def test_dropout_is_no_difference_and_what_else_differs_is_found(key):
+    tx = optax.sgd(0.1)
+    step = functools.partial(net_step, tx=tx, key=key)
+    net = Net(synchronised=True, rate=0.5)
+    found = verified(step(net), net_state(net, tx))
+    assert found.ok, str(found)
+    assert "random draws" in found.not_compared[0]
+    net = Net(synchronised=False, rate=0.5)
+    assert not verified(step(net), net_state(net, tx))
+
+
+def test_draws_in_a_loop_that_may_never_end_are_left_out():
+    def train_step(state, batch):
+        noise = jax.random.binomial(jax.random.key(0), 10, 0.5, (3,))
+        return state, {"noise": noise.sum()}
+
+    found = verified(train_step)
+    assert found.num_compared == 0
+    assert "until it accepts" in str(found)
+
+
+def test_a_call_of_the_host_is_made_by_the_step_alone():
+    def train_step(state, batch):
+        x = io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
+        return state, {"x": x}
+
+    assert "function of the host" in str(verified(train_step))
+
+
+def test_prints_are_left_to_the_step_itself(capfd):
+    def train_step(state, batch):
+        jax.debug.print("here")
+        return right(state, batch)
+
+    assert verified(train_step)
+    jax.effects_barrier()
+    assert "here" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mean", "same"),
+    [(jdist.mean, True), (lambda x, mask: (x * mask).sum() / mask.sum(), False), (lambda x, _: x.mean(), False)],
+)
+def test_rows_that_fill_a_batch_up_must_not_count(mean, same):
+    strategy = jdist.mirrored()
+    rows = {name: x[:27] for name, x in batch().items() if name != "mask"}
+    (given,) = strategy.distribute_dataset([rows])
+    found = verified(step_of(lambda p, b: mean(losses(p, b), b["mask"])), rows=given, strategy=strategy)
+    assert found.ok == same
+    assert same or 'batch["mask"]' in found.remedy
+
+
+def nnx_step(axis: Any, strategy):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(FEATURES, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, axis_name=axis, rngs=rngs)
+            self.dropout = nnx.Dropout(0.2, rngs=rngs)
+            self.last = nnx.Linear(8, CLASSES, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.dropout(self.norm(self.first(x))))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    @jdist.nnx.distribute(strategy)
+    def train_step(model, optimizer, batch):
+        def loss_fn(model):
+            return jdist.mean(
+                optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]), batch["mask"]
+            )
+
+        loss, grads = jdist.nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    return train_step, model, optimizer
+
+
+def test_an_nnx_step():
+    strategy = jdist.mirrored()
+    train_step, model, optimizer = nnx_step(strategy.axes, strategy)
+    before = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+    found = jdist.verify(train_step, model, optimizer, batch())
+    assert found.ok, str(found)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, nnx.state(model, nnx.Param)))
+    train_step, model, optimizer = nnx_step(None, strategy)
+    found = jdist.verify(train_step, model, optimizer, batch())
+    assert "batch normalisation" in found.differences[0].cause
+
+
+def test_nothing_is_kept(compiled):
+    step = jdist.distribute(right, strategy := jdist.mirrored())
+    given = strategy.init(state)
+    before = strategy.fetch(given)
+    assert jdist.verify(step, given, batch())
+    assert step.last_state is None
+    jax.tree.map(np.testing.assert_array_equal, strategy.fetch(given), before)
+    compiled.clear()
+    step(given, batch())
+    assert (
+        len(compiled) <= 4
+    )  # the step was compiled for the comparison; what is left are copies and the replicas' check
+
+
+class TestFirst:
+    def test_the_first_call_warns_and_goes_on(self):
+        step = jdist.distribute(step_of(by_hand), jdist.mirrored(), verify="first")
+        with pytest.warns(VerificationWarning, match=r"(?s)metrics\['loss'\].*no mean over the rows.*verify=\"off\""):
+            new, _ = step(state(), batch())
+        assert not step.verification
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(new, batch())
+
+    def test_strict_raises_before_anything_is_done(self):
+        step = jdist.distribute(step_of(by_hand), jdist.mirrored(), verify="strict")
+        with pytest.raises(VerificationError, match="differs between one replica and many") as caught:
+            step(state(), batch())
+        assert step.last_state is None
+        assert caught.value.verification.differences
+
+    def test_strict_is_content_with_a_right_step(self):
+        step = jdist.distribute(right, jdist.mirrored(), verify="strict")
+        assert step(state(), batch())
+        assert step.verification.ok
+
+    def test_by_default_and_off_nothing_is_compared(self):
+        for options in ({}, {"verify": "off"}):
+            step = jdist.distribute(step_of(by_hand), jdist.mirrored(), **options)
+            step(state(), batch())
+            assert step.verification is None
+
+    def test_what_is_wrong_with_a_call_is_said_as_without(self):
+        step = jdist.distribute(right, jdist.mirrored(), verify="first")
+        with pytest.raises(jdist.errors.BatchError, match="does not divide"):
+            step(state(), batch(rows=13))
+
+    def test_within_a_scope(self):
+        strategy = jdist.mirrored()
+        with strategy.scope():
+            step = jdist.distribute(right, strategy, verify="strict")
+            step(state(), batch())
+
+    def test_another_word(self):
+        with pytest.raises(StepError, match=r"`verify` has 'frist'.*Did you mean"):
+            jdist.distribute(right, jdist.mirrored(), verify="frist")
+
+
+def test_one_replica_has_nothing_to_be_compared_with():
+    found = verified(right, strategy=jdist.one_device())
+    assert found.ok
+    assert found.num_compared == 0
+
+
+def test_what_is_no_step():
+    with pytest.raises(StepError, match=r"jdist\.verify needs a step"):
+        jdist.verify(right, state(), batch())
+
+
+def test_an_average_of_nnx_that_every_replica_adds_to():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    average = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+
+    def step_with(total):
+        @jdist.nnx.distribute(jdist.mirrored())
+        def train_step(model, average, batch):
+            logits = model.layer(batch["x"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            average.update(loss=total(loss), logits=logits, labels=batch["y"])
+            return {}
+
+        return train_step
+
+    found = jdist.verify(step_with(jnp.mean), model, average, batch())
+    assert found.ok, str(found)
+    found = jdist.verify(step_with(jnp.max), model, average, batch())
+    assert all("['loss']" in each.leaf for each in found.differences)
+    assert not found.ok
+
+
+def test_a_scalar_draw():
+    def train_step(state, batch):
+        scale = jax.random.uniform(jdist.replica_rng(jax.random.key(0)))
+        loss, grads = jdist.value_and_grad(lambda p: scale * jdist.mean(losses(p, batch)))(state)
+        return sgd(state, grads), {"loss": loss}
+
+    assert verified(train_step).num_compared == 3
+
+
+class TestFit:
+    def rows(self):
+        return {name: x for name, x in batch(rows=64).items() if name != "mask"}
+
+    def fit(self, step, **options):
+        return jdist.fit(
+            step,
+            state(),
+            self.rows(),
+            strategy=jdist.mirrored(),
+            global_batch=32,
+            progress=False,
+            log_to=None,
+            **options,
+        )
+
+    def test_verifies_its_first_step(self):
+        with pytest.warns(VerificationWarning, match="no mean over the rows"):
+            self.fit(step_of(by_hand))
+
+    def test_a_word_turns_it_off_or_makes_it_an_error(self):
+        self.fit(step_of(by_hand), verify="off")
+        with pytest.raises(VerificationError):
+            self.fit(step_of(by_hand), verify="strict")
+        with pytest.raises(StepError, match="`verify` has 'of'"):
+            self.fit(step_of(by_hand), verify="of")
+
+    def test_what_the_step_says_itself_comes_first(self):
+        step = jdist.distribute(step_of(by_hand), jdist.mirrored(), verify="off")
+        jdist.fit(step, state(), self.rows(), global_batch=32, progress=False, log_to=None)
+        assert step.verification is None
+
+    def test_a_right_step_is_verified_once(self):
+        step = jdist.distribute(right, jdist.mirrored())
+        for _ in range(2):
+            jdist.fit(step, state(), self.rows(), global_batch=32, progress=False, log_to=None)
+            first = step.verification
+            assert first.ok
+            assert first.num_compared == 3
+            assert step.verification is first

@@ -272,8 +272,8 @@ class DistributedStep(Distributed):
         if self._whole is not None:
             others = map_leaves(self._replicate, others)
         if self._by_rows is not None:
-            batches = place_batches(self.strategy, self.options, batches, self._by_rows)
-        state = self._backend.adopt_state(self.strategy, state)
+            batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
+        state = self._backend.adopt_state(self.strategy, pack(state))
         program, traced = self._program(call)
         return Rehearsal(program, traced, (self._new_token(), state, batches, others))
 

@@ -89,7 +89,7 @@ def test_views_that_share_a_buffer_with_the_state():
             one, place = jnp.arange(8.0), strategy.replicated_sharding
             put = (lambda x: jax.device_put(x, place)) if place else (lambda x: jax.device_put(x, jax.devices()[0]))
             key = put(jax.random.key(3))
-            train_step = jdist.distribute(step, strategy)
+            train_step = jdist.distribute(step, strategy, args=("state", "batch", "replicated", "replicated"))
             state = {"w": put(one), "of the same array": put(one), "key": key}
             state, metrics = train_step(state, np.zeros(8), put(one), one)  # `one` is what both were made of
             assert float(metrics["total"]) == 2 * 28

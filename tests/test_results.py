@@ -27,7 +27,7 @@ class TestResults:
     def test_metrics_are_any_tree_and_averaged_once(self):
         def step(s, b):
             loss, _ = jdist.value_and_grad(lambda w: (w * b["y"]).sum())(s)
-            above = jnp.stack([b["y"] > 1, b["y"] > 2])[:, :1]
+            above = jnp.stack([b["y"] > 1, b["y"] > 2])[:, :1].astype(float)
             return s, (loss, [b["y"].sum(), jdist.all_reduce(b["y"].sum(), "sum"), 3, True, None, above.T])
 
         loss, (total, summed, three, true, none, array) = jdist.distribute(step, TWO)(1.0, self.batch)[1]
@@ -99,48 +99,54 @@ EVERY = [
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: f"{s.name}-{s.transform}")
 class TestDtypes:
-    """A mean is floating point under every strategy, also where there is nothing to average."""
+    """What is the same on every replica keeps its dtype; what is averaged is floating point; a count has no mean."""
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_of_metrics(self, strategy, accumulate):
+        constants = {"bool": True, "int8": jnp.int8(100), "uint32": jnp.uint32(7), "half": jnp.bfloat16(2)}
+
         def step(w, batch):
             loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["x"]))(w)
-            n = {"python": 2, "bool": True, "int8": jnp.int8(100), "uint32": jnp.uint32(7), "numpy": np.int64(5)}
-            counts = {"rows": (batch["x"] >= 0).sum(), "vector": jnp.stack([(batch["x"] > 1).sum()] * 3)}
-            return w - grad, {
-                **n,
-                **counts,
-                "loss": loss,
-                "half": jnp.bfloat16(2),
-                "number": 0.5,
-                "z": jnp.complex64(1j),
-            }
+            totals = {"rows": jdist.all_reduce((batch["x"] >= 0).sum(), "sum"), "python": 2, "numpy": np.int64(5)}
+            more = {"loss": loss, "number": 0.5, "z": jnp.complex64(1j), "mean": batch["x"].astype(jnp.bfloat16).mean()}
+            return w - grad, {**constants, **totals, **more}
 
         _, metrics = jdist.distribute(step, strategy, accumulate=accumulate)(1.0, X)
-        other = {"half": jnp.bfloat16, "z": jnp.complex64}
-        assert {name: x.dtype for name, x in metrics.items()} == {
-            name: jnp.dtype(other.get(name, jnp.float32)) for name in metrics
+        assert {name: metrics[name].dtype for name in constants} == {
+            name: jnp.result_type(x) for name, x in constants.items()
         }
-        values = {name: float(metrics[name]) for name in ("python", "bool", "int8", "uint32", "numpy", "number")}
-        assert values == {"python": 2, "bool": 1, "int8": 100, "uint32": 7, "numpy": 5, "number": 0.5}
+        whole, real = ("rows", "python", "numpy"), ("loss", "number")
+        assert {metrics[name].dtype for name in whole} == {jnp.dtype(jnp.int32)}
+        assert {metrics[name].dtype for name in real} == {jnp.dtype(jnp.float32)}
+        assert (metrics["z"].dtype, metrics["mean"].dtype) == (jnp.complex64, jnp.bfloat16)
+        assert [int(metrics[name]) for name in whole] == [len(X["x"]), 2, 5]
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    @pytest.mark.parametrize("count", [lambda x: (x > 1).sum(), lambda x: x.argmax(), lambda x: x.max() > 1])
+    def test_a_count_of_own_rows_is_refused(self, strategy, accumulate, count):
+        def step(w, batch):
+            loss, grad = jdist.value_and_grad(lambda w: jdist.mean(w * batch["x"]))(w)
+            return w - grad, {"loss": loss, "right": count(batch["x"])}
+
+        with pytest.raises(StepError, match=r"metric \['right'\].*`jdist\.all_reduce\(x, \"sum\"\)`"):
+            jdist.distribute(step, strategy, accumulate=accumulate)(1.0, X)
 
     def test_with_64_bits(self, strategy):
         with jax.enable_x64(True):
             run = jdist.distribute(lambda w, batch: (w, {"n": 2**40 + jnp.int64(1)}), strategy)
             metric = run(1.0, X)[1]["n"]
-        assert (metric.dtype, int(metric)) == (jnp.float64, 2**40 + 1)
+        assert (metric.dtype, int(metric)) == (jnp.int64, 2**40 + 1)
 
     def test_of_several_steps_a_call(self, strategy):
         run = jdist.distribute(lambda w, batch: (w, {"n": 3}), strategy, steps_per_call=2)
         metric = run(1.0, {"x": np.zeros((2, 4))})[1]["n"]
-        assert (metric.dtype, metric.tolist()) == (jnp.float32, [3, 3])
+        assert (metric.dtype, metric.tolist()) == (jnp.int32, [3, 3])
 
     def test_other_results_keep_theirs(self, strategy):
         def step(batch):
-            return (batch["x"] > 1, jnp.int32(1)) if strategy.transform != "jit" else (batch["x"] > 1,)
+            return batch["x"] > 1, jnp.int32(1)
 
-        returns = ("examples", "per_replica") if strategy.transform != "jit" else ("examples",)
-        rows, *own = jdist.distribute(step, strategy, args=("batch",), returns=returns)(X)
+        rows, *own = jdist.distribute(step, strategy, args=("batch",), returns=("examples", "per_replica"))(X)
         assert rows.dtype == jnp.bool_
         assert all(x.value.dtype == jnp.int32 for x in own)
 
@@ -154,18 +160,12 @@ def test_a_total_or_an_extreme_of_integers_stays_one(strategy, accumulate):
         loss, _ = jdist.value_and_grad(lambda w: w * batch["x"].mean())(w)
         n = jnp.where(batch["x"].sum() > -1e9, jnp.int32(big), 0)  # of the batch, so once a microbatch
         metrics = {"mean": jdist.all_reduce(jnp.int8(100)), "unlike": jnp.asarray(2) * 1, "loss": loss}
-        if accumulate == 1:
-            metrics["max"] = jdist.all_reduce(n, "max")
-        if strategy.transform != "jit":  # in the global view a sum is refused
-            metrics["sum"] = jdist.all_reduce(n, "sum")
-        return w, metrics
+        return w, {**metrics, "max": jdist.all_reduce(n, "max"), "sum": jdist.all_reduce(n, "sum")}
 
     metrics = jdist.distribute(step, strategy, accumulate=accumulate)(1.0, X)[1]
-    if strategy.transform != "jit":
-        expected = strategy.num_replicas * accumulate * big
-        assert (metrics["sum"].dtype, int(metrics["sum"])) == (jnp.int32, expected)
-    if accumulate == 1:
-        assert (metrics["max"].dtype, int(metrics["max"])) == (jnp.int32, big)
+    replicas = (1 if strategy.transform == "jit" else strategy.num_replicas) * accumulate  # the global view is one
+    assert (metrics["sum"].dtype, int(metrics["sum"])) == (jnp.int32, replicas * big)
+    assert (metrics["max"].dtype, int(metrics["max"])) == (jnp.int32, big)
     assert (metrics["mean"].dtype, float(metrics["mean"])) == (jnp.float32, 100.0)
     assert float(metrics["unlike"]) == 2.0
 

@@ -77,7 +77,7 @@ def contrastive(params, batch):
 
 
 def right_answers(params, batch):
-    return ((batch["x"] @ params["w"]).argmax(1) == batch["y"]).sum()
+    return ((batch["x"] @ params["w"]).argmax(1) == batch["y"]).sum().astype(float)
 
 
 def per_example(state, batch):
@@ -131,10 +131,10 @@ NO_MEAN, PAIRS, TOTAL, EXTREME = (
 WRONG = {
     "sum / sum(weights)": (step_of(by_hand), "metrics['loss']", NO_MEAN),
     "contrastive": (step_of(contrastive), "metrics['loss']", PAIRS),
-    "count": (of_metric(lambda _, batch: batch["mask"].sum()), "metrics['metric']", TOTAL),
+    "count": (of_metric(lambda _, batch: batch["mask"].sum().astype(float)), "metrics['metric']", TOTAL),
     "right answers": (of_metric(right_answers), "metrics['metric']", TOTAL),
     "maximum": (of_metric(lambda _, batch: jnp.abs(batch["x"]).max()), "metrics['metric']", EXTREME),
-    "argmax": (of_metric(lambda _, batch: batch["weight"].argmax()), "metrics['metric']", EXTREME),
+    "argmax": (of_metric(lambda _, batch: batch["weight"].argmax().astype(float)), "metrics['metric']", EXTREME),
     "per example": (per_example, "metrics['norm']", "never brought together"),
     "minibatches": (minibatches, "state['w']", "minibatches are cut"),
     "minibatches in a scan": (minibatches_in_a_scan, "state['w']", "minibatches are cut"),
@@ -192,7 +192,7 @@ STRATEGIES = {
     "two devices": lambda: jdist.mirrored(["cpu:0", "cpu:1"]),
     "pmap": lambda: jdist.mirrored(transform="pmap"),
     "ring": lambda: jdist.mirrored(all_reduce="ring"),
-    "compressed": lambda: jdist.mirrored(all_reduce={"name": "compressed", "dtype": "bfloat16"}),
+    "compressed": lambda: jdist.mirrored(all_reduce={"name": "compressed", "dtype": "bf16"}),
     "central_storage": jdist.central_storage,
     "multi_worker": jdist.multi_worker,
 }

@@ -17,6 +17,7 @@ from jdist.errors import StepError
 from jdist.global_arrays import check_values_not_donated
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions
+from jdist.transforms.spread import is_spread
 from jdist.transforms.trees import check_arrays, kind_of, summary
 from jdist.values import AroundState, is_per_replica, own_state, with_own_state
 
@@ -327,7 +328,7 @@ def check_no_batch(
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]
     shape = next((shape[: lead + 1] for shape in leaves if len(shape) > lead), None)
     for what, value in values.items():
-        arrays = [x for x in jax.tree.leaves(value) if isinstance(x, _ARRAYS) and x.shape]
+        arrays = [x for x in jax.tree.leaves(value, is_leaf=is_spread) if isinstance(x, _ARRAYS) and x.shape]
         of_dataset = [x for x in arrays if strategy is not None and _lies_by_rows(x, strategy)]
         by_shape = shape is not None and shape[-1] > 1 and all(_has_rows(x, shape) for x in arrays)
         if not of_dataset and not (arrays and by_shape):

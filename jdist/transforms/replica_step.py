@@ -24,7 +24,7 @@ from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
 from jdist.transforms.results import LOCAL, METRIC, Traced, check_means, differs, kinds_of, rows_of, sort_results
-from jdist.transforms.trees import check_same_state
+from jdist.transforms.trees import check_arrays, check_same_state
 from jdist.values import WithResiduals, own_state, with_own_state
 
 PyTree = Any
@@ -86,6 +86,7 @@ class ProgramSpec:
         with tracing(dataclasses.replace(trace, precision=in_use)):
             called = self.call.apply(self.step, given, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)
+            check_arrays(new_state, "the state that the step returned")
             if self.options.may_update_state:
                 self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
         if precision is not None:
@@ -144,7 +145,8 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
             jax.tree.structure(shapes),
             dataflow.run(dataflow.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
         )
-        metrics = averaged_metrics(closed, shapes, jax.tree.structure(arguments), kinds, rows_of(batches))
+        rows = rows_of(batches) if bound else None  # of one replica nothing is averaged
+        metrics = averaged_metrics(closed, shapes, jax.tree.structure(arguments), kinds, rows)
         with tracing(ReplicaTrace(strategy)):
             if shares_memory and finite:
                 finite = list(jax.lax.pmin(jnp.stack(finite).astype(jnp.int32), strategy.axes) > 0)

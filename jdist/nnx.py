@@ -5,23 +5,26 @@ state, and the objects receive the new state after it. Three kinds of variables 
 
 - random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
 - batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
-- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric`): what each replica added is summed. Call `reset()` outside of
-  the step: inside, it would count as something that every replica took away.
+- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in the step
+  too. How the states of a metric of your own come together is said by `metrics={MyMetric: "max"}`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jdist import gradients, replica
 from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
+from jdist.near import did_you_mean
 from jdist.strategy import Strategy
 from jdist.transforms.calls import check_no_batch
 from jdist.transforms.distribute import distribute as distribute_pure
@@ -105,7 +108,9 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
         strategy: what `jdist.mirrored()` and its like return.
         **options: those of `jdist.distribute`. `args` says the roles of the arguments that hold no objects, in turn, by
             default ("batch",); further ones are replicated, and refused where they look like a batch. `returns` says the
-            roles of what the step returns beside the objects, by default ("metrics",).
+            roles of what the step returns beside the objects, by default ("metrics",). `metrics` says how the replicas' states
+            of a metric of another class than `nnx.metrics.Average` and `Accuracy` come together: `{MyMetric: "sum"}`, "mean",
+            "max" or "min"; by "sum" the first replica goes on from the old state and the others from zeros.
 
     Returns:
         A decorator.
@@ -133,7 +138,14 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
         )
     returns = options.pop("returns", ("metrics",))
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns})
+    ways = dict(options.pop("metrics", {}))
+    for kind, how in ways.items():
+        if how not in get_args(replica.ReduceOp):
+            raise StepError(
+                f"jdist.nnx.distribute: `metrics` has {how!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
+                f"{', '.join(map(repr, get_args(replica.ReduceOp)))}.{did_you_mean(how, get_args(replica.ReduceOp))}"
+            )
+    return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, ways)
 
 
 class NNXStep:
@@ -141,10 +153,12 @@ class NNXStep:
 
     __name__: str
 
-    def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any]):
+    def __init__(
+        self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any], metrics: Mapping[type, str]
+    ):
         functools.update_wrapper(self, step)
         options = {**options, "args": ("static", "state", *options["args"])}
-        distributed = distribute_pure(_pure(step), strategy, **options)
+        distributed = distribute_pure(_pure(step, metrics), strategy, **options)
         if not isinstance(distributed, DistributedStep):
             raise StepError(
                 f"under {strategy.name} the state lives in other processes and is updated there later, so objects of this one "
@@ -239,28 +253,33 @@ def _holds_objects(value: Any) -> bool:
     return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
 
 
-def _pure(step: Callable[..., Any]) -> Callable[..., Any]:
+def _pure(step: Callable[..., Any], ways: Mapping[type, str]) -> Callable[..., Any]:
     @functools.wraps(step)
     def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
         graphdef, which = static
         keys, metrics, statistics, others = state
         own_keys = jax.tree.map(replica.replica_rng, keys)
+        bound = replica.replica_axes() is not None or replica.num_replicas() > 1
         # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
         copies = jax.tree.map(lambda x: x, (metrics, statistics, others))
         objects = nnx.merge(graphdef, own_keys, *copies)
-        if replica.replica_axes() is not None:
-            _check_additive(objects)
+        ops = _ops(objects, ways) if bound else {}
+        if bound:
+            # What adds up: the first replica goes on from what was there, the others begin at zero, and all of it is summed.
+            is_first = replica.replica_id() == 0
+            begun = _map_metrics(lambda op, x: jnp.where(is_first, x, 0) if op == "sum" else x, ops, metrics)
+            nnx.update(objects, begun)
         mutable, others_of_step = iter(objects), iter(rest)
-        result = step(*(next(mutable if is_object else others_of_step) for is_object in which), **kwargs)
+        with _no_reading(objects) if replica.num_replicas() > 1 else contextlib.nullcontext():
+            result = step(*(next(mutable if is_object else others_of_step) for is_object in which), **kwargs)
         new_graphdef, _, new_metrics, new_statistics, new_others = nnx.split(objects, *_KINDS)
         if new_graphdef != graphdef:
             raise StepError(
                 "the step changed the structure of its nnx objects (a module, variable or static attribute was added, "
                 "removed or changed). Make such changes outside of the step."
             )
-        if replica.replica_axes() is not None:
-            added = jax.tree.map(lambda new, old: new - old, new_metrics, metrics)
-            new_metrics = jax.tree.map(lambda old, x: old + x, metrics, replica.all_reduce(added, "sum"))
+        if bound:
+            new_metrics = _map_metrics(lambda op, x: replica.all_reduce(x, op).astype(x.dtype), ops, new_metrics)
             new_statistics = replica.all_reduce(new_statistics, "mean")
         results = result if isinstance(result, tuple) else (result,)
         return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
@@ -270,10 +289,56 @@ def _pure(step: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def _check_additive(objects: PyTree) -> None:
+def _ops(objects: PyTree, ways: Mapping[type, str]) -> dict[tuple[Any, ...], str]:
+    """How the replicas' versions of each metric come together, by its path.
+
+    Raises:
+        StepError: names a metric whose class nothing is known of.
+    """
+    found = {}
     for path, node in nnx.iter_graph(objects):
-        if isinstance(node, nnx.metrics.Welford):
+        if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):
+            continue
+        known = type(node) in (nnx.metrics.Average, nnx.metrics.Accuracy)
+        op = ways.get(type(node), "sum" if known else None)
+        if op is None:
+            kind = type(node)
+            name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
             raise StepError(
-                f"metric {'.'.join(map(str, path))} is an nnx.metrics.Welford, whose state of several replicas cannot "
-                "be added up. Use nnx.metrics.Average, or return the values as metrics of the step."
+                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not known of it. If they "
+                f'add up, say `jdist.nnx.distribute(strategy, metrics={{{name}: "sum"}})`, or "max", "min", "mean"; else use '
+                "nnx.metrics.Average, or return the values as metrics of the step."
             )
+        found[path] = op
+    return found
+
+
+def _map_metrics(change: Callable[[str, Any], Any], ops: dict[tuple[Any, ...], str], metrics: Any) -> Any:
+    """The variables of metrics with each array changed, as its metric's op says."""
+
+    def one(path: tuple[Any, ...], variable: Any) -> Any:
+        op = next((ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops), "sum")
+        return jax.tree.map(lambda x: change(op, x), variable)
+
+    flat = nnx.to_flat_state(metrics)
+    return nnx.from_flat_state([(path, one(path, variable)) for path, variable in flat])
+
+
+@contextlib.contextmanager
+def _no_reading(objects: PyTree) -> Iterator[None]:
+    """Refuses `compute()` of a metric inside the step, where it knows of one replica's rows alone."""
+
+    def refuse() -> Any:
+        raise StepError(
+            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it outside of the "
+            "step, where the rows of all replicas are in; a value for each step is a metric that the step returns."
+        )
+
+    nodes = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Metric)]
+    for node in nodes:
+        object.__setattr__(node, "compute", refuse)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            object.__delattr__(node, "compute")

@@ -99,6 +99,77 @@ def test_sums_of_metrics_are_exact():
     assert int(metrics.count.get_value()) == 24
 
 
+class Largest(nnx.metrics.Metric):
+    """A metric of a user's own that does not add up."""
+
+    def __init__(self):
+        self.largest = nnx.metrics.MetricState(jnp.float32(-1e9))
+
+    def reset(self):
+        self.largest[...] = jnp.float32(-1e9)
+
+    def update(self, **values):
+        self.largest[...] = jnp.maximum(self.largest[...], values["values"].max())
+
+    def compute(self):
+        return self.largest[...]
+
+
+class TestMetrics:
+    """The state of a metric is that of one replica, whatever the number of devices and microbatches."""
+
+    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_one_that_is_reset_in_the_step(self, name, accumulate):
+        def step(model, metrics, batch):
+            loss, _ = jdist.nnx.value_and_grad(lambda m: m(batch["x"]).mean())(model)
+            metrics.reset()
+            metrics.update(values=batch["x"])
+            return loss
+
+        model, metrics = nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.metrics.Average("values")
+        run = jdist.nnx.distribute(EVERY[name], accumulate=accumulate)(step)
+        for _ in range(3):
+            run(model, metrics, BATCH)
+        assert (float(metrics.total[...]), int(metrics.count[...])) == (X.sum(), len(X))
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_maximum_that_is_declared(self, accumulate):
+        def step(model, metrics, batch):
+            loss, _ = jdist.nnx.value_and_grad(lambda m: m(batch["x"]).mean())(model)
+            metrics.update(values=batch["x"])
+            return loss
+
+        model, metrics = (
+            nnx.Linear(1, 1, rngs=nnx.Rngs(0)),
+            nnx.MultiMetric(it=Largest(), mean=nnx.metrics.Average("values")),
+        )
+        run = jdist.nnx.distribute(TWO, metrics={Largest: "max"}, accumulate=accumulate)(step)
+        for _ in range(2):
+            run(model, metrics, BATCH)
+        assert float(metrics.it.compute()) == X.max()
+        assert float(metrics.mean.compute()) == X.mean()
+
+    def test_one_of_which_nothing_is_known_is_refused(self):
+        run = jdist.nnx.distribute(TWO)(lambda metrics, batch: metrics.update(values=batch["x"]))
+        with pytest.raises(StepError, match=r"metric 0 is an Largest.*metrics=\{Largest: \"sum\"\}"):
+            run(Largest(), BATCH)
+        with pytest.raises(StepError, match=r"`metrics` has 'maximum' for 'Largest'; allowed are"):
+            jdist.nnx.distribute(TWO, metrics={Largest: "maximum"})
+
+    def test_reading_one_in_the_step_is_refused(self):
+        def step(metrics, batch):
+            metrics.update(values=batch["x"])
+            return metrics.compute()
+
+        metrics = nnx.metrics.Average("values")
+        with pytest.raises(StepError, match=r"computes an nnx metric.*outside of the step"):
+            jdist.nnx.distribute(TWO)(step)(metrics, BATCH)
+        metrics.update(values=jnp.ones(2))
+        assert float(metrics.compute()) == 1
+        assert float(jdist.nnx.distribute(jdist.one_device())(step)(nnx.metrics.Average("values"), BATCH)) == X.mean()
+
+
 def test_dropout_differs_by_replica_and_by_step_and_the_kept_key_is_the_same():
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     before = jax.random.key_data(jax.tree.leaves(nnx.state(dropout, nnx.RngKey))[0]).tolist()

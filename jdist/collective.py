@@ -90,8 +90,8 @@ def without_gradient(x: jax.Array) -> jax.Array:
 @without_gradient.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     raise StepError(
-        'the loss depends on a maximum or minimum over the replicas (`jdist.all_reduce(x, "max")`), which has no gradient. Take '
-        "it of `jax.lax.stop_gradient(x)`, or gather the values (`jdist.all_gather`) and take their maximum."
+        'the loss depends on a maximum or minimum over the replicas (`jdist.all_reduce(x, "max")`), which has no gradient. '
+        "Take it of `jax.lax.stop_gradient(x)`, or gather the values (`jdist.all_gather`) and take their maximum."
     )
 
 

@@ -225,7 +225,7 @@ def flat_collectives(closed: Any) -> Any:
 
 
 def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
-    """The same function with some equations computed otherwise, by `rule(equation, operands, last argument)`; None: as it is."""
+    """The same function with some equations computed by `rule(equation, operands, last argument)`; None: as they are."""
 
     def run(*values: Any) -> list[Any]:
         known = values_at_start(closed, values)

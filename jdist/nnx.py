@@ -5,8 +5,8 @@ state, and the objects receive the new state after it. Three kinds of variables 
 
 - random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
 - batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
-- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in the step
-  too. How the states of a metric of your own come together is said by `metrics={MyMetric: "max"}`.
+- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in
+  the step too. How the states of a metric of your own come together is said by `metrics={MyMetric: "max"}`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,11 @@ class NNXStep:
     __name__: str
 
     def __init__(
-        self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any], metrics: Mapping[type, str]
+        self,
+        step: Callable[..., Any],
+        strategy: Strategy,
+        options: dict[str, Any],
+        metrics: Mapping[type, replica.ReduceOp],
     ):
         functools.update_wrapper(self, step)
         options = {**options, "args": ("static", "state", *options["args"])}
@@ -253,7 +257,7 @@ def _holds_objects(value: Any) -> bool:
     return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
 
 
-def _pure(step: Callable[..., Any], ways: Mapping[type, str]) -> Callable[..., Any]:
+def _pure(step: Callable[..., Any], ways: Mapping[type, replica.ReduceOp]) -> Callable[..., Any]:
     @functools.wraps(step)
     def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
         graphdef, which = static
@@ -289,13 +293,13 @@ def _pure(step: Callable[..., Any], ways: Mapping[type, str]) -> Callable[..., A
     return pure
 
 
-def _ops(objects: PyTree, ways: Mapping[type, str]) -> dict[tuple[Any, ...], str]:
+def _ops(objects: PyTree, ways: Mapping[type, replica.ReduceOp]) -> dict[tuple[Any, ...], replica.ReduceOp]:
     """How the replicas' versions of each metric come together, by its path.
 
     Raises:
         StepError: names a metric whose class nothing is known of.
     """
-    found = {}
+    found: dict[tuple[Any, ...], replica.ReduceOp] = {}
     for path, node in nnx.iter_graph(objects):
         if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):
             continue
@@ -305,15 +309,17 @@ def _ops(objects: PyTree, ways: Mapping[type, str]) -> dict[tuple[Any, ...], str
             kind = type(node)
             name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
             raise StepError(
-                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not known of it. If they "
-                f'add up, say `jdist.nnx.distribute(strategy, metrics={{{name}: "sum"}})`, or "max", "min", "mean"; else use '
+                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not known of it. "
+                f'If they add up, say `jdist.nnx.distribute(strategy, metrics={{{name}: "sum"}})`, or "max", "min", "mean"; else use '
                 "nnx.metrics.Average, or return the values as metrics of the step."
             )
         found[path] = op
     return found
 
 
-def _map_metrics(change: Callable[[str, Any], Any], ops: dict[tuple[Any, ...], str], metrics: Any) -> Any:
+def _map_metrics(
+    change: Callable[[replica.ReduceOp, Any], Any], ops: dict[tuple[Any, ...], replica.ReduceOp], metrics: Any
+) -> Any:
     """The variables of metrics with each array changed, as its metric's op says."""
 
     def one(path: tuple[Any, ...], variable: Any) -> Any:
@@ -330,8 +336,8 @@ def _no_reading(objects: PyTree) -> Iterator[None]:
 
     def refuse() -> Any:
         raise StepError(
-            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it outside of the "
-            "step, where the rows of all replicas are in; a value for each step is a metric that the step returns."
+            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it outside of "
+            "the step, where the rows of all replicas are in; a value for each step is a metric that the step returns."
         )
 
     nodes = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Metric)]

@@ -316,7 +316,7 @@ class TestRefused:
     def test_a_state_in_parts(self, strategy):
         run = jdist.distribute(lambda s, batch: (s, {}), strategy)
         state = {"n": 1, "w": jax_utils.replicate(jnp.ones(2))}
-        message = r"leaf \['w'\], float32\[8, 2\], is spread over 8 devices in parts.*delete the line with `jax_utils\.replicate`"
+        message = r"leaf \['w'\], float32\[8, 2\], is spread over 8 devices in parts.*delete the line with `jax_utils\."
         with pytest.raises(StepError, match=message):
             run(state, BATCH)
 

@@ -223,8 +223,9 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
     both = [paths[c.leaf] for c in parts.carried if traced.new_state[c.leaf] in of_gradients]
     if both:
         raise BoundaryError(
-            f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a parameter server the update "
-            "is made elsewhere and later: compute it from the rows alone, or from the gradients alone; or use `jdist.mirrored()`."
+            f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a parameter server "
+            "the update is made elsewhere and later: compute it from the rows alone, or from the gradients alone; or use "
+            "`jdist.mirrored()`."
         )
     if carries and not any(cut.collective.kind == "gradient" for cut in parts.cuts):
         raise BoundaryError(

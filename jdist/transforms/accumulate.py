@@ -131,7 +131,10 @@ def make_plan(
 
 
 def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
-    """`k` microbatches, stacked: microbatch `m` of replica `r` has the rows that replica `r * k + m` of `k` times as many has."""
+    """Cuts a batch into `k` microbatches, stacked.
+
+    Microbatch `m` of replica `r` has the rows that replica `r * k + m` of `k` times as many would have.
+    """
 
     def cut(x: jax.Array) -> jax.Array:
         parts = x.reshape(k, x.shape[0] // k, *x.shape[1:])
@@ -219,7 +222,7 @@ def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
 
 
 def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | None]:
-    """Averages those metrics of the update part that replicas compute of their own number; per-replica results gain their axis."""
+    """Averages metrics of the update part that replicas compute of their own number; gives per-replica results their axis."""
     places = [i for i, x in enumerate(late) if x is not None and plan.parts.varies[i] and plan.kinds[i] == METRIC]
     averaged = replica.all_reduce([late[i] for i in places], "mean") if places else []
     found = {**dict(enumerate(late)), **dict(zip(places, averaged, strict=True))}
@@ -246,9 +249,9 @@ def _over_microbatches(
     """
     k = plan.k
     ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
-    ways += ["sum" if n in begun else "mean" for n in phase.carried]
+    ways.extend("sum" if n in begun else "mean" for n in phase.carried)
     of_kind: dict[str, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
-    ways += [of_kind[plan.kinds[i]] for i in phase.outputs]
+    ways.extend(of_kind[plan.kinds[i]] for i in phase.outputs)
     wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
 
     def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:

@@ -31,38 +31,39 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
 
     Keyword Args:
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
-            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`), "replicated" (every replica gets it whole), "static" (a hashable constant; another value
-            compiles again). Several states are said one by one: ("state", "state", "batch") for a step
-            `(params, opt_state, batch) -> (params, opt_state, loss)`. Further arguments and keyword arguments are
-            replicated; one that `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is
-            refused, under every strategy: say "batch" or "replicated".
-        returns: role of each result: "state"; "metrics" (what differs between replicas is averaged over them entry by entry,
-            unless wrapped in `PerReplica`; what is the same on all, as what `all_reduce` returns, stays as it
+            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
+            "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).
+            Several states are said one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
+            (params, opt_state, loss)`. Further arguments and keyword arguments are replicated; one that
+            `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is refused, under
+            every strategy: say "batch" or "replicated".
+        returns: role of each result: "state"; "metrics" (what differs between replicas is averaged over them entry by
+            entry, unless wrapped in `PerReplica`; what is the same on all, as what `all_reduce` returns, stays as it
             is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
             mask from elsewhere the rows where it is zero); "per_replica" (a
             `PerReplica`; of a step that takes an argument of that role plain arrays [replicas, ...], as of `pmap`).
             By default ("state", "metrics"), or the state alone; of several states all, and then perhaps metrics.
-        batch_axis: the axis of a batch that its rows are on, 0 by default: 1 for time-major batches [time, rows, ...]. An
-            int, or a tree of them with which the batch's tree begins, as in `jax.vmap`'s `in_axes`; of several batches a tuple
-            with one for each. A `mask` of one axis has an entry for each row. Results with the role "examples" have
-            their rows first. Pass the same to `strategy.distribute_dataset`.
+        batch_axis: the axis of a batch that its rows are on, 0 by default: 1 for time-major batches [time, rows, ...].
+            An int, or a tree of them with which the batch's tree begins, as in `jax.vmap`'s `in_axes`; of several
+            batches a tuple with one for each. A `mask` of one axis has an entry for each row. Results with the role
+            "examples" have their rows first. Pass the same to `strategy.distribute_dataset`.
         static_argnames: keyword arguments that are static.
         donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.
         accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all.
-            Metrics are averaged over microbatches as over replicas, so return means, not sums. What a step writes to its
-            state from the batch alone (batch statistics, a running average) is written once a microbatch; so are parameters
-            updated by a gradient of `jax.grad`, which nothing tells from these.
+            Metrics are averaged over microbatches as over replicas, so return means, not sums. What a step writes to
+            its state from the batch alone (batch statistics, a running average) is written once a microbatch; so are
+            parameters updated by a gradient of `jax.grad`, which nothing tells from these.
         steps_per_call: number of optimiser steps in one call; batches and metrics lead with that axis, all other
             arguments are the same for all steps of the call.
         max_in_flight: number of calls that may run ahead of the host.
         check_replicas: compare the replicas after the first step and every so many steps; 0: never.
         non_finite: what a NaN or infinite gradient does: "raise" (the state stays as it was before that step), "skip"
             the step, or "apply" it.
-        precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits, parameters in
-            float32.
-        verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch and
-            warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing, but for what
-            `jdist.fit` is told. See `jdist.verify`.
+        precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits,
+            parameters in float32.
+        verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch
+            and warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing,
+            but for what `jdist.fit` is told. See `jdist.verify`.
 
     Returns:
         A `DistributedStep`; called like the step, with whole, global batches.

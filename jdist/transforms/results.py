@@ -203,9 +203,9 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         name = jax.tree_util.keystr(path[1:]) or "itself"
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise StepError(
-                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are averaged: the mean of a "
-                'count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", "min"); a share of the rows '
-                "is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps each replica's own."
+                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are averaged: the "
+                'mean of a count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", "min"); a share '
+                "of the rows is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps each replica's own."
             )
         if rows not in (None, 1) and leaf.shape[:1] == (rows,):
             warnings.warn(

@@ -357,7 +357,8 @@ class DistributedStep(Distributed):
         """Starts one call.
 
         Returns:
-            What the program returned, the newest state, what is known of the results, the batches as they were given, and the axes of their rows.
+            What the program returned, the newest state, what is known of the results, the batches as they were given, and the
+            axes of their rows.
         """
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:

@@ -278,8 +278,8 @@ class _Analysis:
     def _check_nested(self, eqn: Any, num_microbatches: int) -> None:
         if collective_of(eqn) is None and num_microbatches > 1 and dataflow.collectives_in(eqn):
             raise BoundaryError(
-                "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or another jdist collective inside a `lax.scan`, "
-                "`lax.cond`, `lax.while_loop` or `jax.checkpoint` of its own, where it cannot be split. "
+                "the step calls `jdist.value_and_grad`, a masked `jdist.mean` or another jdist collective inside a "
+                "`lax.scan`, `lax.cond`, `lax.while_loop` or `jax.checkpoint` of its own, where it cannot be split. "
                 "Call it in the step itself: let the inner function return the loss of each example and take the mean "
                 f"outside of it; or {self.otherwise}."
             )
@@ -454,10 +454,10 @@ class _Analysis:
             return Carried(i, adds_up=False)
         path = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(self.new_state_shape)][i]
         raise BoundaryError(
-            f"the step computes state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, from the rows of one microbatch, "
-            "and microbatches, like replicas, have no common value of it: it is no sum and no moving average. Say how they "
-            'come together: `jdist.all_reduce(x, "max")`, `jdist.aggregate(new, "sum", old=old)`, ...; for parameters change '
-            f"`jax.value_and_grad` to `jdist.value_and_grad`; or {self.otherwise}."
+            f"the step computes state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, from the rows of one "
+            "microbatch, and microbatches, like replicas, have no common value of it: it is no sum and no moving "
+            'average. Say how they come together: `jdist.all_reduce(x, "max")`, `jdist.aggregate(new, "sum", '
+            f"old=old)`, ...; for parameters change `jax.value_and_grad` to `jdist.value_and_grad`; or {self.otherwise}."
         )
 
     def _check_not_called_again(self, wanted: list[Any], given: list[Any]) -> None:
@@ -467,9 +467,9 @@ class _Analysis:
 
     def _refuse_second_call(self) -> None:
         raise BoundaryError(
-            "what a callback of the step returned is needed in more than one of the parts that the step is split into (the "
-            "mask of a mean and the loss, for example), and it would be called once for each. Call it outside of the step and pass "
-            f"the value as an argument, or {self.otherwise}."
+            "what a callback of the step returned is needed in more than one of the parts that the step is split into "
+            "(the mask of a mean and the loss, for example), and it would be called once for each. Call it outside of "
+            f"the step and pass the value as an argument, or {self.otherwise}."
         )
 
 

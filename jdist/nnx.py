@@ -133,8 +133,8 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
     args = (args,) if isinstance(args, str) else tuple(args)
     if "state" in args:
         raise StepError(
-            f"`args` is {args!r}; jdist.nnx.distribute finds the objects itself. Say the roles of the other arguments alone: "
-            '`args=("batch", "batch")`.'
+            f"`args` is {args!r}; jdist.nnx.distribute finds the objects itself. Say the roles of the other arguments "
+            'alone: `args=("batch", "batch")`.'
         )
     returns = options.pop("returns", ("metrics",))
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
@@ -165,10 +165,10 @@ class NNXStep:
         distributed = distribute_pure(_pure(step, metrics), strategy, **options)
         if not isinstance(distributed, DistributedStep):
             raise StepError(
-                f"under {strategy.name} the state lives in other processes and is updated there later, so objects of this one "
-                "cannot be changed in place. Split them, `graphdef, state = nnx.split((model, optimizer))`, keep "
-                "`strategy.init(lambda: state)`, merge them in the step, `model, optimizer = nnx.merge(graphdef, state)`, "
-                "return `nnx.state((model, optimizer))` as the new state, and use `jdist.distribute`."
+                f"under {strategy.name} the state lives in other processes and is updated there later, so objects of "
+                "this one cannot be changed in place. Split them, `graphdef, state = nnx.split((model, optimizer))`, "
+                "keep `strategy.init(lambda: state)`, merge them in the step, `model, optimizer = nnx.merge(graphdef, "
+                "state)`, return `nnx.state((model, optimizer))` as the new state, and use `jdist.distribute`."
             )
         self._distributed: DistributedStep = distributed
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -309,9 +309,9 @@ def _ops(objects: PyTree, ways: Mapping[type, replica.ReduceOp]) -> dict[tuple[A
             kind = type(node)
             name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
             raise StepError(
-                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not known of it. "
-                f'If they add up, say `jdist.nnx.distribute(strategy, metrics={{{name}: "sum"}})`, or "max", "min", "mean"; else use '
-                "nnx.metrics.Average, or return the values as metrics of the step."
+                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not "
+                f'known of it. If they add up, say `jdist.nnx.distribute(strategy, metrics={{{name}: "sum"}})`, or "max", "min", '
+                '"mean"; else use nnx.metrics.Average, or return the values as metrics of the step.'
             )
         found[path] = op
     return found
@@ -336,8 +336,9 @@ def _no_reading(objects: PyTree) -> Iterator[None]:
 
     def refuse() -> Any:
         raise StepError(
-            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it outside of "
-            "the step, where the rows of all replicas are in; a value for each step is a metric that the step returns."
+            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it "
+            "outside of the step, where the rows of all replicas are in; a value for each step is a metric that the step "
+            "returns."
         )
 
     nodes = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Metric)]

@@ -223,15 +223,16 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
     both = [paths[c.leaf] for c in parts.carried if traced.new_state[c.leaf] in of_gradients]
     if both:
         raise BoundaryError(
-            f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a parameter server "
-            "the update is made elsewhere and later: compute it from the rows alone, or from the gradients alone; or use "
-            "`jdist.mirrored()`."
+            f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a "
+            "parameter server the update is made elsewhere and later: compute it from the rows alone, or from the "
+            "gradients alone; or use `jdist.mirrored()`."
         )
     if carries and not any(cut.collective.kind == "gradient" for cut in parts.cuts):
         raise BoundaryError(
             f"the step computes {', '.join(paths[i] for i in carries)} from the batch without "
-            "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others have "
-            "written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a metric."
+            "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others "
+            "have written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a "
+            "metric."
         )
     carrying = find_carrying(parts, carries, (strategy.num_replicas, plan.k), closures)
     leaves, treedef = jax.tree.flatten(state)
@@ -319,8 +320,8 @@ class _Reduced(ProgramSpec):
         names = ", ".join(jax.tree_util.keystr(path[1:]) or "it" for path in left_out)
         why = (
             "which depends on what its own update has changed. Under a parameter server the update is made elsewhere and "
-            "later. Compute it from the parameters as they came in and from the gradients; or in a step of its own, from a "
-            "state that was fetched."
+            "later. Compute it from the parameters as they came in and from the gradients; or in a step of its own, "
+            "from a state that was fetched."
         )
         if not all(len(path) > 1 and isinstance(path[-1], jax.tree_util.DictKey) for path in left_out):
             raise BoundaryError(f"the step returns {names}, {why} As an entry of a dict of metrics it is left out.")

@@ -115,17 +115,18 @@ class SyncParts:
         gradient = [n for n, p in enumerate(phases) if any(cut.collective.kind == "gradient" for cut in p.cuts)]
         if gradient and gradient[0] != len(phases) - 1:
             raise BoundaryError(
-                "the step computes something of its rows from what its workers have combined already (a second gradient at "
-                "other parameters, a loss after the update), which in synchronous mode no worker can wait for. Make two steps of "
-                "it, use asynchronous mode, where a worker combines its own, or `jdist.mirrored()`."
+                "the step computes something of its rows from what its workers have combined already (a second "
+                "gradient at other parameters, a loss after the update), which in synchronous mode no worker can wait "
+                "for. Make two steps of it, use asynchronous mode, where a worker combines its own, or `jdist.mirrored()`."
             )
 
     def _check_pushed(self) -> None:
         wrong = {self._ops[j] for j in self.parts.pushed if self._ops.get(j) in ("max", "min", "gather")}
         if wrong:
             raise BoundaryError(
-                f"the state depends on what the step combines by {' and '.join(sorted(wrong))} over all rows. In synchronous "
-                "mode servers average what workers push: put a sum or a mean into the state, or use `jdist.mirrored()`."
+                f"the state depends on what the step combines by {' and '.join(sorted(wrong))} over all rows. In "
+                "synchronous mode servers average what workers push: put a sum or a mean into the state, or use "
+                "`jdist.mirrored()`."
             )
 
     def _on_replica(self, values: list[Any]) -> list[Any]:
@@ -202,8 +203,9 @@ class SyncParts:
         of_state = dataflow.dependents(closed, dataflow.body_of(closed).invars[: len(state)])
         if any(dataflow.is_in(v, of_state) for v in dataflow.body_of(closed).outvars):
             raise BoundaryError(
-                "what the step combines before its gradient, as the weights of a masked `jdist.mean`, depends on the parameters, "
-                "which only the workers have. In synchronous mode it is summed before any worker begins: compute it from the batch."
+                "what the step combines before its gradient, as the weights of a masked `jdist.mean`, depends on the "
+                "parameters, which only the workers have. In synchronous mode it is summed before any worker begins: compute "
+                "it from the batch."
             )
         return lambda leaves: counts(state, leaves)
 

@@ -140,8 +140,8 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
     got = f"a tuple of {len(found)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
     raise StepError(
         f"the step takes {n} states and returned {got} that does not begin with their trees, in their order. Return each "
-        f"state by itself, then the metrics: `return {', '.join(f'state{i + 1}' for i in range(n))}, metrics`; a step that "
-        'returns no state says so, `returns=("metrics",)`.'
+        f"state by itself, then the metrics: `return {', '.join(f'state{i + 1}' for i in range(n))}, metrics`; a step "
+        'that returns no state says so, `returns=("metrics",)`.'
     )
 
 
@@ -203,9 +203,9 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         name = jax.tree_util.keystr(path[1:]) or "itself"
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise StepError(
-                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are averaged: the "
-                'mean of a count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", "min"); a share '
-                "of the rows is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps each replica's own."
+                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are "
+                'averaged: the mean of a count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", '
+                '"min"); a share of the rows is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps apart.'
             )
         if rows not in (None, 1) and leaf.shape[:1] == (rows,):
             warnings.warn(

@@ -27,8 +27,9 @@ def global_loss(fun: Callable[[PyTree], jax.Array]) -> Callable[[PyTree], jax.Ar
 
     Example:
         >>> import jax, jdist
-        >>> jax.value_and_grad(jdist.global_loss(lambda w: w**2))(3.0)
-        (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
+        >>> loss, grad = jax.value_and_grad(jdist.global_loss(lambda w: w**2))(3.0)
+        >>> float(loss), float(grad)
+        (9.0, 6.0)
     """
     both = value_and_grad(fun)
 

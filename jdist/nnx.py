@@ -310,7 +310,7 @@ def _ops(objects: PyTree, ways: Mapping[type, replica.ReduceOp]) -> dict[tuple[A
             name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
             raise StepError(
                 f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not "
-                f'known of it. If they add up, say `jdist.nnx.distribute(strategy, metrics={{{name}: "sum"}})`, or "max", "min", '
+                f'known of it. If they add up, say `jdist.nnx.distribute(..., metrics={{{name}: "sum"}})`, or "max", "min", '
                 '"mean"; else use nnx.metrics.Average, or return the values as metrics of the step.'
             )
         found[path] = op

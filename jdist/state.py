@@ -17,15 +17,28 @@ PyTree = Any
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimiser itself.
+    """Lets an optimiser ignore the further arguments of `update` that others need, such as `value=loss`.
 
-    A step once had to mark an optimiser that it calls itself. Strategies that place the update elsewhere (on the host,
-    on a parameter server) find it in the traced step now, so the mark is of no use; programs that set it run unchanged.
+    A step once had to mark by it an optimiser that it calls itself; strategies that make the update elsewhere find it in the
+    traced step now.
 
     Args:
         tx: the optimiser.
+
+    Returns:
+        The optimiser, equal for equal ones.
     """
-    return tx
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        return tx
+    return optax.GradientTransformationExtraArgs(tx.init, _Update(tx))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    tx: optax.GradientTransformation
+
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        return self.tx.update(updates, state, params)
 
 
 @jax.tree_util.register_dataclass

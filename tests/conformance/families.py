@@ -56,7 +56,17 @@ def dataset(strategy: jdist.Strategy, arrays: Any, options: dict[str, Any]) -> A
 
 
 def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options: dict[str, Any]) -> Run:
-    """Trains a pure state, or several, by a decorated step."""
+    """Trains a pure state, or several, by a decorated step.
+
+    `microbatches_of=n` has one device meet, in each microbatch, the rows that a microbatch of `n` replicas has.
+    """
+    options = dict(options)
+    n, k = options.pop("microbatches_of", 1), options.get("accumulate", 1)
+
+    def arranged(x: Any) -> Any:
+        rows = np.asarray(x)
+        return rows.reshape(n, k, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
     state = strategy.init(create, jax.random.key(0))
     laid_out = shardings(state)
     several = options.get("args", ()).count("state") > 1
@@ -64,6 +74,7 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
     train_step = jdist.distribute(step, strategy, **options)
     losses, compiled = [], 0
     for i, batch in enumerate(dataset(strategy, arrays, options)):
+        batch = jax.tree.map(arranged, batch) if n > 1 else batch
         with compilations() as counted:
             *states, metrics = train_step(*states, batch)
         compiled += counted.count if i else 0

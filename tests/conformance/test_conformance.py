@@ -50,8 +50,17 @@ def servers_end():
 
 
 @functools.cache
-def one_device(family: str, optimizer: str, accumulate: int, precision: Any = None) -> Run:
-    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision)
+def one_device(family: str, optimizer: str, accumulate: int, precision: Any = None, replicas: int = 1) -> Run:
+    more = {"microbatches_of": replicas} if replicas > 1 else {}
+    return FAMILIES[family](
+        jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision, **more
+    )
+
+
+def met_together(strategy: jdist.Strategy, family: str, accumulate: int) -> int:
+    """How many replicas' rows a named axis of the model brings together in each microbatch."""
+    by_axis = family == "cnn_synced_batchnorm" and accumulate > 1 and strategy.transform != "jit"
+    return strategy.num_replicas if by_axis else 1
 
 
 def compare(run: Run, expected: Run, losses: float, params: float | None, record_property: Any) -> None:
@@ -79,7 +88,7 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
     run = FAMILIES[family](made, OPTIMIZERS[optimizer](), **options)
     # Batch statistics are those of a microbatch, so a model that has them is compared at the same accumulation.
     same_statistics = options.get("accumulate", 1) if family == "cnn_synced_batchnorm" else 1
-    expected = one_device(family, optimizer, same_statistics)
+    expected = one_device(family, optimizer, same_statistics, None, met_together(made, family, same_statistics))
 
     assert len(run.losses) == STEPS
     assert run.compilations_after_first_call == 0
@@ -98,8 +107,10 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
 )
 def test_equals_one_device_in_16_bits(strategy: str, family: str, option: str, optimizer: str, record_property: Any):
     options = PRECISIONS[option]
-    run = FAMILIES[family](STRATEGIES[strategy](), OPTIMIZERS[optimizer](), **options)
-    expected = one_device(family, optimizer, options.get("accumulate", 1), options["precision"])
+    made, accumulate = STRATEGIES[strategy](), options.get("accumulate", 1)
+    run = FAMILIES[family](made, OPTIMIZERS[optimizer](), **options)
+    together = met_together(made, family, accumulate)
+    expected = one_device(family, optimizer, accumulate, options["precision"], together)
 
     assert len(run.losses) == STEPS
     assert run.compilations_after_first_call == 0

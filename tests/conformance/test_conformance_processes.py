@@ -45,8 +45,11 @@ def trained(layout: str, cases: tuple[tuple[str, ...], ...], folder: Path) -> Pa
 
 
 @functools.cache
-def one_device(family: str, optimizer: str, accumulate: int, precision: Any = None) -> Run:
-    return FAMILIES[family](jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision)
+def one_device(family: str, optimizer: str, accumulate: int, precision: Any = None, replicas: int = 1) -> Run:
+    more = {"microbatches_of": replicas} if replicas > 1 else {}
+    return FAMILIES[family](
+        jdist.one_device(), OPTIMIZERS[optimizer](), accumulate=accumulate, precision=precision, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +57,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
 
 
-def check(case: tuple[str, ...], folder: Path, processes: int) -> None:
-    _, family, option, optimizer = case
+def check(case: tuple[str, ...], folder: Path, layout: str) -> None:
+    processes, devices = LAYOUTS[layout]
+    strategy, family, option, optimizer = case
     options = {**OPTIONS, **PRECISIONS}[option]
     accumulate = options.get("accumulate", 1) if family == "cnn_synced_batchnorm" else 1
     precision = options.get("precision")
-    expected = one_device(family, optimizer, accumulate, precision)
-    # The fourth batch has 12 rows, of which each of four processes feeds three and fills them up to four: the microbatches of
-    # that step hold other rows than those of one device, which a batch normalisation sees, as it knows no mask.
-    same = FULL_BATCHES if processes == 4 and accumulate > 1 else STEPS
+    together = processes * devices if accumulate > 1 and strategy != "jit" else 1
+    expected = one_device(family, optimizer, accumulate, precision, together)
+    # The fourth batch has 12 rows, of which each process feeds its share and fills it up: the microbatches of that step hold
+    # other rows than those of one device, which a batch normalisation sees, as it knows no mask.
+    same = FULL_BATCHES if accumulate > 1 else STEPS
     for process in range(processes):
         found = np.load(folder / f"{'-'.join(case)}.{process}.npz")
         compilations, kept = found["facts"]
@@ -89,7 +94,7 @@ CASES = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("layout", "case"), CASES)
 def test_equals_one_device(layout: str, case: tuple[str, ...], folders: dict[str, Path]):
-    check(case, trained(layout, tuple(SHARED_OUT[layout]), folders[layout]), LAYOUTS[layout][0])
+    check(case, trained(layout, tuple(SHARED_OUT[layout]), folders[layout]), layout)
 
 
 @pytest.mark.timeout(900)
@@ -109,4 +114,4 @@ def test_all_pairs(layout: str, tmp_path: Path):
     cases = (*CHOSEN, *IN_16_BITS)
     trained(layout, cases, tmp_path)
     for case in cases:
-        check(case, tmp_path, LAYOUTS[layout][0])
+        check(case, tmp_path, layout)

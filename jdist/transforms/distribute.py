@@ -49,10 +49,8 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
             "examples" have their rows first. Pass the same to `strategy.distribute_dataset`.
         static_argnames: keyword arguments that are static.
         donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.
-        accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all.
-            Metrics are averaged over microbatches as over replicas, so return means, not sums. What a step writes to
-            its state from the batch alone (batch statistics, a running average) is written once a microbatch; so are
-            parameters updated by a gradient of `jax.grad`, which nothing tells from these.
+        accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all. Each
+            microbatch counts as a replica: the step computes what it does on so many times as many replicas (`docs/steps.md`).
         steps_per_call: number of optimiser steps in one call; batches and metrics lead with that axis, all other
             arguments are the same for all steps of the call.
         max_in_flight: number of calls that may run ahead of the host.

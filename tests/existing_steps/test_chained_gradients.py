@@ -17,7 +17,7 @@ import pytest
 from by_default import some
 
 import jdist
-from jdist.errors import ReplicaDivergenceError
+from jdist.errors import BoundaryError, ReplicaDivergenceError
 
 RNG = np.random.default_rng(0)
 BATCHES = [
@@ -141,6 +141,7 @@ STRATEGIES = {
     "mirrored": jdist.mirrored,
     "pmap": lambda: jdist.mirrored(transform="pmap"),
     "jit": lambda: jdist.mirrored(transform="jit"),
+    "central_storage": jdist.central_storage,
 }
 
 
@@ -150,8 +151,10 @@ def create(step: Any, tx: Any) -> Any:
     return params(), tx.init(params())
 
 
-def trained(step: Any, tx: Any, strategy: jdist.Strategy) -> Any:
-    distributed = jdist.distribute(lambda state, batch: step(state, batch, jdist.value_and_grad), strategy)
+def trained(step: Any, tx: Any, strategy: jdist.Strategy, accumulate: int = 1) -> Any:
+    distributed = jdist.distribute(
+        lambda state, batch: step(state, batch, jdist.value_and_grad), strategy, accumulate=accumulate
+    )
     state, history = strategy.init(lambda: create(step, tx)), []
     for batch in BATCHES:
         state, metrics = distributed(state, batch)
@@ -172,6 +175,21 @@ def alone(step: Any, tx: Any) -> Any:
 @pytest.mark.parametrize("kind", some(STRATEGIES, ["mirrored"]))
 def test_is_the_plain_program(name: str, kind: str) -> None:
     found, expected = trained(*STEPS[name], STRATEGIES[kind]()), alone(*STEPS[name])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=2e-6)
+
+
+IN_LOOPS = ("scanned minibatches", "zoom", "backtracking")
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("kind", some(["one_device", "mirrored", "jit", "central_storage"], ["central_storage"]))
+def test_with_microbatches_it_is_the_plain_program_or_refused(name: str, kind: str) -> None:
+    if name in IN_LOOPS:
+        with pytest.raises(BoundaryError, match=r"inside a `lax\.scan`.*where it cannot be split"):
+            trained(*STEPS[name], STRATEGIES[kind](), 2)
+        return
+    found, expected = trained(*STEPS[name], STRATEGIES[kind](), 2), alone(*STEPS[name])
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=2e-6)
 

@@ -154,6 +154,7 @@ def strategies(case: Case) -> dict[str, Callable[[], jdist.Strategy]]:
         return {
             "mirrored": lambda: jdist.mirrored(axis="batch"),
             "pmap": lambda: jdist.mirrored(axis="batch", transform="pmap"),
+            "central_storage": lambda: jdist.central_storage(axis="batch"),
         }
     return {  # no default: it binds no axis that the program's own collectives could name
         "one_device": lambda: jdist.mirrored(jax.devices()[:1], axis=case.axis),

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from by_default import some
 
 import jdist
 
@@ -96,6 +97,18 @@ def test_equals_one_device(strategy: str, family: str, option: str, optimizer: s
     assert np.ptp(expected.losses) > 1e-2  # it moves, so equality means something
     losses, params = COMPRESSED.get(strategy, (2e-5 if optimizer == "sgd" else 2e-4, 1e-5))
     compare(run, expected, losses, params if optimizer == "sgd" else None, record_property)
+
+
+# A named axis inside the model sees one microbatch: the exception to the law.
+BY_LAW = sorted(set(FAMILIES) - {"cnn_synced_batchnorm"})
+
+
+@pytest.mark.parametrize("family", some(BY_LAW, ["gan", "nnx_mlp"]))
+def test_half_the_devices_and_twice_the_microbatches_train_the_same(family: str, record_property: Any):
+    sgd = OPTIMIZERS["sgd"]
+    four = FAMILIES[family](jdist.mirrored([f"cpu:{i}" for i in range(4)]), sgd())
+    two = FAMILIES[family](jdist.mirrored(["cpu:0", "cpu:1"]), sgd(), accumulate=2)
+    compare(two, four, 2e-5, 1e-5, record_property)
 
 
 @pytest.mark.parametrize(

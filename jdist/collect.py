@@ -31,8 +31,15 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     parts = [_local_parts(node, replicas) for node in nodes]
     if all(part is None for part in parts):
         return (jax.tree.map(to_host, value),)
-    whole = [part or (to_host(node),) * len(replicas.local) for node, part in zip(nodes, parts, strict=True)]
-    return tuple(jax.tree.unflatten(treedef, [part[i] for part in whole]) for i in range(len(replicas.local)))
+    # With `accumulate` each microbatch has a version of its own.
+    count = max(len(replicas.local), *(len(part) for part in parts if part is not None))
+    if any(part and len(part) != count for part in parts):
+        raise StepError(
+            f"strategy.local_results: some values have {count} versions, others fewer; take those of steps with another "
+            "`accumulate` one by one."
+        )
+    whole = [part or (to_host(node),) * count for node, part in zip(nodes, parts, strict=True)]
+    return tuple(jax.tree.unflatten(treedef, [part[i] for part in whole]) for i in range(count))
 
 
 def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
@@ -142,10 +149,10 @@ def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | Non
     """Each replica's part of a `PerReplica` or of a distributed batch's leaf, on the host; None for all else."""
     if isinstance(node, PerReplica):
         parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves tells no number
-        if len(parts) != replicas.count:
+        if len(parts) % replicas.count:
             raise StepError(
                 f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {replicas.count} replicas, and it "
-                "needs one for each."
+                "needs one for each, or for each of their microbatches."
             )
         return parts
     is_by_rows = is_rows_of_replicas(node, replicas.by_replica, call)
@@ -161,7 +168,10 @@ def _local_parts(node: Any, replicas: Replicas) -> tuple[PyTree, ...] | None:
     if is_rows_of_replicas(node, replicas.by_replica, call):
         return _split(local_rows(node), len(replicas.local))
     parts = _parts(node, replicas, call)  # on the host, or the same on all: nothing to exchange
-    return None if parts is None else tuple(parts[i] for i in replicas.local)
+    if parts is None:
+        return None
+    each = len(parts) // replicas.count
+    return tuple(parts[i * each + m] for i in replicas.local for m in range(each))
 
 
 def _split(rows: Any, count: int) -> tuple[Any, ...]:

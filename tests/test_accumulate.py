@@ -144,12 +144,17 @@ def test_there_is_one_all_reduce_after_the_scan_and_none_inside(masked):
     text = jdist.distribute(step, TWO, accumulate=4).lower(create(), BATCH).as_text()
     assert text.count("stablehlo.while") == 1 + masked
     assert all("all_reduce" not in body for body in loops(text))
-    # loss, two gradients and a metric reduced side by side, nothing between them; before, the number of rows
-    reduces = [m.start() for m in re.finditer(r'"?stablehlo\.all_reduce', text)]
-    last_loop = text.rindex("stablehlo.while")
-    assert sum(place < last_loop for place in reduces) == masked
-    after = text[reduces[masked] : reduces[-1]]
-    assert not re.findall(r"stablehlo\.(?:dot_general|multiply|divide|subtract)", after)
+    # Each collective is a function of its own name. Before the last loop the number of rows; after it loss, two gradients and a
+    # metric side by side, with nothing between them.
+    functions = {m[1]: block(text, m.end() - 1) for m in re.finditer(r"func\.func (?:\w+ )?@([\w.]+).*?{\n", text)}
+    (body,) = [body for body in functions.values() if "stablehlo.while" in body and "call @jdist_" in body]
+    calls = [(m.start(), functions[m[1]]) for m in re.finditer(r"call @(jdist_\w+)", body)]
+    last_loop = body.rindex("stablehlo.while")
+    before, after = ([f for place, f in calls if (place < last_loop) == early] for early in (True, False))
+    assert [f.count("stablehlo.all_reduce") for f in before] == [1] * masked
+    assert [f.count("stablehlo.all_reduce") for f in after] == [4]
+    assert text.count("stablehlo.all_reduce") == 4 + masked
+    assert not re.findall(r"stablehlo\.(?:dot_general|multiply|divide|subtract)", after[0])
 
 
 def test_sum_and_half_precision_and_rows():
@@ -217,6 +222,18 @@ class TestPerReplicaValuesStayApart:
         role = {"returns": ("state", "per_replica")}
         got = self.results(2, lambda w, batch, loss, grad: result(batch, loss), **role)
         np.testing.assert_allclose(got.value, expected["own"].value, rtol=1e-5)
+
+
+def test_what_microbatches_hold_apart_is_reduced_and_gathered():
+    def step(w, batch):
+        _, grad = gradient_of_a_product(w, batch)
+        return w - grad, {"sum": jdist.PerReplica(batch["y"].sum()), "rows": jdist.PerReplica(batch["y"])}
+
+    _, metrics = jdist.distribute(step, TWO, accumulate=4)(1.0, {"x": BATCH["x"], "y": BATCH["y"]})
+    sums = BATCH["y"].reshape(8, 2).sum(1)
+    np.testing.assert_allclose(TWO.local_results(metrics["sum"]), sums, rtol=1e-6)
+    np.testing.assert_allclose(TWO.reduce("sum", metrics["sum"]), BATCH["y"].sum(), rtol=1e-5)
+    assert TWO.gather(metrics["rows"], axis=0).tolist() == BATCH["y"].tolist()
 
 
 def test_a_step_without_a_state_accumulates_as_well():

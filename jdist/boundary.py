@@ -264,6 +264,15 @@ class _Analysis:
         self.place_of = {v: place for place in self.cut_level for v in self.equations[place].outvars}
         self._check_effects()
 
+    def _operands(self, place: int) -> list[Any]:
+        """What a cut combines: an operand for each result."""
+        eqn = self.equations[place]
+        if len(eqn.invars) == len(eqn.outvars):
+            return list(eqn.invars)
+        places = dataflow.operands_of_results(eqn)
+        assert all(i is not None for i in places)  # combined one by one where a step is split
+        return [eqn.invars[i] for i in places if i is not None]
+
     def _collective(self, place: int) -> Collective:
         found = collective_of(self.equations[place])
         assert found is not None  # every cut is one
@@ -399,7 +408,7 @@ class _Analysis:
         combined: list[Any],
         reads: set[Any],
     ) -> Phase:
-        operands = [self.equations[place].invars for place in places]
+        operands = [self._operands(place) for place in places]
         carried_vars = [self.new_state[carried[n].leaf] for n in mine["carried"]]
         outputs = [self.outputs[i] for i in mine["outputs"]]
         wanted = [*(v for vs in operands for v in vs), *carried_vars, *outputs]

@@ -65,8 +65,8 @@ def emit(
 
 
 def alone(*operands: jax.Array) -> Sequence[jax.Array]:
-    """The body of a collective of one replica: the identity, by a barrier, which JAX leaves in the jaxpr."""
-    return jax.lax.optimization_barrier(operands)
+    """The body of a collective of one replica: the identity, by barriers, which JAX leaves in the jaxpr."""
+    return [jax.lax.optimization_barrier(x) for x in operands]
 
 
 def collective_of(eqn: Any) -> Collective | None:

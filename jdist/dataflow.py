@@ -91,13 +91,33 @@ def _handed_on(eqn: Any) -> dict[int, int]:
 def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
     """As `_handed_on`, of a collective."""
     body = body_of(next(_nested(eqn.params.values())))
-    if [inner.primitive.name for inner in body.eqns] != ["optimization_barrier"]:
+    if any(inner.primitive.name != "optimization_barrier" for inner in body.eqns):
         return {}
+    return {i: place for i, place in enumerate(operands_of_results(eqn)) if place is not None}
+
+
+def operands_of_results(eqn: Any) -> list[int | None]:
+    """The operand that each result of a collective is made of; None where it cannot be told.
+
+    JAX drops results that nothing reads, and their operands only where what computes them is apart from the rest.
+    """
+    body = body_of(next(_nested(eqn.params.values())))
     place = {v: i for i, v in enumerate(body.invars)}
-    source = {
-        out: place[v] for out, v in zip(body.eqns[0].outvars, body.eqns[0].invars, strict=True) if not is_literal(v)
-    }
-    return {i: source[v] for i, v in enumerate(body.outvars) if is_in(v, source)}
+    made_by = {v: (inner, i) for inner in body.eqns for i, v in enumerate(inner.outvars)}
+
+    def source(v: Var) -> int | None:
+        while not is_literal(v) and v not in place:
+            inner, i = made_by[v]
+            read = [operand for operand in inner.invars if not is_literal(operand)]
+            if len(inner.invars) == len(inner.outvars):
+                v = inner.invars[i]
+            elif len(read) == 1:
+                (v,) = read
+            else:
+                return None
+        return None if is_literal(v) else place[v]
+
+    return [source(v) for v in body.outvars]
 
 
 def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:

@@ -188,8 +188,8 @@ def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -
     axes, trace = replica_axes(), context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     mean_or_sum = Collective("gradient", op)
-    exact = axes is None or strategy is None or not strategy.keeps_residuals
-    if exact or (trace is not None and trace.num_microbatches > 1):  # of microbatches, once all are added up
+    microbatches = 1 if trace is None else trace.num_microbatches  # whose gradients are reduced once all are added up
+    if axes is None or strategy is None or not strategy.keeps_residuals or microbatches > 1:
         value, *grads = combine(mean_or_sum, [value, *grads], by_strategy=True)
         return value, grads
     if trace is None or trace.residuals is None or not trace.at_step_level():

@@ -138,7 +138,7 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
         )
     returns = options.pop("returns", ("metrics",))
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    ways = dict(options.pop("metrics", {}))
+    ways: dict[type, replica.ReduceOp] = dict(options.pop("metrics", {}))
     for kind, how in ways.items():
         if how not in get_args(replica.ReduceOp):
             raise StepError(
@@ -304,7 +304,9 @@ def _ops(objects: PyTree, ways: Mapping[type, replica.ReduceOp]) -> dict[tuple[A
         if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):
             continue
         known = type(node) in (nnx.metrics.Average, nnx.metrics.Accuracy)
-        op = ways.get(type(node), "sum" if known else None)
+        op: replica.ReduceOp | None = ways.get(type(node))
+        if op is None and known:
+            op = "sum"
         if op is None:
             kind = type(node)
             name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
@@ -323,7 +325,7 @@ def _map_metrics(
     """The variables of metrics with each array changed, as its metric's op says."""
 
     def one(path: tuple[Any, ...], variable: Any) -> Any:
-        op = next((ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops), "sum")
+        op: replica.ReduceOp = next(ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops)
         return jax.tree.map(lambda x: change(op, x), variable)
 
     flat = nnx.to_flat_state(metrics)

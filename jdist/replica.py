@@ -56,7 +56,7 @@ def replica_id() -> jax.Array:
     Microbatch `m` of `k` on replica `r` of the mesh is replica `r * k + m`.
     """
     trace, axes = context.current_trace(), replica_axes()
-    number = jnp.int32(0) if axes is None else jax.lax.axis_index(axes)
+    number = jnp.int32(0) if axes is None or axes_size(axes) == 1 else jax.lax.axis_index(axes)
     if trace is None or trace.microbatch is None:
         return number
     return number * trace.num_microbatches + trace.microbatch
@@ -138,8 +138,10 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
         elif collective.op in ("max", "min"):
             reduce = jax.lax.pmax if collective.op == "max" else jax.lax.pmin
             operands = tuple(reduce(x, axes) for x in operands)
-        else:
-            operands = tuple(_total(operands, axes) if by_strategy else jax.lax.psum(operands, axes))
+        elif by_strategy and k == 1:
+            operands = tuple(_total(operands, axes))
+        else:  # one by one, as a step that is split may need some of them
+            operands = tuple(jax.lax.psum(x, axes) for x in operands)
         if collective.op == "mean":
             return [x / mesh_size for x in operands] if mesh_size > 1 else operands
         return [x * jnp.asarray(k, x.dtype) for x in operands] if collective.op == "sum" and k > 1 else operands

@@ -156,6 +156,16 @@ def penalised_by_the_gradient(state, batch):
 
 
 @step
+def looking_ahead_by_an_inner_gradient(state, batch):
+    def loss_fn(params):
+        ahead = jax.tree.map(lambda p, g: p - 0.1 * g, params, jdist.grad(masked(batch))(params))
+        return masked(batch)(ahead)
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
+@step
 def with_a_variance_of_all_rows(state, batch):
     def loss_fn(params):
         z = jnp.tanh(batch["x"] @ params["w"])

@@ -24,7 +24,7 @@ from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
 from jdist.transforms.results import LOCAL, METRIC, Traced, check_means, differs, kinds_of, rows_of, sort_results
-from jdist.transforms.trees import check_arrays, check_same_state
+from jdist.transforms.trees import check_same_state, check_state
 from jdist.values import WithResiduals, own_state, with_own_state
 
 PyTree = Any
@@ -86,7 +86,7 @@ class ProgramSpec:
         with tracing(dataclasses.replace(trace, precision=in_use)):
             called = self.call.apply(self.step, given, batches, others)
             new_state, outputs = sort_results(called, own, self.options, self.traced)
-            check_arrays(new_state, "the state that the step returned")
+            check_state(new_state, "the state that the step returned")
             if self.options.may_update_state:
                 self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
         if precision is not None:

@@ -226,17 +226,17 @@ class Tally:
                 self._epochs.setdefault(epoch, _Totals()).add(weight, own, self._metrics)
 
     def _which_left_out(self, steps: Sequence[Mapping[str, Any]], left_out: Any) -> set[int]:
-        """Which steps of a call were left out.
-
-        A call of several steps tells how many of them, and those are it of whose scalars the most are not finite.
-        """
+        """Which steps of a call were left out."""
         if not self._skips:
             return set()
-        bad = [sum(not np.isfinite(value) for name, value in own.items() if name not in self._metrics) for own in steps]
-        if left_out is None:
-            return {i for i, count in enumerate(bad) if count}
+        if left_out is None:  # nothing else tells
+            scalars = [[value for name, value in own.items() if name not in self._metrics] for own in steps]
+            return {i for i, values in enumerate(scalars) if not all(map(np.isfinite, values))}
+        if len(steps) > 1 or self._steps_per_call > 1:
+            each = np.ravel(left_out.addressable_data(0))[2:]
+            return set(np.flatnonzero(each[: len(steps)]).tolist())
         before, self._left_out = self._left_out, _count(left_out)
-        return set(sorted(range(len(steps)), key=lambda i: -bad[i])[: self._left_out - before])
+        return {0} if self._left_out > before else set()
 
     def _result(self, name: str, value: Any) -> Any:
         metric = self._metrics.get(name)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jdist.boundary import Cut
 from jdist.context import ReplicaTrace, tracing
 from jdist.transforms.accumulate import Plan, all_reduced, gradient_part, make_plan
-from jdist.transforms.guard import Flags, guarded
+from jdist.transforms.guard import Flags, guarded, token_of_steps, token_size, was_left_out
 from jdist.transforms.loops import scan
 from jdist.transforms.over_mesh import Program
 from jdist.transforms.placement import check_rows
@@ -59,13 +59,16 @@ class _CentralStep:
         if self.options.steps_per_call == 1:
             return self.once(self.planned(token, state, batches, others), token, state, batches, others)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+        token = token[:2]
         planned = self.planned(token, state, first, others)
 
         def body(carry: Any, batches: PyTree) -> Any:
-            token, state, outputs, hashes = self.once(planned, carry[0], carry[1], batches, others)
-            return (token, state), (outputs, hashes)
+            before, old = carry
+            token, state, outputs, hashes = self.once(planned, before, old, batches, others)
+            return (token, state), (outputs, hashes, was_left_out(before, token, old, state))
 
-        (token, state), (outputs, hashes) = scan(self.strategy, body, (token, state), batches)
+        (token, state), (outputs, hashes, left_out) = scan(self.strategy, body, (token, state), batches)
+        token = token_of_steps(token, left_out, token_size(self.options.steps_per_call))
         # The loop over steps is outside of the replicas here; their axis leads all the same.
         outputs = jax.tree.map(
             lambda x: jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), x) if is_per_replica(x) else x,

@@ -83,6 +83,8 @@ class Distributed(abc.ABC):
     def count_left_out(self, state: PyTree) -> jax.Array | None:
         """How many steps were left out until `state` was made, not waited for; None where nothing counts them.
 
+        Of a step that makes several a call, from the third entry on which steps of the newest call were.
+
         Args:
             state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.
         """

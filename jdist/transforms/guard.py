@@ -57,6 +57,24 @@ def step_done(token: jax.Array) -> jax.Array:
     return token + jnp.array([0, 1], jnp.int32)
 
 
+def token_size(steps_per_call: int) -> int:
+    """The length of a step's token: what `decide` says, and of a call of several steps for each whether it was left out."""
+    return 2 + (steps_per_call if steps_per_call > 1 else 0)
+
+
+def was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree) -> jax.Array:
+    """Whether a step was left out, from its token and its state before and after; bool scalar."""
+    scales = loss_scale_of(old), loss_scale_of(new)
+    if scales[0] is not None and scales[1] is not None:
+        return scales[1].num_skipped > scales[0].num_skipped
+    return after[0] > before[0]
+
+
+def token_of_steps(token: jax.Array, left_out: jax.Array, size: int) -> jax.Array:
+    """The token after several steps; the last call of a data set may make fewer than the others."""
+    return jnp.concatenate([token, jnp.pad(left_out.astype(jnp.int32), (0, size - 2 - left_out.size))])
+
+
 def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
     """Whether to go on with the new state.
 

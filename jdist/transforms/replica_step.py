@@ -19,7 +19,7 @@ from jdist.mixed_precision import InUse
 from jdist.strategy import Strategy
 from jdist.transforms.accumulate import Pure, accumulated
 from jdist.transforms.calls import Call, Step
-from jdist.transforms.guard import Flags, Watched, guarded
+from jdist.transforms.guard import Flags, Watched, guarded, token_of_steps, token_size, was_left_out
 from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
 from jdist.transforms.residuals import Opened, has_residuals
@@ -180,14 +180,15 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
 
     def many(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         def body(carry: Any, batches: PyTree) -> Any:
-            token, state = carry
-            token, state, outputs = once(token, state, batches, others)
-            return (token, state), outputs
+            before, old = carry
+            token, state, outputs = once(before, old, batches, others)
+            return (token, state), (outputs, was_left_out(before, token, old, state))
 
-        (token, state), outputs = scan(strategy, body, (token, state), batches)
+        (token, state), (outputs, left_out) = scan(strategy, body, (token[:2], state), batches)
         shapes = jax.eval_shape(once, token, state, jax.tree.map(lambda x: x[0], batches), others)[2]
         own = iter(jax.tree.leaves(kinds_of(shapes, traced)))  # of a replica's own results its axis leads
-        return token, state, jax.tree.map(lambda x: x.swapaxes(0, 1) if next(own) == LOCAL else x, outputs)
+        outputs = jax.tree.map(lambda x: x.swapaxes(0, 1) if next(own) == LOCAL else x, outputs)
+        return token_of_steps(token, left_out, token_size(options.steps_per_call)), state, outputs
 
     def to_learn_residuals(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         first = batches if options.steps_per_call == 1 else jax.tree.map(lambda x: x[0], batches)

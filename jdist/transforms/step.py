@@ -30,7 +30,7 @@ from jdist.strategy import Strategy
 from jdist.transforms.apart import Apart
 from jdist.transforms.calls import Call, Signature, Step, as_taken, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
-from jdist.transforms.guard import Watched
+from jdist.transforms.guard import Watched, token_size
 from jdist.transforms.in_flight import Window
 from jdist.transforms.options import StepOptions, Verify
 from jdist.transforms.over_mesh import Program, compile_over_mesh
@@ -167,7 +167,9 @@ class DistributedStep(Distributed):
 
     def count_left_out(self, state: PyTree) -> jax.Array | None:
         """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
-        if self.options.non_finite == "skip":
+        if self.options.non_finite == "skip" or (
+            self.options.loss_scaling is not None and self.options.steps_per_call > 1
+        ):
             return self._results[0][0] if self._results else self._token
         loss_scale = loss_scale_of(state) if self.options.loss_scaling is not None else None
         return None if loss_scale is None else jnp.copy(loss_scale.num_skipped)
@@ -486,8 +488,8 @@ class DistributedStep(Distributed):
 
     def _new_token(self) -> Any:
         if self.strategy.topology is not None:  # the devices are not here; `lower` needs no more than the shape
-            return jax.ShapeDtypeStruct((2,), np.int32)
-        return put(np.zeros(2, np.int32), self._whole)
+            return jax.ShapeDtypeStruct((token_size(self.options.steps_per_call),), np.int32)
+        return put(np.zeros(token_size(self.options.steps_per_call), np.int32), self._whole)
 
     def _program(self, call: Call) -> tuple[Program, Traced]:
         found = self._programs.get(call)

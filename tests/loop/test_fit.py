@@ -75,8 +75,9 @@ class TestEpochs:
         assert row["y"] == pytest.approx(DATA["y"].mean(), rel=1e-2)
         assert np.isfinite(row["loss"])
 
+    @pytest.mark.parametrize("steps_per_call", [1, 4])
     @pytest.mark.parametrize("options", [{"non_finite": "skip"}, {"precision": "fp16"}], ids=str)
-    def test_a_step_is_left_out_although_its_metrics_are_finite(self, options):
+    def test_a_step_is_left_out_although_its_metrics_are_finite(self, options, steps_per_call):
         def step(state, batch):
             def loss_of(params):
                 is_first = batch["x"][0, 0] == DATA["x"][0, 0].astype(batch["x"].dtype)
@@ -85,11 +86,13 @@ class TestEpochs:
                 return loss + jnp.sqrt(jnp.where(is_first, 0 * params["w"].sum(), 1)).astype(loss.dtype), loss
 
             (_, loss), grads = jdist.value_and_grad(loss_of, has_aux=True)(state.params)
-            return state.apply_gradients(grads=grads), {"loss": loss, "y": jdist.mean(batch["y"], batch["mask"])}
+            odd = jnp.where(state.step == 1, jnp.nan, 1.0)  # of a good step beside it
+            metrics = {"loss": loss, "y": jdist.mean(batch["y"], batch["mask"]), "odd": odd}
+            return state.apply_gradients(grads=grads), metrics
 
         if "precision" in options:
             options = {"precision": jdist.precision("fp16", initial_scale=4.0)}
-        distributed = jdist.distribute(step, jdist.one_device(), **options)
+        distributed = jdist.distribute(step, jdist.one_device(), steps_per_call=steps_per_call, **options)
         for passes in (1, 2):  # a second run counts from where the first has ended
             state, history = jdist.fit(distributed, create_state(), DATA, global_batch=16, **QUIET)
             assert distributed.num_skipped == (passes if "non_finite" in options else 1)

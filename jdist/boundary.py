@@ -295,14 +295,16 @@ class _Analysis:
 
     def _check_effects(self) -> None:
         self.late_effects, self.early_effects = [], []
+        of_cuts = dataflow.dependents(self.closed, self.place_of)
         for eqn in dataflow.effects_of(self.closed):
             if not dataflow.is_print_or_callback(eqn):
                 raise BoundaryError(
                     f"the step reads or writes a `jax.Ref` (`{eqn.primitive.name}`), so it cannot be split. Compute with "
                     "arrays, or leave `accumulate` at 1."
                 )
-            # A print or a callback belongs to the part in which what it shows is known.
-            (self.early_effects if any(map(self._is_own, eqn.invars)) else self.late_effects).append(eqn)
+            # A print or a callback of each microbatch, as of each replica; once where what it shows is combined.
+            is_late = any(dataflow.is_in(v, of_cuts) for v in eqn.invars) and not any(map(self._is_own, eqn.invars))
+            (self.late_effects if is_late else self.early_effects).append(eqn)
 
     def split(self) -> Split:
         carried = tuple(self._carried(i) for i, v in enumerate(self.new_state) if self._is_own(v))
@@ -310,8 +312,10 @@ class _Analysis:
         phase_of_cut = self._schedule(carried, early)
         wanted = [(self._home(self.new_state[c.leaf]), "carried", n) for n, c in enumerate(carried)]
         wanted += [(self._home(v), "outputs", i) for i, v in enumerate(self.outputs) if early[i]]
-        effects = [(max(self._home(v) for v in eqn.invars if self._is_own(v)), eqn) for eqn in self.early_effects]
-        effects = [(max(p, max(self._level(v) for v in eqn.invars)), eqn) for p, eqn in effects]
+        effects = [
+            (self._phase_of_level(max((self._level(v) for v in eqn.invars), default=0)), eqn)
+            for eqn in self.early_effects
+        ]
         numbers = sorted({*phase_of_cut.values(), *(p for p, _, _ in wanted), *(p for p, _ in effects)})
 
         phases: list[Phase] = []
@@ -373,8 +377,11 @@ class _Analysis:
         )
 
     def _home(self, v: Any) -> int:
-        """The phase that computes what no cut reads: that of the first gradient for which all it needs is known."""
-        level = self._level(v)
+        """The phase that computes a variable that no cut reads."""
+        return self._phase_of_level(self._level(v))
+
+    def _phase_of_level(self, level: int) -> int:
+        """That of the first gradient for which all that is needed is known, so that one forward pass serves both."""
         last = max(self.cut_level.values(), default=0)
         return next((g for g in self.gradients if g >= level), max(level, last))
 
@@ -430,7 +437,7 @@ class _Analysis:
         hoisted = [v for v in dict.fromkeys([*self._in_order(at_loop)]) if v not in self.own and v not in constants]
         before = dataflow.subfunction(self.closed, [*self.state, *self.others, *known], hoisted)
         equations_before, needed_before = dataflow.needed(self.closed, hoisted, given)
-        if any(eqn is effect for eqn in equations_before for effect in self.late_effects):
+        if any(eqn is effect for eqn in equations_before for effect in (*self.late_effects, *self.early_effects)):
             self._refuse_second_call()
         reads |= needed_before | set(hoisted)
         inside = dataflow.subfunction(self.closed, [*hoisted, *self.batch, self.microbatch], wanted, effects)

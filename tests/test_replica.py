@@ -213,23 +213,23 @@ def test_all_gather_of_a_scalar_names_leaf_and_remedy():
 
 class TestGlobalView:
     @pytest.mark.parametrize(
-        ("name", "call"),
+        ("call", "expected"),
         [
-            ("num_replicas", lambda x: jdist.num_replicas()),
-            ("replica_id", lambda x: jdist.replica_id()),
-            ("all_gather", lambda x: jdist.all_gather(x)),
-            ("all_reduce", lambda x: jdist.all_reduce(x, "sum")),
-            ("value_and_grad", lambda x: jdist.value_and_grad(lambda w: w * x.sum(), op="sum")(1.0)),
-            ("per-replica", lambda x: {"a": jdist.PerReplica(x.sum())}),
+            (lambda x: jdist.num_replicas(), 1),
+            (lambda x: jdist.replica_id(), 0),
+            (lambda x: jdist.all_gather(x), [1, 2, 3, 4]),
+            (lambda x: jdist.all_reduce(x, "sum"), [1, 2, 3, 4]),
+            (lambda x: jdist.value_and_grad(lambda w: w * x.sum(), op="sum")(1.0), [10, 10]),
         ],
+        ids=["num_replicas", "replica_id", "all_gather", "all_reduce", "value_and_grad"],
     )
-    def test_what_needs_single_replicas_is_refused(self, name, call):
-        with pytest.raises(GlobalViewError, match=rf'{name}.*transform="jit".*whole batch.*transform="shard_map"'):
-            whole(call, np.ones(4, np.float32))
+    def test_it_is_one_replica(self, call, expected):
+        got = whole(call, np.arange(1, 5, dtype=np.float32))
+        assert np.stack(jax.tree.leaves(got)).squeeze().tolist() == expected
 
-    def test_per_replica_role_is_refused(self):
-        with pytest.raises(GlobalViewError, match="per-replica values"):
-            each(lambda x: x.sum(), np.ones(4, np.float32), GLOBAL)
+    def test_there_is_one_version_of_what_differs(self):
+        assert whole(lambda x: {"a": jdist.PerReplica(x.sum())}, np.ones(4, np.float32))["a"].value.tolist() == [4]
+        assert each(lambda x: x.sum(), np.ones(4, np.float32), GLOBAL).tolist() == [4]
 
     def test_run_is_refused(self):
         with pytest.raises(GlobalViewError, match=r"strategy\.run has no meaning"):
@@ -331,10 +331,21 @@ class TestMean:
         assert f"`mask` has shape {shape}" in str(caught.value)
         assert "`per_example` has shape (3, 2)" in str(caught.value)
 
-    def test_weights_get_no_gradient_through_the_count(self):
-        """The count is a constant, so a padding-independent weight's gradient is that of the numerator."""
+    def test_weights_get_the_gradient_of_the_quotient(self):
         grad = jax.grad(lambda m: jdist.mean(jnp.array([2.0, 4.0]), m))(jnp.array([1.0, 1.0]))
-        assert grad.tolist() == [1.0, 2.0]
+        assert grad.tolist() == [(2 - 3) / 2, (4 - 3) / 2]
+
+        def step(batch, w):
+            return jdist.value_and_grad(lambda w: jdist.mean(self.losses(w, batch), jnp.exp(batch["x"] @ w)))(w)
+
+        def weighted(w):
+            batch = {"x": self.x, "y": self.y}
+            weights = jnp.exp(self.x @ w)
+            return (self.losses(w, batch) * weights).sum() / weights.sum()
+
+        got = jdist.distribute(step, EIGHT, args=("batch", "replicated"))({"x": self.x, "y": self.y}, self.w)
+        for a, b in zip(got, jax.value_and_grad(weighted)(self.w), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 class TestValueAndGrad:

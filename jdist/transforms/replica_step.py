@@ -152,7 +152,7 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
                 finite = list(jax.lax.pmin(jnp.stack(finite).astype(jnp.int32), strategy.axes) > 0)
             outputs = average(outputs, metrics)
         own = iter(kinds)
-        outputs = jax.tree.map(lambda x: x[None] if next(own) == LOCAL else x, outputs)
+        outputs = jax.tree.map(lambda x: jnp.asarray(x)[None] if next(own) == LOCAL else x, outputs)
         return new_state, outputs, Flags(names, finite, hidden[0])
 
     def in_microbatches(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, tuple[PyTree, ...], Flags]:

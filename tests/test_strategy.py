@@ -72,8 +72,9 @@ def test_methods_call_the_operations_with_the_strategy_first():
     assert strategy.run("fn", 1, a=2) == "run"
     assert strategy.distribute_dataset("data", partial="drop") == "distribute_dataset"
     assert strategy.distribute_datasets_from_function("fn", "options") == "distribute_datasets_from_function"
-    given = {"partial": "drop", "with_mask": False, "steps_per_call": 1, "prefetch": None, "options": None}
-    from_function = {"partial": "pad", "with_mask": False, "steps_per_call": 1, "options": "options"}
+    given = {"partial": "drop", "with_mask": False, "steps_per_call": 1, "batch_axis": 0}
+    given |= {"prefetch": None, "options": None}
+    from_function = {"partial": "pad", "with_mask": False, "steps_per_call": 1, "batch_axis": 0, "options": "options"}
     assert calls == [
         ("init", strategy, "fn", (1,)),
         ("fetch", strategy, "state"),

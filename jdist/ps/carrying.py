@@ -51,14 +51,12 @@ class Carrying:
         given: variables of the traced step whose values the slopes are computed from.
         own_places: of each leaf that microbatches write without combining it (`Split.carried`) the place among
             `leaves`.
-        closures: how many closures' offsets servers average where a call is cut into several.
     """
 
     leaves: tuple[int, ...]
     affine: tuple[Affine, ...]
     given: tuple[Any, ...]
     own_places: tuple[int, ...]
-    closures: int
 
     def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, made: Gradients) -> list[Any]:
         """What can be pushed: the new values, then offsets, then slopes; traced on the worker, behind the phases.
@@ -130,14 +128,13 @@ class Carrying:
         return [next(rest) if found.slope is None else found.slope for found in self.affine]
 
 
-def find_carrying(parts: Split, leaves: Sequence[int], sizes: tuple[int, int], closures: int) -> Carrying:
+def find_carrying(parts: Split, leaves: Sequence[int], sizes: tuple[int, int]) -> Carrying:
     """Finds which leaves that a step carries have a slope; called where the replica axes are bound.
 
     Args:
         parts: the step as one microbatch sees it.
         leaves: the leaves that it carries.
         sizes: the number of replicas, and of microbatches of each.
-        closures: how many closures a call is cut into.
     """
     traced = parts.traced
     carried = set(traced.depends([traced.state[i] for i in leaves]))
@@ -161,7 +158,7 @@ def find_carrying(parts: Split, leaves: Sequence[int], sizes: tuple[int, int], c
         elif slope is not None:
             found.append(Affine(i, None, rule, slope))
     places = tuple(list(leaves).index(c.leaf) for c in parts.carried)
-    return Carrying(tuple(leaves), tuple(found), tuple(given), places, closures)
+    return Carrying(tuple(leaves), tuple(found), tuple(given), places)
 
 
 def _is_number(aval: Any) -> bool:

@@ -234,7 +234,7 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
             "have written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a "
             "metric."
         )
-    carrying = find_carrying(parts, carries, (strategy.num_replicas, plan.k), closures)
+    carrying = find_carrying(parts, carries, (strategy.num_replicas, plan.k))
     leaves, treedef = jax.tree.flatten(state)
     impls = tuple(jax.random.key_impl(x) if is_key(x) else None for x in leaves)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)

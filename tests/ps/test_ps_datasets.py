@@ -84,7 +84,7 @@ def breaks_later(context):
 
 def train_step(state, batch):
     value, grads = jdist.value_and_grad(loss)(state.params, batch)
-    return state.apply_gradients(grads=grads), {"loss": value, "rows": batch["mask"].sum()}
+    return state.apply_gradients(grads=grads), {"loss": value, "rows": jdist.all_reduce(batch["mask"].sum(), "sum")}
 
 
 def numbers(batch):
@@ -178,7 +178,7 @@ def counting_step(state, batch, factor):
     value, grads = jdist.value_and_grad(
         lambda params: jdist.mean(batch["number"] * factor * sum(x.sum() for x in jax.tree.leaves(params)))
     )(state.params)
-    return state.apply_gradients(grads=grads), {"number": batch["number"][0], "value": value}
+    return state.apply_gradients(grads=grads), {"number": jdist.all_reduce(batch["number"][0], "max"), "value": value}
 
 
 @pytest.mark.parametrize("name", ["lost_data:arrays", "lost_data:generator"])

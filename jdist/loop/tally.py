@@ -62,7 +62,7 @@ class Tally:
         Args:
             left_out: as for `add`, before the first call.
         """
-        self._left_out = 0 if left_out is None else _count(left_out)
+        self._left_out = _flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
 
     def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,), left_out: Any = None) -> None:
         """Takes in what a call has returned; waits for it later.
@@ -71,8 +71,7 @@ class Tally:
             measured: scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above 1.
             batch: what the call was given.
             epochs: the epoch that each of its steps belongs to.
-            left_out: how many steps were left out until after this call, as `Distributed.count_left_out` gives it; None: where
-                `skips`, those are whose scalars are not finite.
+            left_out: how many steps were left out until after this call, as `Distributed.count_left_out` gives it; None: none.
 
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
@@ -220,31 +219,30 @@ class Tally:
                 values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
                 for i in range(len(epochs))
             ]
-            skipped = self._which_left_out(steps, left_out)
+            skipped = self._which_left_out(len(steps), left_out)
             for i, (epoch, own) in enumerate(zip(epochs, steps, strict=True)):
                 weight = 0.0 if i in skipped else float(np.sum(each[i]))
                 self._epochs.setdefault(epoch, _Totals()).add(weight, own, self._metrics)
 
-    def _which_left_out(self, steps: Sequence[Mapping[str, Any]], left_out: Any) -> set[int]:
+    def _which_left_out(self, num_steps: int, left_out: Any) -> set[int]:
         """Which steps of a call were left out."""
-        if not self._skips:
+        if not self._skips or left_out is None:
             return set()
-        if left_out is None:  # nothing else tells
-            scalars = [[value for name, value in own.items() if name not in self._metrics] for own in steps]
-            return {i for i, values in enumerate(scalars) if not all(map(np.isfinite, values))}
-        if len(steps) > 1 or self._steps_per_call > 1:
-            each = np.ravel(left_out.addressable_data(0))[2:]
-            return set(np.flatnonzero(each[: len(steps)]).tolist())
-        before, self._left_out = self._left_out, _count(left_out)
-        return {0} if self._left_out > before else set()
+        count, _, *each = _flags(left_out)
+        if each:
+            return {i for i, was in enumerate(each[:num_steps]) if was}
+        before, self._left_out = self._left_out, count
+        return {0} if count > before else set()
 
     def _result(self, name: str, value: Any) -> Any:
         metric = self._metrics.get(name)
         return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
 
 
-def _count(left_out: Any) -> int:
-    return int(np.ravel(left_out.addressable_data(0))[0])
+def _flags(left_out: Any) -> list[int]:
+    """The count, a number of no use here, and a flag for each step of the call if it has them."""
+    host = left_out.addressable_data(0) if isinstance(left_out, jax.Array) else left_out
+    return [*np.ravel(host).tolist(), 0][: max(2, np.size(host))]
 
 
 def _by_name(metrics: Any) -> dict[str, Metric]:

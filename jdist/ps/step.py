@@ -83,6 +83,7 @@ class PsStep(Distributed):
         functools.update_wrapper(self, step)
         self.strategy, self.options = strategy, options
         self.last_state: PyTree = None
+        self._left_out: RemoteValue | None = None
         self._job, self._step = job, with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
@@ -108,6 +109,8 @@ class PsStep(Distributed):
             raise
         calls = [_values(traced, self._job.schedule(state, traced, one.sent, one.reads)) for one in given]
         values = [stacked(same) for same in zip(*calls, strict=True)] if several else calls[0]
+        if traced.tells_finite:
+            self._left_out = values.pop().map(lambda finite: np.pad(~np.atleast_1d(finite), (2, 0)).astype(np.int32))
         outputs = jax.tree.unflatten(traced.parts.outputs_treedef, values)
         states = _handles(state, parts)
         if "state" in told.returns:
@@ -193,6 +196,10 @@ class PsStep(Distributed):
         """How many steps `non_finite="skip"` has left out so far; waits for all."""
         return self._job.num_skipped() if self.options.non_finite == "skip" else 0
 
+    def count_left_out(self, state: PyTree) -> RemoteValue | None:
+        """See `Distributed`: which steps of the newest call were left out, from the third entry on; the count is not told."""
+        return self._left_out
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Refused: there is no one program to lower.
 
@@ -217,6 +224,7 @@ class PsStep(Distributed):
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update
             updates = bool(parts.update.reads)
             loss_scale = (len(arguments) - 1, scaling.growth_interval) if scaling is not None and updates else None
+            tells = updates and (spec.policy == "skip" or scaling is not None)
             if self._job.options.is_sync and updates:
                 if given.reads is not None:
                     raise StepError(
@@ -228,15 +236,31 @@ class PsStep(Distributed):
                 parts = take_apart(spec, state.shapes, batches, others, closures=n)
                 sync = SyncParts(parts, n, treedef, arguments, rows)
                 made = Traced(
-                    parts, sync.worker, sync.arguments, sync.reported, spec.policy, sync, loss_scale=loss_scale
+                    parts,
+                    sync.worker,
+                    sync.arguments,
+                    sync.reported,
+                    spec.policy,
+                    sync,
+                    loss_scale=loss_scale,
+                    tells_finite=tells,
                 )
             else:
-                worker = functools.partial(_worker, parts, treedef)
+                worker = functools.partial(_worker, parts, treedef, tells)
                 arguments = with_shardings(on_worker.mesh, arguments, len(jax.tree.leaves(batches)))
                 inputs = [parts.update.shapes[i] for i in parts.read]
                 returned = jax.eval_shape(worker, [*inputs, *arguments])
-                outputs = returned[len(returned) - parts.outputs_treedef.num_leaves :]
-                made = Traced(parts, worker, arguments, outputs, spec.policy, batch=given.place, loss_scale=loss_scale)
+                outputs = returned[len(returned) - parts.outputs_treedef.num_leaves - tells :]
+                made = Traced(
+                    parts,
+                    worker,
+                    arguments,
+                    outputs,
+                    spec.policy,
+                    batch=given.place,
+                    loss_scale=loss_scale,
+                    tells_finite=tells,
+                )
             self._traced[key] = made, told
         return self._traced[key]
 
@@ -270,25 +294,32 @@ def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
 
 
 def _values(traced: Traced, pending: Sequence[Pending]) -> list[RemoteValue]:
-    """What a call returns, leaf by leaf."""
+    """What a call returns, leaf by leaf; last, where `tells_finite`, whether its gradients were finite."""
     count = traced.parts.outputs_treedef.num_leaves
     if traced.sync is None:
-        return [RemoteValue(pending, leaf(i), struct=traced.outputs[i]) for i in range(count)]
-    sync, combined = traced.sync, list[Combined]()
+        return [RemoteValue(pending, leaf(i), struct=struct) for i, struct in enumerate(traced.outputs)]
+    sync, together = traced.sync, list[Combined]()
+
+    def combined(found: list[list[Any]]) -> Combined:
+        if not together:  # by whom it is asked for first, for all
+            together.append(sync.combine(found))
+        return together[0]
 
     def read(i: int, found: list[list[Any]]) -> Any:
-        if not combined:  # by whom it is asked for first, for all
-            combined.append(sync.combine(found))
-        return combined[0].outputs[i]
+        return combined(found).outputs[i]
 
-    return [RemoteValue(pending, functools.partial(read, i)) for i in range(count)]
+    values = [RemoteValue(pending, functools.partial(read, i)) for i in range(count)]
+    if traced.tells_finite:
+        values.append(RemoteValue(pending, lambda found: np.bool_(combined(found).finite)))
+    return values
 
 
-def _worker(parts: StepParts, treedef: Any, values: Sequence[Any]) -> list[Any]:
+def _worker(parts: StepParts, treedef: Any, tells_finite: bool, values: Sequence[Any]) -> list[Any]:
     """A step's worker function, of a flat list: of a step that updates nothing the outputs alone."""
     n = len(parts.read)
     pushed, scalars, finite, outputs = parts.worker(values[:n], *jax.tree.unflatten(treedef, values[n:]))
-    return [*pushed, *scalars, finite, *outputs] if parts.update.reads else list(outputs)
+    told = [finite] if tells_finite else []
+    return [*pushed, *scalars, finite, *outputs, *told] if parts.update.reads else list(outputs)
 
 
 def _handles(state: RemoteState, parts: tuple[int, ...] | None) -> tuple[RemoteState | RemotePart, ...]:

@@ -24,6 +24,7 @@ class Traced:
         sync: how the closures of a call become one update, in synchronous mode.
         batch: which of the arguments the worker reads itself: the first one, and how many.
         loss_scale: see `job.Function`.
+        tells_finite: whether a call's results end with whether its gradients were finite.
     """
 
     parts: StepParts
@@ -34,6 +35,7 @@ class Traced:
     sync: SyncParts | None = None
     batch: tuple[int, int] | None = None
     loss_scale: tuple[int, int] | None = None
+    tells_finite: bool = False
 
     @property
     def sent(self) -> list[Any]:

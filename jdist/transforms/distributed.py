@@ -80,10 +80,11 @@ class Distributed(abc.ABC):
         """What a call would do, known with nothing compiled; None where only a call shows it."""
         return None
 
-    def count_left_out(self, state: PyTree) -> jax.Array | None:
+    def count_left_out(self, state: PyTree) -> Any:
         """How many steps were left out until `state` was made, not waited for; None where nothing counts them.
 
-        Of a step that makes several a call, from the third entry on which steps of the newest call were.
+        Of a step that makes several a call, and under a parameter server, from the third entry on which steps of the newest
+        call were.
 
         Args:
             state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.

@@ -200,6 +200,40 @@ def test_a_gradient_that_is_not_finite(strategy):
     assert np.isnan(strategy.fetch(state).params["a"]).all()
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_the_mean_of_an_epoch_leaves_out_the_steps_that_were_left_out_and_no_other(strategy, mode, steps_per_call):
+    def step(state, batch):
+        def loss_of(params):
+            value = loss(params, batch)
+            # The root of zero is finite, its gradient is not.
+            return value + jnp.sqrt(jnp.where(jdist.all_reduce(batch["bad"], "max").max() > 0, 0 * value, 1)), value
+
+        (_, value), grads = jdist.value_and_grad(loss_of, has_aux=True)(state.params)
+        odd = jnp.where(jdist.all_reduce(batch["odd"], "max").max() > 0, jnp.nan, 1.0)
+        return state.apply_gradients(grads=grads), {"loss": value, "number": jdist.mean(batch["number"]), "odd": odd}
+
+    rng, number = np.random.default_rng(0), np.arange(20.0, dtype=np.float32) // 4
+    rows = {"x": rng.normal(size=(20, 3)).astype(np.float32), "y": np.ones(20, np.float32), "number": number}
+    rows |= {"bad": (number == 1).astype(np.float32), "odd": (number == 2).astype(np.float32)}
+    given = {"epochs": 1, "steps_per_call": steps_per_call, "progress": False, "log_to": None, "verify": "off"}
+    made = strategy
+    if mode == "sync":
+        made = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
+    try:
+        state = made.init(lambda: create(optax.sgd(0.1)))
+        distributed = jdist.distribute(step, made, non_finite="skip", steps_per_call=steps_per_call)
+        source = jdist.data.from_arrays(rows, global_batch=4)
+        state, history = jdist.fit(distributed, state, source, **given)
+        assert int(made.fetch(state).step) == 4
+    finally:
+        if made is not strategy:
+            made.coordinator.close()
+    (row,) = history.epochs
+    assert row["number"] == pytest.approx((0 + 2 + 3 + 4) / 4)
+    assert np.isfinite(row["loss"]) and np.isnan(row["odd"])
+
+
 def test_nnx_objects_are_refused_with_what_to_write_and_that_works(strategy):
     def fresh():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))

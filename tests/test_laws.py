@@ -226,6 +226,7 @@ STEPS["constants"] = constants
 
 def numbers(tree):
     def number(x):
+        x = x if isinstance(x, jax.Array) else np.asarray(x)  # a parameter server's are still to come
         return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
     return jax.tree.map(lambda x: np.asarray(number(x), np.float64), tree)

@@ -42,7 +42,7 @@ from jdist.ps.rounding import ROUNDED
 from jdist.ps.shard import receive
 from jdist.ps.shard_state import Shard
 from jdist.ps.transport.seam import Header, Method, Untimely
-from jdist.ps.wire import Spec, from_plain, to_plain
+from jdist.ps.wire import Spec, from_plain, mean_of_integers, to_plain
 
 MOST_MESSAGES = 4096
 Program = Callable[[Sequence[Any]], list[jax.Array]]
@@ -281,7 +281,7 @@ def _nothing(values: Sequence[Any]) -> list[jax.Array]:
 
 @jax.jit
 def _weighted(weights: list[jax.Array], gradients: list[list[jax.Array]]) -> list[jax.Array]:
-    """The weighted sum, `wire.wide`; what is no floating-point number (a flag, a count) is taken from the first.
+    """The weighted sum, `wire.wide`; of integers the mean, which is exact (`wire.mean_of_integers`); of flags the first.
 
     Args:
         weights: for each array, the weight of each one's.
@@ -290,7 +290,7 @@ def _weighted(weights: list[jax.Array], gradients: list[list[jax.Array]]) -> lis
 
     def one(weights: jax.Array, *values: jax.Array) -> jax.Array:
         if not jnp.issubdtype(values[0].dtype, jnp.inexact):
-            return values[0]
+            return mean_of_integers(values)
         return functools.reduce(jnp.add, [w * x for w, x in zip(weights, values, strict=True)])  # weights are float32
 
     return jax.tree.map(one, weights, *gradients)

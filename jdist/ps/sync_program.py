@@ -22,6 +22,7 @@ from jdist import dataflow
 from jdist.errors import BoundaryError
 from jdist.gradients import all_finite
 from jdist.ps.program import StepParts
+from jdist.ps.wire import mean_of_integers
 from jdist.transforms.accumulate import Gradients, axis_of_rows
 from jdist.transforms.results import LOCAL, METRIC
 
@@ -204,7 +205,7 @@ class SyncParts:
         if any(dataflow.is_in(v, of_state) for v in dataflow.body_of(closed).outvars):
             raise BoundaryError(
                 "what the step combines before its gradient, as the weights of a masked `jdist.mean`, depends on the "
-                "parameters, which only the workers have. In synchronous mode it is summed before any worker begins: compute "
+                "state, which only the workers have. In synchronous mode it is summed before any worker begins: compute "
                 "it from the batch."
             )
         return lambda leaves: counts(state, leaves)
@@ -242,10 +243,9 @@ class SyncParts:
     def _of_all(self, number: int, values: list[Any]) -> Any:
         """What is pushed under a number, of all closures."""
         op = self._ops.get(number)
-        if op == "sum":  # each has brought so many times its own
-            total: Any = sum(values[1:], values[0])
-            return total / self._n if jnp.issubdtype(total.dtype, jnp.inexact) else total // self._n
-        return _mean(values) if op is None else _together(op, values, self._wholes[number], 1)
+        if op in (None, "sum"):  # of a sum each has brought so many times its own
+            return _mean(values)
+        return _together(op, values, self._wholes[number], 1)
 
     def _rows_of(self, leaves: Sequence[Any], part: int, parts: int) -> list[Any]:
         """The leaves of a call, or closure, with one part of the batch's rows."""
@@ -256,8 +256,10 @@ class SyncParts:
 
 
 def _mean(values: list[Any]) -> Any:
-    """Of what is no floating-point number (a flag, a count of the caller's) the first: it is the same for all."""
-    return sum(values[1:], values[0]) / len(values) if jnp.issubdtype(values[0].dtype, jnp.inexact) else values[0]
+    """As the servers take it."""
+    if not jnp.issubdtype(values[0].dtype, jnp.inexact):
+        return mean_of_integers(values)
+    return sum(values[1:], values[0]) / len(values)
 
 
 def _together(op: str, values: Sequence[Any], whole: tuple[int, ...], times: int) -> Any:

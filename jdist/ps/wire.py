@@ -7,6 +7,7 @@ what comes is checked against that before memory is allocated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import struct
 import types
@@ -14,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import msgpack
 import numpy as np
 from jax import numpy as jnp
@@ -69,6 +71,20 @@ def wide(spec: Spec) -> Spec:
     if not jnp.issubdtype(spec.numpy, jnp.inexact):
         return spec
     return Spec(spec.shape, np.dtype(jnp.promote_types(spec.numpy, jnp.float32)).name)
+
+
+def mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
+    """The mean of what several workers pushed that is no floating-point number.
+
+    A total was brought as so many times each one's part, so that its mean is whole; what is the same for all (a count of the
+    caller's, the data of a key) stays as it is, however large. Of flags it is the first.
+    """
+    first, n = values[0], len(values)
+    if first.dtype == jnp.bool_ or n == 1:
+        return first
+    signed = jnp.dtype(f"int{first.dtype.itemsize * 8}")
+    total = functools.reduce(jnp.add, [(x - first).astype(signed) for x in values])
+    return first + (total // n).astype(first.dtype)
 
 
 def spec_of(x: Any) -> Spec:

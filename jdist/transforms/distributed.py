@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jdist.errors import StepError
 from jdist.strategy import Strategy
 from jdist.transforms.options import StepOptions, Verify

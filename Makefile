@@ -16,7 +16,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types docs pytest conformance full soak soak-ps bench bench-peers clean
+.PHONY: run test setup lint types types-newest docs pytest test-newest conformance full soak soak-ps bench bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -31,6 +31,7 @@ endif
 
 $(STAMP): pyproject.toml
 ifneq ($(THERE),$(WANTED))
+	@$(PYTHON) -c '' >/dev/null 2>&1 || { echo "PYTHON=$(PYTHON): not found, or it does not start. Give the path of a Python 3.11 or newer."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jdist needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
@@ -45,6 +46,19 @@ lint: setup
 
 types: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# As `types`, on the newest JAX that there is. Types need no interpreter that could run it, so it is only unpacked.
+types-newest: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target build/newest \
+	  --ignore-requires-python --python-version 3.12 --only-binary :all: jax jaxlib
+	PYTHONPATH=build/newest $(BIN)/pyright --pythonpath $(BIN)/python --pythonversion 3.12
+
+# The default suite on the newest of every package, whatever pyproject.toml allows, in an environment of its own.
+test-newest:
+	$(MAKE) setup VENV=.venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade jax jaxlib flax optax chex numpy orbax-checkpoint grpcio
+	.venv-newest/bin/python -c 'import jax; print("JAX", jax.__version__)'
+	$(MAKE) pytest VENV=.venv-newest
 
 # The site, into build/site; a warning is an error. (The variable keeps the theme's makers' advertisement out.)
 docs: setup
@@ -88,4 +102,4 @@ bench-peers: setup
 	$(BIN)/python benchmarks/peers/parameter_server.py --tensorflow-python .venv-tf/bin/python | tee benchmarks/peers/parameter_server.log
 
 clean:
-	rm -rf .venv .venv-tf runs build *.egg-info
+	rm -rf .venv .venv-newest .venv-tf runs build *.egg-info

@@ -126,7 +126,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'jdist' has no attribute {name!r}")
+    from jdist.tensorflow_names import unknown
+
+    raise unknown("module 'jdist'", name, __all__)
 
 
 def __dir__() -> list[str]:

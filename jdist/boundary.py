@@ -71,8 +71,8 @@ class Carried:
 
     Attributes:
         leaf: its number in the state.
-        adds_up: whether each microbatch adds to the old value (a counter), so that all additions count; else the
-            microbatches' values are averaged, as replicas' are.
+        adds_up: whether each microbatch adds a whole number to the old value (a counter), so that all additions count;
+            else the microbatches' values are averaged, as replicas' are.
     """
 
     leaf: int
@@ -463,12 +463,20 @@ class _Analysis:
         dtype = old.aval.dtype
         if self.sizes[1] == 1:
             return Carried(i, adds_up=False)
-        slope = AffineRule(self.closed, old, new, self.sizes).of_program()
-        if isinstance(slope, float | int) and slope == 1:
+        rule = AffineRule(self.closed, old, new, self.sizes)
+        slope = rule.of_program()
+        is_added_to = isinstance(slope, float | int) and slope == 1
+        if is_added_to and rule.adds_whole_numbers:
             return Carried(i, adds_up=True)
-        if jnp.issubdtype(dtype, jnp.floating) and slope is not None:
+        if jnp.issubdtype(dtype, jnp.floating) and slope is not None and not is_added_to:
             return Carried(i, adds_up=False)
         path = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(self.new_state_shape)][i]
+        if is_added_to:
+            raise BoundaryError(
+                f"the step adds to state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, what it computes from the "
+                "rows of one microbatch: a sum over its rows, of which all count, or a mean, of which the mean counts? Say "
+                'it: `jdist.aggregate(new, "sum", old=old)`, or `jdist.aggregate(new, "mean")`.'
+            )
         raise BoundaryError(
             f"the step computes state leaf {path or 'itself'}, {dtype}{list(old.aval.shape)}, from the rows of one "
             "microbatch, and microbatches, like replicas, have no common value of it: it is no sum and no moving "

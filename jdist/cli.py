@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import os
 import sys
@@ -17,7 +18,8 @@ from jdist.commands.run import run
 from jdist.commands.runs import runs
 from jdist.commands.serve import serve
 from jdist.commands.sweep import sweep
-from jdist.errors import JDistError
+from jdist.errors import ConfigError, JDistError
+from jdist.near import did_you_mean
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "run": run,
@@ -59,12 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Hand a known subcommand its arguments; list the subcommands otherwise."""
+    """Hand a known subcommand its arguments; refuse an unknown one; list the subcommands without one."""
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
         if name in _FLAGS_ANYWHERE:
             rest = flags_last(rest, COMMANDS[name])
         return tyro.cli(COMMANDS[name], prog=f"jdist {name}", args=rest)
+    if arguments and arguments[0] in ("--version", "-V"):
+        print(f"jdist {importlib.metadata.version('jdist')}")
+        return exit_codes.FINISHED
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(
+            f"there is no command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
+        )
     app = tyro.extras.SubcommandApp()  # by itself it would show the whole help of every subcommand
     for name, command in COMMANDS.items():
         app.command(name=name, help=(command.__doc__ or "").partition("\n")[0])(command)

@@ -17,6 +17,9 @@ from jax.interpreters import partial_eval
 
 from jdist.collective import Collective, collective_of
 
+# Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
+ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
 # What lays the elements of an array out anew.
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
@@ -68,7 +71,7 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
         for result, operand in handed_on(eqn).items():
             source[eqn.outvars[result]] = equations[-1].invars[operand]
     replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
-    return jex.ClosedJaxpr(replaced, closed.consts)
+    return ClosedJaxpr(replaced, closed.consts)
 
 
 def _handed_on(eqn: Any) -> dict[int, int]:
@@ -284,10 +287,10 @@ def nested(eqn: Any) -> list[Any]:
 
 def _nested(params: Iterable[Any]) -> Iterator[Any]:
     for param in params:
-        if isinstance(param, jex.ClosedJaxpr):
+        if isinstance(param, ClosedJaxpr):
             yield param
         elif isinstance(param, jex.Jaxpr):
-            yield jex.ClosedJaxpr(param, ())
+            yield ClosedJaxpr(param, ())
         elif isinstance(param, tuple | list):
             yield from _nested(param)
 
@@ -384,7 +387,7 @@ def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequ
         eqns=equations,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    run = jex.jaxpr_as_fun(jex.ClosedJaxpr(piece, closed.consts))
+    run = jex.jaxpr_as_fun(ClosedJaxpr(piece, closed.consts))
     return lambda values: list(run(*values))
 
 
@@ -440,7 +443,7 @@ def without_mesh(closed: Any) -> Any:
     def clean(param: Any) -> Any:
         if isinstance(param, jax.sharding.Sharding):
             return None
-        if isinstance(param, jex.ClosedJaxpr):
+        if isinstance(param, ClosedJaxpr):
             return again(param)
         return type(param)(map(clean, param)) if type(param) in (tuple, list) else param
 

@@ -133,20 +133,34 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
         # For operands that are the same for all microbatches: those that differ never get here (`boundary.py`).
         if collective.op in ("max", "min"):
             operands = tuple(map(without_gradient, operands))
+        dtypes = [x.dtype for x in operands]
+        if collective.op == "mean":  # whose sum float16 may not be able to hold
+            operands = tuple(x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in operands)
         if axes is None or mesh_size == 1:
             operands = tuple(alone(*operands))
         elif collective.op in ("max", "min"):
-            reduce = jax.lax.pmax if collective.op == "max" else jax.lax.pmin
-            operands = tuple(reduce(x, axes) for x in operands)
+            operands = tuple(_extreme(collective.op, x, axes) for x in operands)
         elif by_strategy and k == 1:
             operands = tuple(_total(operands, axes))
         else:  # one by one, as a step that is split may need some of them
             operands = tuple(jax.lax.psum(x, axes) for x in operands)
         if collective.op == "mean":
-            return [x / mesh_size for x in operands] if mesh_size > 1 else operands
+            means = [x / mesh_size for x in operands] if mesh_size > 1 else operands
+            return [x.astype(dtype) for x, dtype in zip(means, dtypes, strict=True)]
         return [x * jnp.asarray(k, x.dtype) for x in operands] if collective.op == "sum" and k > 1 else operands
 
     return list(body(*leaves)) if trace is None else emit(collective, body, leaves)
+
+
+def _extreme(op: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The maximum or minimum over the replicas of a mesh; NaN where one of them is, as `jnp.maximum` has it."""
+    reduce = jax.lax.pmax if op == "max" else jax.lax.pmin
+    extreme = reduce(x, axes)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return extreme
+    # XLA leaves open what its all-reduce makes of NaN; on CPU it passes over it (openxla.org/xla/operation_semantics).
+    is_nan = jax.lax.pmax(jnp.isnan(x).astype(x.dtype), axes) > 0
+    return jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), extreme)
 
 
 def _total(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Sequence[jax.Array]:

@@ -83,6 +83,13 @@ class Strategy:
     coordinator: ClusterCoordinator | None = None
     topology: str | None = None
 
+    if not TYPE_CHECKING:  # for type checkers there are the fields and methods alone
+
+        def __getattr__(self, name: str) -> Any:
+            from jdist.tensorflow_names import unknown
+
+            raise unknown("a jdist.Strategy", name, dir(type(self)))
+
     @property
     def num_replicas(self) -> int:
         """How many copies of the model compute at the same time."""

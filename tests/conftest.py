@@ -6,6 +6,7 @@ of a run share a compilation cache, which ends with the run.
 """
 
 import os
+import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,6 +18,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else this is a worker proce
     _cache = tempfile.TemporaryDirectory(prefix="jdist_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, as by nohup: processes inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax.monitoring
 import pytest

@@ -313,9 +313,22 @@ class TestStateThatMicrobatchesWrite:
         assert own == 4 + 10
         assert metrics["own"] == 4
 
-    def test_a_total_with_a_combined_factor(self):
-        own, metrics = self.written(lambda old, batch, loss: old + loss * batch["y"].sum())
+    def test_whole_numbers_in_floating_point(self):
+        own, _ = self.written(lambda old, batch, loss: old - 2 * batch["mask"].astype(jnp.float32).sum())
+        assert own == 4 - 2 * 10
+
+    def test_what_may_be_a_sum_or_a_mean_is_refused_until_it_is_said(self):
+        for added in (lambda batch: batch["y"].mean(), lambda batch: batch["y"].sum()):
+            with pytest.raises(
+                BoundaryError, match=r"adds to state leaf \['own'\].*`jdist\.aggregate\(new, \"sum\", old=old\)`"
+            ):
+                self.written(lambda old, batch, loss: old + loss * added(batch))  # noqa: B023
+        own, metrics = self.written(
+            lambda old, batch, loss: jdist.aggregate(old + loss * batch["y"].sum(), "sum", old=old)
+        )
         np.testing.assert_allclose(own, 4 + metrics["loss"] * BATCH["y"].sum(), rtol=1e-5)
+        own, metrics = self.written(lambda old, batch, loss: jdist.aggregate(old + loss * batch["y"].mean(), "mean"))
+        np.testing.assert_allclose(own, 4 + metrics["loss"] * BATCH["y"].mean(), rtol=1e-5)
 
     def test_a_moving_average(self):
         own, _ = self.written(lambda old, batch, loss: 0.9 * old + 0.1 * batch["y"].mean())

@@ -337,3 +337,42 @@ def test_nothing_hides_a_nan(limit, calls):
 
     with pytest.raises(NonFiniteError):
         train()
+
+
+def test_two_models_of_one_step_are_told_of_their_own_errors():
+    """In turn; each is told at its own calls, and the steps of the healthy one all count."""
+
+    def step(state, batch):
+        _, grads = jdist.value_and_grad(lambda w: jnp.mean(batch["x"] @ w))(state["w"])
+        return {"w": state["w"] - 0.1 * grads, "n": state["n"] + 1}, {}
+
+    strategy = jdist.mirrored(jax.devices()[:2])
+    good, bad = {"x": np.ones((4, 3), np.float32)}, {"x": np.full((4, 3), np.nan, np.float32)}
+    for fetched in (False, True):
+        run = jdist.distribute(step, strategy)
+        first, second = ({"w": jnp.ones(3), "n": jnp.int32(0)} for _ in range(2))
+        for i in range(40):
+            second, _ = run(second, good)
+            if i == 30 and fetched:
+                with pytest.raises(NonFiniteError, match="step 10"):
+                    strategy.fetch(first)
+                break
+            try:
+                first, _ = run(first, bad if i == 10 else good)
+            except NonFiniteError:
+                break
+        else:
+            pytest.fail("nobody was told")
+        assert int(strategy.fetch(second)["n"]) == i + 1
+        run.wait()
+
+
+def test_a_state_of_unknown_origin_is_taken_once_the_newest_is_known_to_be_right():
+    def step(state, batch):
+        _, grad = jdist.value_and_grad(lambda w: jnp.mean(batch["x"] * w))(state)
+        return state - 0.1 * grad, {}
+
+    run = jdist.distribute(step, jdist.one_device())
+    state, _ = run(jnp.float32(1), {"x": np.float32([np.nan])})
+    with pytest.raises(NonFiniteError, match="step 0"):
+        run(jax.device_put(np.asarray(state) + 0), {"x": np.float32([1])})

@@ -22,8 +22,12 @@ class Token:
         return np.asarray([self.value, index])
 
 
+def values_to(seen):
+    return lambda value, lineage: seen.append(value)
+
+
 def window(limit, seen=None):
-    return Window(jdist.default(), limit, (seen if seen is not None else []).append)
+    return Window(jdist.default(), limit, values_to([] if seen is None else seen))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 8])
@@ -55,7 +59,7 @@ def test_drain_looks_at_the_newest_and_forgets_all():
 
 
 def test_an_error_of_inspect_reaches_the_caller_and_leaves_an_empty_window():
-    def inspect(token):
+    def inspect(token, lineage):
         raise FloatingPointError(int(token[0]))
 
     held = Window(jdist.default(), 3, inspect)
@@ -77,9 +81,9 @@ def test_clear_forgets():
 def test_wait_for_waits_for_the_strategys_steps_and_looks_at_those_that_made_the_state():
     mine, other, state = jdist.one_device(), jdist.one_device(), object()
     seen, unseen, elsewhere = [], [], []
-    first = Window(mine, 3, seen.append, lambda: state)
-    second = Window(mine, 3, unseen.append, object)
-    third = Window(other, 3, elsewhere.append, lambda: state)
+    first = Window(mine, 3, values_to(seen), lambda: state)
+    second = Window(mine, 3, values_to(unseen), object)
+    third = Window(other, 3, values_to(elsewhere), lambda: state)
     tokens = [Token(), Token(), Token()]
     for held, token in zip((first, second, third), tokens, strict=True):
         held.add(token)
@@ -92,7 +96,7 @@ def test_wait_for_waits_for_the_strategys_steps_and_looks_at_those_that_made_the
 
 def test_a_dropped_window_is_forgotten():
     strategy, seen = jdist.one_device(), []
-    held = Window(strategy, 3, seen.append)
+    held = Window(strategy, 3, values_to(seen))
     held.add(Token())
     del held
     wait_for(strategy, None)

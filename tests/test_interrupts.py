@@ -1,6 +1,9 @@
 """An interrupt at any moment leaves the newest state, although the one passed in was donated."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +58,25 @@ def test_last_state_outlives_an_interrupt_at_any_moment(strategy):
         signal.signal(signal.SIGALRM, before)
     state, _ = train_step(state, batch)
     assert np.isfinite(strategy.fetch(state)["w"]).all()
+
+
+def test_an_interrupt_arrives():
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_arrives_in_a_suite_that_was_started_in_the_background():
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::test_an_interrupt_arrives"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ignoring, *test],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr

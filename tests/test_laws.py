@@ -193,6 +193,37 @@ def counting_rows(state, batch):
 
 
 @step
+def clipping_the_gradient_of_each_example(state, batch):
+    def loss_fn(params, x, y):
+        return (x @ params["w"] - y) ** 2
+
+    each = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(state["params"], batch["x"], batch["y"])["w"]
+    clipped = each / jnp.maximum(1.0, jnp.linalg.norm(each, axis=1, keepdims=True))
+    noise = 0.01 * jax.random.normal(state["key"], (3,))
+    return updated(state, {"w": jdist.all_reduce(clipped.mean(0)) + noise}), {
+        "norm": jnp.linalg.norm(each, axis=1).mean()
+    }
+
+
+@step
+def adding_to_a_multiplier(state, batch):
+    def loss_fn(params):
+        violation = (losses(params, batch) - 0.5).mean()
+        return losses(params, batch).mean() + state["ema"] * violation, violation
+
+    (loss, violation), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    return updated(state, grads, ema=jdist.aggregate(state["ema"] + 0.1 * violation, "mean")), {"loss": loss}
+
+
+@step
+def remembering_what_follows_from_a_combined_value(state, batch):
+    loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
+    level = jdist.all_reduce((batch["x"] ** 2).mean())
+    halved = jnp.where(level < 1.1, 0.5 * state["ema"], state["ema"])
+    return updated(state, grads, ema=halved + 0.1 * jnp.exp(level), n=state["n"] + (level < 1.1)), {"loss": loss}
+
+
+@step
 def measured_by_metrics(state, batch):
     def loss_fn(params):
         return masked(batch)(params), batch["x"] @ params["w"]

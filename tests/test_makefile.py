@@ -68,6 +68,26 @@ def test_a_python_that_is_not_there_is_not_passed_over(plan):
     assert "no_such_python -m venv" in plan("PYTHON=no_such_python", there=HERE)
 
 
+def test_a_python_that_does_not_start_is_named(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shim = tmp_path / "bin" / "python3.99"  # as pyenv's of a version that is not the current one
+    shim.parent.mkdir()
+    shim.write_text("#!/bin/sh\necho 'python3.99: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    for python in (shim, "no_such_python"):
+        command = ["make", "lint", f"PYTHON={python}"]
+        environment = {"PATH": "/usr/bin:/bin"}
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=environment
+        )
+        assert done.returncode != 0
+        assert (
+            done.stdout
+            == f"PYTHON={python}: not found, or it does not start. Give the path of a Python 3.11 or newer.\n"
+        )
+
+
 def test_what_is_not_installed_yet_is_without_a_new_environment(plan):
     said = plan(there="3.99.1", stamped=False)
     assert "venv --clear" not in said

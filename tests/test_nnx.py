@@ -318,7 +318,7 @@ class TestAfterAnError:
         step = jdist.nnx.distribute(TWO, donate=donate)(train)
         step(*held, BATCH)
 
-        def interrupt(token):
+        def interrupt(token, lineage):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:

@@ -173,6 +173,8 @@ def compare(seed, ways):
             assert refused == isinstance(found, JDistError), (seed, name, first, found)
             continue
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(found), strict=True):
+            # Where a program diverges: XLA's own maximum of a batch in parts may pass over NaN (docs/steps.md).
+            b = np.where(np.isnan(a), a, b) if name == "jit" else b
             # float16 casts and comparisons turn rounding into steps; a wrong number of microbatches is far outside.
             np.testing.assert_allclose(b, a, rtol=5e-3, atol=5e-3, err_msg=f"seed {seed}, {name}, {path}")
     return refused

@@ -14,7 +14,7 @@ def test_the_decorator_example_runs_on_all_devices(capsys):
     exec(compile(example, "README.md", "exec"), names)  # the repository's own text
     assert names["strategy"].num_replicas == jax.local_device_count()
     assert float(names["metrics"]["loss"]) < 0.5
-    assert int(names["state"].step) == 20 * 15
+    assert int(names["state"].step) == 20 * 16
 
 
 def test_the_first_two_commands_are_targets_of_the_makefile():

@@ -31,6 +31,17 @@ def strategy(request):
     return PER_REPLICA[request.param]
 
 
+def test_the_maximum_of_what_holds_nan_is_nan(strategy):
+    rows = np.array([[np.nan, 1.0], [2.0, 3.0]], np.float32)
+    got = each(lambda x: {op: jdist.all_reduce(x[0], op) for op in ("max", "min")}, rows, strategy)
+    np.testing.assert_array_equal(got["max"], [[np.nan, 3], [np.nan, 3]])
+    np.testing.assert_array_equal(got["min"], [[np.nan, 1], [np.nan, 1]])
+
+
+def test_a_mean_in_float16_does_not_overflow(strategy):
+    assert each(lambda x: jdist.all_reduce(x[0]), np.full(2, 40000, np.float16), strategy).tolist() == [40000, 40000]
+
+
 def test_outside_a_strategy_every_call_is_plain_jax():
     key, x = jax.random.key(3), jnp.arange(4.0)
     assert jdist.replica_axes() is None
@@ -417,6 +428,17 @@ class TestValueAndGrad:
         np.testing.assert_allclose(losses, [wants] * 2, rtol=1e-6)
         np.testing.assert_allclose(w2, [0.85] * 2, rtol=1e-6)
         np.testing.assert_allclose(loss, [7.5] * 2, rtol=1e-6)
+
+    @pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+    def test_of_each_example_is_jaxs_own(self, transform):
+        """Averaged over the replicas before it is clipped, a gradient would be nobody's."""
+        for gradient in (jdist.grad, jdist.value_and_grad):
+            with pytest.raises(StepError, match=r"over examples.*`jax\.vmap\(jax\.grad\(loss_fn\), \(None, 0\)\)`"):
+                each(
+                    lambda x: jax.vmap(gradient(lambda w, x: w * x), (None, 0))(2.0, x),  # noqa: B023
+                    np.ones(4, np.float32),
+                    PER_REPLICA[transform],
+                )
 
     def test_under_vmap_of_the_users_own(self):
         def step(x):

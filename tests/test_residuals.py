@@ -297,6 +297,29 @@ def test_residuals_of_another_step_or_number_of_replicas_are_refused():
         jdist.distribute(train_step_of_another_kind, mirrored(n=2))(state, BATCH)
 
 
+def test_two_steps_of_one_name_in_turn_are_refused_and_one_that_was_defined_again_is_not():
+    def make(sign):
+        def step(state, batch):
+            return {
+                **state,
+                "w": state["w"] - sign * jdist.grad(lambda w: loss({**state, "w": w}, batch))(state["w"]),
+            }, {}
+
+        return jdist.distribute(step, strategy)
+
+    strategy = mirrored()
+    one, other = make(1.0), make(-1.0)
+    state, _ = one(start(), BATCH)
+    with pytest.raises(StepError, match=r"residuals from another step named 'step': .*`step\.__name__ = \.\.\.`"):
+        other(state, BATCH)
+    separate, _ = other(start(), BATCH)
+    other(separate, BATCH)
+    state, _ = one(state, BATCH)
+    del one
+    one = make(0.5)
+    one(state, BATCH)
+
+
 def test_a_static_argument_that_changes_the_gradients_is_refused():
     def step(state, batch, twice):
         state, metrics = train_step(state, batch)

@@ -137,6 +137,15 @@ WHOLE = {
 }
 
 
+@pytest.mark.parametrize("function", [jnp.max, jnp.min])
+def test_extremes_of_what_holds_nan_are_nan(function):
+    state, grads = arrays(), arrays()
+    state["rows"][1, 2] = grads["flat"][3, 1] = np.nan
+    extremes = lambda state, grads, scalar: [function(x) for x in jax.tree.leaves((state, grads))]  # noqa: E731
+    want = [getattr(np, function.__name__)(x) for x in jax.tree.leaves((state, grads))]  # XLA's own may pass over NaN
+    np.testing.assert_array_equal(run(extremes, state, grads)[0], want)
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_not_elementwise_is_computed_whole(name):
     state, grads = arrays(), arrays()

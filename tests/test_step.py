@@ -97,7 +97,7 @@ class TestState:
         step = jdist.distribute(add, strategy)
         state, _ = step(strategy.init(lambda: jnp.float32(1)), BATCH)
 
-        def interrupt(token):
+        def interrupt(token, lineage):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:

@@ -81,6 +81,23 @@ class TestWhereThereIsNoTpu:
             assert str(parse_topology(name)) == name
         assert parse_topology("v6e:16x16,slices=4").slices == 4
 
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            *{
+                "v2-8": "v2:2x2",
+                "v3-32": "v3:4x4",
+                "v4-8": "v4:2x2x1",
+                "v4-16": "v4:2x2x2",
+                "v4-32": "v4:2x2x4",
+            }.items(),
+            *{"v4-128": "v4:4x4x4", "v5p-1024": "v5p:8x8x8", "v5e-1": "v5e:1x1", "v5e-8": "v5e:2x4"}.items(),
+            *{"v5litepod-16": "v5e:4x4", "v5e-256": "v5e:16x16", "v6e-32": "v6e:4x8"}.items(),
+        ],
+    )
+    def test_cloud_tpus_names_by_size(self, name, shape):
+        assert str(parse_topology(name)) == shape
+
     def test_without_libtpu_one_sentence_says_what_to_install(self, monkeypatch):
         monkeypatch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(DeviceError, match=r"^compiling for 'v5e:2x4'.* pip install 'jdist\[plan-tpu\]'\.$"):

@@ -527,3 +527,86 @@ class TestFit:
             assert first.ok
             assert first.num_compared == 3
             assert step.verification is first
+
+    def test_rows_that_a_later_batch_will_lack(self):
+        """The first batch is full, and the last one of 90 rows is not: a replica divides by its own count then."""
+
+        def by_own_count(w, batch):
+            def loss_fn(w):
+                real = batch["mask"].astype(jnp.float32)
+                return (((batch["x"] @ w - batch["y"]) ** 2) * real).sum() / real.sum()
+
+            loss, grad = jdist.value_and_grad(loss_fn)(w)
+            return w - 0.1 * grad, {"loss": loss}
+
+        def by_mean(w, batch):
+            loss, grad = jdist.value_and_grad(lambda w: jdist.mean((batch["x"] @ w - batch["y"]) ** 2, batch["mask"]))(
+                w
+            )
+            return w - 0.1 * grad, {"loss": loss}
+
+        def fitted(step, num_rows):
+            random = np.random.default_rng(0)
+            rows = {"x": random.normal(size=(num_rows, 3)), "y": random.normal(size=num_rows)}
+            step = jdist.distribute(step, jdist.mirrored(), non_finite="skip")  # of no rows the count is zero
+            rows = jax.tree.map(np.float32, rows)
+            jdist.fit(step, jnp.zeros(3), rows, epochs=1, global_batch=32, progress=False, log_to=None)
+            return step.verification
+
+        with pytest.warns(VerificationWarning, match=r"rows that only fill the batch up.*`jdist\.mean\(losses, batch"):
+            fitted(by_own_count, 90)
+        assert fitted(by_own_count, 96).ok  # no batch of theirs is filled up
+        assert fitted(by_mean, 90).ok
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.sgd(0.1)], ids=["adam", "sgd"])
+def test_a_head_of_zeros_on_balanced_classes_is_no_difference(tx):
+    """The gradient of its bias is zero but for the order of the sum; nothing in the arguments that rounding could touch."""
+
+    def step(state, batch):
+        def loss_fn(params):
+            logits = batch["x"] @ params["w"] + params["b"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+        loss, grads = jdist.value_and_grad(loss_fn)(state[0])
+        updates, opt_state = tx.update(grads, state[1])
+        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
+
+    params = {"w": jnp.zeros((5, 10)), "b": jnp.zeros(10)}
+    labels = np.sort(np.arange(40) % 10).astype(np.int32)
+    batch = {"x": np.random.default_rng(1).normal(size=(40, 5)).astype(np.float32), "y": labels}
+    strategy = jdist.mirrored(jax.devices()[:4])
+    assert jdist.verify(jdist.distribute(step, strategy), (params, tx.init(params)), batch).ok
+
+
+@pytest.mark.parametrize(("num_rows", "devices"), [(16, 2), (4, 4)])
+def test_a_result_whose_shape_follows_the_rows(num_rows, devices):
+    def step(w, batch):
+        loss, grad = jdist.value_and_grad(lambda w: ((batch["x"] * w - 1) ** 2).mean())(w)
+        errors = batch["x"] * w - 1
+        return w - 0.1 * grad, {"loss": loss, "errors": jnp.stack([errors, errors**2])}
+
+    batch = {"x": np.arange(num_rows, dtype=np.float32)}
+    found = jdist.verify(jdist.distribute(step, jdist.mirrored(jax.devices()[:devices])), np.float32(0), batch)
+    (difference,) = found.differences
+    assert difference.leaf == "metrics['errors']"
+    assert f"(2, {num_rows}) as one replica, (2, {num_rows // devices}) distributed" in difference.cause
+    assert '"examples"' in difference.remedy
+
+
+def test_what_is_nan_in_both_is_not_compared():
+    batch = {"x": np.full(16, np.nan, np.float32)}
+
+    def step(w, batch):
+        loss, grad = jdist.value_and_grad(lambda w: ((batch["x"] * w - 1) ** 2).mean())(w)
+        return w - 0.1 * grad, {"loss": loss}
+
+    found = jdist.verify(jdist.distribute(step, jdist.mirrored(), non_finite="apply"), np.float32(0), batch)
+    assert (found.ok, found.num_compared) == (True, 0)
+    assert "state, which is NaN in both" in found.not_compared
+
+
+def test_strict_is_content_with_one_replica():
+    step = jdist.distribute(right, jdist.one_device(), verify="strict")
+    step(state(), batch())
+    assert step.verification.ok

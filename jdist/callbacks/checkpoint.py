@@ -85,6 +85,7 @@ def checkpoint(
                     with writing(folder):
                         folder.rename(first_free(folder))
         opened.append(Checkpointer(directory, keep=kept_newest, best_metric=best, best_mode=best_mode, cluster=cluster))
+        opened[0].claim()
         kept = {name: each.get() for name, each in moment.kept.items()}
         try:
             restored = opened[0].restore(WithKept(shapes_of(moment.state), kept))

@@ -44,6 +44,7 @@ def tensorboard(folder: str | os.PathLike[str]) -> Callback:
                 writers[0].add_scalar(name, value, moment.step)
             elif isinstance(value, np.ndarray):
                 writers[0].add_histogram(name, value, moment.step)
+        writers[0].flush()  # a run that is killed has its rows
 
     def close() -> None:
         while writers:

@@ -37,7 +37,7 @@ def plan(
     Args:
         config: the YAML file, as for `jdist run`.
         overrides: values that replace those of the file, the key written with dots.
-        topology: a TPU as CHIP:SHAPE (v5e:2x4, v6e:16x16, or v5p:8x8x8,slices=2), cpu:8, gpu or gpu:4.
+        topology: a TPU as CHIP:SHAPE (v5e:2x4, v6e:16x16, or v5p:8x8x8,slices=2) or CHIP-SIZE (v5e-16), cpu:8, gpu or gpu:4.
         json: print one JSON object instead of the table; of a sweep, a list.
         sweep: try these global batches (128,256,384, or 128..4096 for doublings) and name the largest that fits.
         no_check: on cpu and gpu, do not make a real step to compare the memory with.

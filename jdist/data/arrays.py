@@ -15,11 +15,13 @@ import numpy as np
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.source import whole_number
 from jdist.errors import DatasetError
+from jdist.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
 _SAMPLED_BYTES = 4096
 
 
+@without_tensorflow_keywords
 def from_arrays(
     arrays: PyTree, *, global_batch: int, shuffle_seed: int | None = None, epochs: int | None = 1
 ) -> ArraySource:

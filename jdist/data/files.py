@@ -14,11 +14,13 @@ from jdist.data.join import join
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.source import whole_number
 from jdist.errors import DatasetError
+from jdist.tensorflow_names import without_tensorflow_keywords
 
 PyTree = Any
 Path = str | os.PathLike[str]
 
 
+@without_tensorflow_keywords
 def from_files(
     paths: Iterable[Path], read: Callable[[Any], PyTree], *, global_batch: int, epochs: int | None = 1
 ) -> FileSource:

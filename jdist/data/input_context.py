@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jdist.data.source import whole_number
 from jdist.errors import BatchError, DatasetError
@@ -41,6 +42,13 @@ class InputContext:
                 f"`input_pipeline_id` is {self.input_pipeline_id}, but there are {pipelines} input pipelines, "
                 f"counted from 0; use 0 to {pipelines - 1}"
             )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from jdist.tensorflow_names import unknown
+
+            raise unknown("a jdist.InputContext", name, dir(type(self)))
 
     def per_replica_batch(self, global_batch: int) -> int:
         """Rows of one replica's batch.

@@ -70,6 +70,14 @@ def filled_up(batch: PyTree) -> np.ndarray | None:
     return np.concatenate([own < size for size in sizes])
 
 
+def full_mask_place(batch: PyTree) -> int | None:
+    """Which of a batch's leaves is the mask that `distribute_dataset` gave it, if all of its rows are real."""
+    known = _known(batch)
+    if known is None or not np.all(to_host(known[0])):
+        return None
+    return next(i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is known[0])
+
+
 def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
     """The mask in a batch of which something was noted, how many rows of each process are real, and how many it has."""
     for leaf in jax.tree.leaves(batch):

@@ -12,6 +12,7 @@ from pathlib import Path
 from jdist.doctor.finding import Finding, failed, passed, warned
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "chex", "numpy")
+_NO_FREE_BYTES = 50 * 10**6  # in which not even one checkpoint of a small model has room
 _LEAST_FREE_BYTES = 2 * 10**9  # some checkpoints of a small model
 
 
@@ -48,6 +49,8 @@ def disk(folder: Path) -> list[Finding]:
         return [failed("disk", f"{folder} cannot be written: {there} is read-only for this user", "Run elsewhere.")]
     free = shutil.disk_usage(there).free
     text = f"{folder.absolute()}: {free / 1e9:.1f} GB free"
+    if free < _NO_FREE_BYTES:
+        return [failed("disk", text, "The disk is full: make room, or run elsewhere (`log.folder`).")]
     if free < _LEAST_FREE_BYTES:
         return [warned("disk", text, "A run writes checkpoints: make room, or set `checkpoint.keep` to 1.")]
     return [passed("disk", text)]

@@ -81,8 +81,12 @@ def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:
         told = strategy.cluster.exchange("doctor: devices", [len(local), local[0].device_kind], timeout_s)
         if any(each != told[0] for each in told):
             listed = "; ".join(f"process {i}: {count} x {kind}" for i, (count, kind) in enumerate(told))
-            remedy = "A step waits for the slowest replica; start each process with as many of the same kind."
-            found.append(warned("devices", f"the processes have different devices: {listed}", remedy))
+            if len({count for count, _ in told}) > 1:
+                remedy = "Rows are shared out by process: start each with as many devices."
+                found.append(failed("devices", f"the processes have different numbers of devices: {listed}", remedy))
+            else:
+                remedy = "A step waits for the slowest replica; start each process with devices of one kind."
+                found.append(warned("devices", f"the processes have different devices: {listed}", remedy))
     return found
 
 

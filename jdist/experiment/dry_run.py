@@ -18,7 +18,7 @@ from jdist.experiment.describe import describe
 from jdist.experiment.load import Document
 from jdist.experiment.measured import check_best_of_shapes
 from jdist.experiment.prepare import prepare
-from jdist.experiment.record import RunFolder
+from jdist.experiment.record import RunFolder, check_can_be_made
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.shapes import batch_shapes, shapes_of_run
 from jdist.experiment.step import make_eval_step, make_train_step
@@ -59,6 +59,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
         say("no server is started: what a worker computes, and the update, are compiled for one device here")
     say(arithmetic(config, parts))
     folder = RunFolder(Path(config.log.folder) / config.name)
+    check_can_be_made(folder.path)
     if not fresh:
         check_same_run(folder, parts.values, document)
 

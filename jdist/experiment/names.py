@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 
-def closest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name nearest to `name`, or None if none is near."""
-    return next(iter(difflib.get_close_matches(name, sorted(set(valid)), n=1, cutoff=0.6)), None)
+def closest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The valid name nearest to `name`, or None if none is near; with `cutoff` 1 only the same name is."""
+    return next(iter(difflib.get_close_matches(name, sorted(set(valid)), n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, valid: Iterable[str], *, label: str = "Valid", limit: int = 12) -> str:

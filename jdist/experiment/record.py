@@ -11,6 +11,9 @@ runs/NAME/environment.json, result.json, source/    what it takes to repeat the 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +111,41 @@ def open_folder(path: Path) -> Iterator[RunFolder]:
                     f"{path}: another process is writing this run. Wait for it or stop it, or give this run another name; "
                     "if it is another process of the same job, say strategy.name=multi_worker."
                 ) from None
-        strangers = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
-        if strangers and not (path / "config.yaml").exists():
-            raise ConfigError(
-                f"{path}: not a run folder: it holds {', '.join(strangers[:3])} but no config.yaml. "
-                "Give the run another name, or move the folder away."
-            )
+        _check_no_strangers(path)
         yield folder
+
+
+def check_can_be_made(path: Path) -> None:
+    """Refuse what `open_folder` would refuse, and leave nothing behind.
+
+    Args:
+        path: the run folder.
+
+    Raises:
+        ConfigError: it cannot be made or written, or holds something that is no run.
+    """
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    with writing(path):
+        if there == path.absolute():
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            _check_no_strangers(path)
+            return
+        try:
+            tempfile.TemporaryDirectory(dir=there).cleanup()
+        except OSError as exc:
+            raise OSError(exc.errno, exc.strerror, str(path)) from exc  # not what was tried in its place
+
+
+def _check_no_strangers(path: Path) -> None:
+    strangers = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+    if strangers and not (path / "config.yaml").exists():
+        raise ConfigError(
+            f"{path}: not a run folder: it holds {', '.join(strangers[:3])} but no config.yaml. "
+            "Give the run another name, or move the folder away."
+        )
 
 
 def set_aside(path: Path) -> Path | None:

@@ -14,6 +14,7 @@ from jdist.cluster.launcher.environment import ATTEMPT
 from jdist.cluster.runtime import alone
 from jdist.cluster.stop import preemption
 from jdist.cluster.together import together
+from jdist.data.arrays import ArraySource
 from jdist.data.source import write_state
 from jdist.errors import NonFiniteError
 from jdist.experiment.checksums import checksums
@@ -30,6 +31,7 @@ from jdist.experiment.resume import check_same_run, position_of
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
+from jdist.loop.feed import has_to_fill_up
 from jdist.loop.measure import measure
 from jdist.loop.tally import Tally
 from jdist.report.curves import plot_curves
@@ -109,6 +111,8 @@ def run(
         train_set = strategy.distribute_dataset(parts.train_data, steps_per_call=train.steps_per_call)
         eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
         train_step = make_train_step(config, parts)
+        if isinstance(parts.train_data, ArraySource):
+            train_step.verify_next(train.verify, pads=has_to_fill_up(parts.train_data, strategy, total))
         eval_step = make_eval_step(parts)
 
         # Where an earlier process of this run left off. A checkpoint also holds what compressed gradients left out.

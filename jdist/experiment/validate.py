@@ -13,7 +13,7 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted
 from jdist.experiment.names import closest
-from jdist.report.better import better
+from jdist.report.better import NAMES, better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,13 @@ def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
     mode = better(checkpoint.best)
     if mode is None:
         text = f"whether more or less of {show(checkpoint.best)} is better its name does not say"
-        return config, [Problem(key=("checkpoint", "mode"), text=text, remedy=" Say max or min.")]
+        near = closest(checkpoint.best.rpartition("/")[2].lower(), NAMES, cutoff=0.75)
+        remedy = (
+            f" Did you mean {near}? Else say checkpoint.mode=max or min."
+            if near
+            else " Say checkpoint.mode=max or min."
+        )
+        return config, [Problem(key=("checkpoint", "best"), text=text, remedy=remedy)]
     return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"mode": mode})}), []
 
 
@@ -170,8 +176,8 @@ def _nearest_key(key: Key) -> str:
     known = [k for k, _ in _keys()]
     siblings = [k for k in known if k[:-1] == key[:-1]]
     by_name = {k[-1]: k for k in reversed(known)}
-    for candidates in ({k[-1]: k for k in siblings}, by_name):
-        close = closest(key[-1], candidates)
+    for candidates, cutoff in (({k[-1]: k for k in siblings}, 0.6), (by_name, 0.8)):
+        close = closest(key[-1], candidates, cutoff=cutoff)
         if close is not None:
             return f" Did you mean {dotted(candidates[close])}?"
     where = dotted(key[:-1]) or "the top level"

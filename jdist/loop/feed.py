@@ -114,7 +114,7 @@ def open_feed(
             batches=batches,
             steps_per_epoch=data.steps_per_epoch,
             num_steps=data.num_steps,
-            pads=_pads(data, strategy, steps),
+            pads=has_to_fill_up(data, strategy, steps),
         )
     if isinstance(data, DistributedDataset) or (strategy.coordinator is not None and _is_of_workers(data)):
         batches: Any = data
@@ -151,7 +151,7 @@ def _check_is_data(data: Any) -> None:
         )
 
 
-def _pads(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
+def has_to_fill_up(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
     """Whether a batch has to be filled up before `steps` are made."""
     if source.global_batch % strategy.num_replicas:
         return True

@@ -160,7 +160,7 @@ def fit(
         cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
         stop = ends.enter_context(preemption(cluster, second="raise"))
         state = train_step.prepare(state, feed.batches.element_spec)
-        train_step.verify_next(verify)
+        train_step.verify_next(verify, pads=feed.pads)
         trained = names_of(train_step, state, feed, metrics)
         evaluated = frozenset() if evaluation is None else evaluation.names(state)
         check_returned(metrics, trained, evaluated)

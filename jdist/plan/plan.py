@@ -40,6 +40,8 @@ class Plan:
         global_batch: rows of a step over all replicas.
         summary: strategy, batch and length in words.
         capacity: bytes of a device's memory; None if nobody says.
+        state_bytes: of the state, as far as each device holds it whole; 0 where the hosts do.
+        rows: that a device computes with at a time: of a microbatch, or of its batch.
         memory: of one device; None if the compiler refused the step.
         refusal: the compiler's words, if it refused.
         flops: operations of matrix products and convolutions on one device.
@@ -62,6 +64,8 @@ class Plan:
     global_batch: int
     summary: str
     capacity: int | None
+    state_bytes: int = 0
+    rows: int = 0
     memory: Memory | None = None
     refusal: TooLarge | None = None
     flops: float = 0.0
@@ -153,6 +157,8 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         global_batch=config.train.global_batch,
         summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),
+        state_bytes=0 if parts.strategy.name == "central_storage" else planned.state_bytes,
+        rows=max(1, config.train.global_batch // (parts.strategy.num_replicas * config.train.accumulate)),
         flops=planned.flops,
         steps_per_call=steps,
         chip=chip,

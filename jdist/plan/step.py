@@ -11,6 +11,7 @@ from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts
 from jdist.experiment.shapes import shapes_of_run
 from jdist.experiment.step import make_train_step
+from jdist.global_arrays import is_key
 from jdist.plan.flops import count_flops
 from jdist.transforms.step import DistributedStep
 
@@ -32,6 +33,12 @@ class PlannedStep:
     state: PyTree
     batch: PyTree
     flops: float
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state."""
+        leaves = [jax.eval_shape(jax.random.key_data, x) if is_key(x) else x for x in jax.tree.leaves(self.state)]
+        return sum(x.size * x.dtype.itemsize for x in leaves)
 
 
 def plan_step(config: Config, parts: Parts) -> PlannedStep:

@@ -58,8 +58,7 @@ def _memory(plan: Plan) -> list[str]:
             lines.append(
                 f"  {what} would need {size(plan.refusal.needed)} of {size(plan.refusal.available)}, {size(over)} too much"
             )
-        lines.append("  a smaller train.global_batch, more devices, or train.accumulate=2 need less")
-        return lines
+        return [*lines, *_remedies(plan)]
     m = plan.memory
     rows = [
         ("  arguments", size(m.arguments), "state and batch"),
@@ -73,7 +72,24 @@ def _memory(plan: Plan) -> list[str]:
         ("  host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
         ("  total", size(m.total), _verdict(plan)),
     ]
-    return [title, *_aligned(rows)]
+    return [title, *_aligned(rows), *([] if plan.fits is not False else _remedies(plan))]
+
+
+def _remedies(plan: Plan) -> list[str]:
+    """What would need less, of what this plan can still change."""
+    if plan.capacity is not None and plan.state_bytes > plan.capacity:
+        return [
+            f"  the state alone is {size(plan.state_bytes)} and each device holds all of it, so no batch fits in "
+            f"{size(plan.capacity)}:",
+            "  strategy.name=central_storage keeps it in host memory, strategy.name=parameter_server on servers; or a device "
+            "with more memory, an optimiser that keeps less (sgd, adafactor), a smaller model",
+        ]
+    if plan.rows == 1:
+        return [
+            "  each device computes with one row at a time, so no batch is smaller: train.precision=bf16, `jax.checkpoint` "
+            "in the model, or a device with more memory need less"
+        ]
+    return ["  a smaller train.global_batch, more devices, or train.accumulate=2 need less"]
 
 
 def _verdict(plan: Plan) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jdist.strategy import Device, Strategy
 
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
-KNOWN = 'a TPU such as "v5e:2x4", "v6e:16x16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
+KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,9 @@ def parse_target(name: str) -> Target:
         )
     if match:
         return Target(name=name, platform=match[1], count=int(match[2]) if match[2] else None)
-    from jdist.strategies.topology import nearest, parse_topology
+    from jdist.strategies.topology import is_by_size, nearest, parse_topology
 
-    if ":" not in name or name.lower().startswith(("cpu", "gpu")):
+    if name.lower().startswith(("cpu", "gpu")) or not (":" in name or is_by_size(name)):
         hint = did_you_mean(name, ["cpu:8", "gpu"]) or nearest(name)
         raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
     parse_topology(name)

@@ -128,12 +128,13 @@ class Carrying:
         return [next(rest) if found.slope is None else found.slope for found in self.affine]
 
 
-def find_carrying(parts: Split, leaves: Sequence[int], sizes: tuple[int, int]) -> Carrying:
+def find_carrying(parts: Split, leaves: Sequence[int], by_slope: Sequence[int], sizes: tuple[int, int]) -> Carrying:
     """Finds which leaves that a step carries have a slope; called where the replica axes are bound.
 
     Args:
         parts: the step as one microbatch sees it.
         leaves: the leaves that it carries.
+        by_slope: those of them whose slope is looked for.
         sizes: the number of replicas, and of microbatches of each.
     """
     traced = parts.traced
@@ -146,7 +147,7 @@ def find_carrying(parts: Split, leaves: Sequence[int], sizes: tuple[int, int]) -
         *(v for v in traced.combined if v not in carried),
     ]
     found = []
-    for i in leaves:
+    for i in by_slope:
         old = traced.state[i]
         if not _is_number(old.aval):
             continue

@@ -185,8 +185,8 @@ class Closures:
 
     @property
     def arrived(self) -> frozenset[int]:
-        """Those whose results are there."""
-        return frozenset(c for c, closure in self._known.items() if closure.pending.done)
+        """Those whose results are there, or were."""
+        return frozenset(c for c, closure in self._known.items() if closure.pending.was_there)
 
     def batch(self, numbers: Sequence[int], worker: int, settled: int, lost: Collection[int]) -> Batch:
         """Those out of these that are still wanted, to be sent; those that read a batch on the worker get the name of one.
@@ -290,6 +290,8 @@ class Closures:
         """
         done = snapshot.applied | {c for c in self._void if c >= snapshot.settled}
         again = [closure for c, closure in self._known.items() if c >= snapshot.settled and c not in done]
+        for closure in again:
+            closure.pending.take_back()
         self._queued_bytes = sum(closure.size_bytes for closure in again)
         self._logged_bytes = sum(closure.size_bytes for closure in self._known.values()) - self._queued_bytes
         self._skipped &= done

@@ -340,6 +340,10 @@ class Engine:
         for closure in known:
             closure.pending.arrive(leaves, error)
 
+    def is_present(self, worker: int, epoch: int, generation: int) -> bool:
+        """Whether a worker's report is of its present epoch and of the present history; called with the lock held."""
+        return (epoch, generation) == (self.epoch_of(worker), self.dispatch.generation)
+
     def skipped(self, number: int) -> None:
         """A closure's update was left out, as a gradient was not finite."""
         with self.lock:

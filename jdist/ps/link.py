@@ -35,6 +35,7 @@ class Hub(Protocol):
     def quarantine(self, worker: int, why: str) -> None: ...
     def check_workers(self) -> None: ...
     def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
+    def is_present(self, worker: int, epoch: int, generation: int) -> bool: ...
     def skipped(self, number: int) -> None: ...
     def ended(self, number: int, pipeline: int, count: int) -> None: ...
     def epoch_of(self, worker: int) -> int: ...
@@ -220,13 +221,17 @@ class WorkerLink:
                 continue
             leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
             error = _error_of(outcome)
-            hub.arrived(closure, leaves, error)
-            if how == "done" and not outcome.get("is_finite", True):
-                hub.skipped(closure)
-            how = "read" if how == "done" and not updates else how
-            hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=outcome.get("base", 0)))
-            if error is not None:
-                hub.fail(error)
+            with hub.lock:
+                if not hub.is_present(self.number, **said):
+                    continue  # a rollback has discarded what this was computed from, or the worker counts as lost
+                hub.arrived(closure, leaves, error)
+                if how == "done" and not outcome.get("is_finite", True):
+                    hub.skipped(closure)
+                how = "read" if how == "done" and not updates else how
+                base = outcome.get("base", 0)
+                hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=base))
+                if error is not None:
+                    hub.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
             # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
             self._gave_up = True

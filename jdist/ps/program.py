@@ -232,9 +232,11 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
             f"the step computes {', '.join(paths[i] for i in carries)} from the batch without "
             "`jdist.value_and_grad` or `jdist.grad`. Under a parameter server a worker would write it over what others "
             "have written meanwhile. Change `jax.value_and_grad` to `jdist.value_and_grad`; return what is no gradient as a "
-            "metric."
+            "metric; or use `jdist.mirrored()`."
         )
-    carrying = find_carrying(parts, carries, (strategy.num_replicas, plan.k))
+    # In synchronous mode the servers hold the old state that every worker has read, and apply the step's own rule to it.
+    by_slope = carries if closures == 1 else []
+    carrying = find_carrying(parts, carries, by_slope, (strategy.num_replicas, plan.k))
     leaves, treedef = jax.tree.flatten(state)
     impls = tuple(jax.random.key_impl(x) if is_key(x) else None for x in leaves)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)

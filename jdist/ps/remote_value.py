@@ -17,7 +17,7 @@ _CALLS = threading.local()
 
 
 class Pending:
-    """The results of one closure, which arrive once.
+    """The results of one closure. They arrive once, and again where a rollback has discarded what they were computed from.
 
     Args:
         number: the closure's, as far as it has one.
@@ -25,12 +25,13 @@ class Pending:
 
     Attributes:
         number: the closure's; None while it waits for its arguments.
+        was_there: whether they have arrived at all, also if they were discarded since then.
     """
 
     def __init__(self, number: int | None = None, cancel: Callable[[Sequence[Pending]], bool] | None = None):
         self.number = number
         self._cancel = cancel
-        self._is_there = False
+        self._is_there = self.was_there = False
         self._woken = threading.Event()  # those who wait; also in vain
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
@@ -39,15 +40,23 @@ class Pending:
         self._given_up: BaseException | None = None
 
     def arrive(self, leaves: list[Any], error: BaseException | None = None) -> None:
-        """Sets the results, or the error; only the first time counts."""
+        """Sets the results, or the error; only the first time counts, and the first after `take_back`."""
         with self._lock:
             if self._is_there:
                 return
-            self._leaves, self._error, self._is_there = leaves, error, True
+            self._leaves, self._error, self._is_there, self.was_there = leaves, error, True, True
             self._cancel = None
             self._woken.set()
             then, self._then = self._then, []
         _one_after_the_other(then)
+
+    def take_back(self) -> None:
+        """Forgets the results, as the closure is computed again; who has read them has read those of another history."""
+        with self._lock:
+            if self._is_there and self._error is None:
+                self._is_there, self._leaves = False, []
+                if self._given_up is None:
+                    self._woken.clear()
 
     def give_up(self, error: BaseException | None) -> None:
         """From now on nobody waits for the results, but meets an error; with None they can be waited for again."""

@@ -168,7 +168,7 @@ def serve(
             server = RpcServer(address, heard.watch(methods), security=security)
             ends.callback(server.stop, 1.0)
             if health_address is not None:
-                ends.callback(serve_health(health_address, SERVICE))
+                ends.callback(serve_health(health_address, SERVICE, is_well=lambda: server.is_well))
         except OSError as exc:
             raise PortInUseError(
                 f"this {role} {exc}. An earlier server may still be there; else give another."

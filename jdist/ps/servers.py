@@ -22,7 +22,7 @@ from jdist.ps.transport.seam import CallFailed
 _CALL_S = 5.0
 _RETRY_S = 0.5
 _TELLING_S = 10.0  # machines that are gone do not answer, and may be many
-_QUIET_S = 5.0  # who waits longer for the servers says so
+_QUIET_S = 5.0  # who waits longer for the servers says so, and is content with one worker
 
 
 def cluster_of_environment() -> ClusterSpec | None:
@@ -63,7 +63,9 @@ def check_place(spec: ClusterSpec) -> None:
 
 
 def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
-    """The servers of a cluster, once all are there and let each other in.
+    """The servers of a cluster, once all parameter servers and a worker are there and let each other in.
+
+    The other workers may come later, at any time: a coordinator that starts again need not wait for one that is gone.
 
     Args:
         spec: the cluster, checked by `check_place`.
@@ -75,7 +77,7 @@ def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s:
         ClusterConfigError: a file of the certificates is not right.
         StrategyError: they lack protection.
         ClusterError: one refuses this process, or a worker is refused by a parameter server.
-        ClusterTimeoutError: not all were there in time.
+        ClusterTimeoutError: no worker, or not all parameter servers, were there in time.
     """
     security = read_security(os.environ)
     workers, ps = (tuple(a for a in spec.jobs[job] if a is not None) for job in ("worker", "ps"))
@@ -87,7 +89,7 @@ def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s:
     if wrong is not None:
         print(f"jdist: insecure: {wrong}", file=sys.stderr, flush=True)
     names = {address: f"{job} {i} ({address})" for job in ("worker", "ps") for i, address in enumerate(spec.jobs[job])}
-    _wait(lambda: _missing(workers, ps, security, names), start_timeout_s)
+    _wait(lambda: _looked_for(workers, ps, security, names), start_timeout_s)
     telling = _Telling([*workers, *ps], security)
     if not keep:
         atexit.register(telling.at_exit)
@@ -99,21 +101,29 @@ def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s:
     )
 
 
-def _missing(workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]) -> list[str]:
-    """Which servers cannot be reached yet, from here or from a worker, and why.
+def _looked_for(
+    workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]
+) -> tuple[list[str], bool]:
+    """Which servers cannot be reached yet, from here or from a worker, and why; and whether the job can begin without them.
 
     Raises:
         ClusterError: one never will.
     """
     everyone = [*ps, *workers]
-    found = [(names[a], trouble) for a, trouble in zip(everyone, reach_all(everyone, security, _CALL_S), strict=True)]
-    if not any(trouble for _, trouble in found):
-        found = [pair for worker in workers for pair in _seen_from(worker, ps, security, names)]
+    reached = dict(zip(everyone, reach_all(everyone, security, _CALL_S), strict=True))
+    found = [(names[a], trouble) for a, trouble in reached.items()]
+    there = [worker for worker in workers if reached[worker] is None]
+    usable = 0
+    if all(reached[a] is None for a in ps):
+        for worker in there:
+            seen = _seen_from(worker, ps, security, names)
+            usable += all(trouble is None for _, trouble in seen)
+            found += seen
     lasting = [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None and trouble.lasts]
     if lasting:
         more = f" ({len(lasting) - 1} more are like that)" if len(lasting) > 1 else ""
         raise ClusterError(f"{lasting[0]}.{more}")
-    return [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None]
+    return [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None], usable > 0
 
 
 def _seen_from(
@@ -138,15 +148,25 @@ def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Troubl
     return [None if each is None else Trouble(str(each[0]), lasts=bool(each[1])) for each in header["found"]]
 
 
-def _wait(missing: Callable[[], list[str]], timeout_s: float) -> None:
-    """Waits until nothing is missing; says after a while for whom."""
+def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
+    """Waits until nothing is missing, and after a while only until the job can begin; says for whom."""
     begin, said = time.monotonic(), False
-    while lines := missing():
+    while True:
+        lines, can_begin = look()
         waited_s = time.monotonic() - begin
+        if not lines:
+            return
+        if can_begin and waited_s > min(_QUIET_S, timeout_s):
+            print(
+                f"jdist: beginning without some of the workers, which may come later: {'; '.join(lines[:4])}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
         if waited_s > timeout_s:
             raise ClusterTimeoutError(
-                f"after {timeout_s:g} s not all servers of the cluster are there. {'; '.join(lines[:4])}. Is `jdist serve` "
-                "running as each of them?"
+                f"after {timeout_s:g} s the cluster has not all parameter servers and a worker. {'; '.join(lines[:4])}. Is "
+                "`jdist serve` running as each of them?"
             )
         if waited_s > _QUIET_S and not said:
             said = True

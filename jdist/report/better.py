@@ -8,20 +8,24 @@ from typing import Literal
 Mode = Literal["min", "max"]
 
 
+_LESS_NAMES = (
+    "loss losses logloss error errors err inaccuracy misclassification perplexity ppl bits bpb bpc bpd nats nll xent bce "
+    "kl kld divergence brier crps ece eer mse rmse nrmse msle rmsle mae mape smape wer cer fpr fnr fid fvd kid lpips regret"
+)
+_MORE_NAMES = (
+    "acc accuracy auc prauc rocauc auroc auprc f1 precision recall sensitivity specificity "
+    "iou miou dice psnr ssim bleu rouge meteor chrf ndcg mrr r2 reward"
+)
+NAMES = tuple(f"{_LESS_NAMES} {_MORE_NAMES}".split())
+
+
 def _words(words: str) -> re.Pattern[str]:
     """Any of these as a whole word: letters beside it make it another one (stop is no top), `_`, `-` and digits do not."""
     return re.compile(rf"(?<![a-z])({'|'.join(words.split())})(?![a-z])")
 
 
-_LESS = _words(
-    "loss losses logloss error errors err inaccuracy misclassification perplexity ppl bits bpb bpc bpd nats nll xent bce "
-    "cross_?entropy kl kld divergence brier crps ece eer mse rmse nrmse msle rmsle mae mape smape wer cer fpr fnr fid fvd kid "
-    "lpips regret"
-)
-_MORE = _words(
-    r"acc accuracy auc prauc rocauc auroc auprc f1 precision recall sensitivity specificity top[_-]?\d+ top[_-]?k "
-    "iou miou dice psnr ssim bleu rouge meteor chrf ndcg mrr r2 reward"
-)
+_LESS = _words(rf"{_LESS_NAMES} cross_?entropy")
+_MORE = _words(rf"{_MORE_NAMES} top[_-]?\d+ top[_-]?k")
 # What turns the others round, or measures something else of them: neg_mean_squared_error, accuracy_drop, loss_scale.
 _TURNED = _words("neg negative minus inverse drop gap reduction improvement scale weight")
 

@@ -14,6 +14,7 @@ from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
 from jdist.report.metrics_file import Row, read_rows
+from jdist.runs.summary import near_run
 
 _CLOCK = "time_s"  # no two runs take the same time
 
@@ -35,7 +36,8 @@ def replay(folder: str, *, fresh: bool = False) -> int:
     """
     original = RunFolder(Path(folder).resolve())
     if not original.config.is_file():
-        raise ConfigError(f"{folder}: no run folder: there is no config.yaml in it. Name one, as runs/digits.")
+        near = near_run(Path(folder)) or " Name one, as runs/digits."
+        raise ConfigError(f"{folder}: no run folder: there is no config.yaml in it.{near}")
     starts, result = read_starts(original), read_result(original)
     if not starts and original.environment.is_file():
         raise ConfigError(

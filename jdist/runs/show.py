@@ -9,10 +9,8 @@ from pathlib import Path
 from jdist.errors import ConfigError
 from jdist.report.progress import duration
 from jdist.runs.compare import compare
-from jdist.runs.summary import RunSummary, find_runs, read_run
+from jdist.runs.summary import RUNS, RunSummary, find_runs, read_run
 from jdist.runs.table import columns, figure, local_time
-
-RUNS = Path("runs")
 
 
 def show(folders: Sequence[str], *, as_json: bool = False) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import math
 import os
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from jdist.report.plain import to_plain
 from jdist.report.progress import numbers
 from jdist.run_lock import is_held
 
+RUNS = Path("runs")
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
 
 
@@ -112,7 +114,9 @@ def read_run(path: Path) -> RunSummary:
     """
     folder = RunFolder(path)
     if not folder.config.is_file():
-        raise ConfigError(f"{path}: no run folder: there is no config.yaml in it. `jdist runs` lists those in runs/.")
+        raise ConfigError(
+            f"{path}: no run folder: there is no config.yaml in it.{near_run(path)} `jdist runs` lists those in runs/."
+        )
     config = validate(load(folder.config))
     rows, starts, result = read_rows(folder.metrics), read_starts(folder), read_result(folder)
     total = starts[-1].total_steps if starts else config.train.steps
@@ -130,6 +134,13 @@ def read_run(path: Path) -> RunSummary:
     )
 
 
+def near_run(path: Path) -> str:
+    """A sentence with the run folder that was probably meant, with a leading space; empty where none is near."""
+    found = {run.name: run for place in (RUNS, path.parent) if place.is_dir() for run in find_runs(place)}
+    near = difflib.get_close_matches(path.name, found, n=1)
+    return f" Did you mean '{found[near[0]]}'?" if near else ""
+
+
 def find_runs(folder: Path) -> Iterator[Path]:
     """The run folders below a folder, or the folder itself, sorted by name.
 
@@ -140,7 +151,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
         ConfigError: there is no such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder. `jdist run CONFIG` writes its runs to runs/.")
+        raise ConfigError(f"{folder}: no such folder.{near_run(folder)} `jdist run CONFIG` writes its runs to runs/.")
     for path, below, files in os.walk(folder):
         found = Path(path)
         if "config.yaml" in files and ".lock" in files:

@@ -11,8 +11,10 @@ from jdist.reduction.by_name import AllReduce
 from jdist.strategies.devices import find_devices
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategy import Strategy, Transform
+from jdist.tensorflow_names import without_tensorflow_keywords
 
 
+@without_tensorflow_keywords
 def mirrored(
     devices: Sequence[Any] | None = None,
     *,

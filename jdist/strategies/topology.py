@@ -33,10 +33,16 @@ CHIPS: dict[str, dict[str, Any]] = {
     "tpu7x": {},
 }
 EXAMPLES = ("v4:2x2x1", "v5e:2x4", "v5p:8x8x8", "v6e:16x16")
-FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", or "v5p:8x8x8,slices=2" for several slices'
+FORMS = '"v5e:2x4", "v6e:16x16", "v5p:8x8x8", "v5p:8x8x8,slices=2" for several slices, or by size: "v5e-16"'
 
 
 _FORM = r"(\w+):([1-9]\d*(?:x[1-9]\d*){1,2})(?:,slices=([1-9]\d*))?"
+
+# Cloud TPU's accelerator types, such as v5litepod-16. The number counts TensorCores, of which these chips have two, and
+# chips for v5e and v6e. Powers of two as https://cloud.google.com/tpu/docs/v4 (v5p, v5e, v6e, ...) lists their shapes.
+_BY_SIZE = r"(v2|v3|v4|v5e|v5litepod|v5p|v6e)-([1-9]\d*)"
+_CORES_OF_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
+_MOST_CHIPS = {"v2": 256, "v3": 1024, "v4": 2048, "v5e": 256, "v5p": 4096, "v6e": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ def parse_topology(name: str) -> Topology:
     """Reads a topology's name.
 
     Args:
-        name: CHIP:SHAPE or CHIP:SHAPE,slices=N.
+        name: CHIP:SHAPE, CHIP:SHAPE,slices=N, or an accelerator type of Cloud TPU, CHIP-SIZE.
 
     Returns:
         Its parts.
@@ -73,7 +79,12 @@ def parse_topology(name: str) -> Topology:
     Example:
         >>> parse_topology("v5p:8x8x8").shape
         (8, 8, 8)
+        >>> str(parse_topology("v5e-16")), str(parse_topology("v4-32"))
+        ('v5e:4x4', 'v4:2x2x4')
     """
+    if by_size := re.fullmatch(_BY_SIZE, str(name)):
+        chip = "v5e" if by_size[1] == "v5litepod" else by_size[1]
+        return Topology(chip=chip, shape=_shape_of_size(str(name), chip, int(by_size[2])))
     match = re.fullmatch(_FORM, str(name))
     if match is None:
         raise DeviceError(
@@ -83,6 +94,31 @@ def parse_topology(name: str) -> Topology:
     if chip not in CHIPS:
         raise DeviceError(f"{name!r}: there is no TPU {chip!r}.{nearest(name)} {_CHIPS}")
     return Topology(chip=chip, shape=tuple(map(int, shape.split("x"))), slices=int(slices or 1))
+
+
+def is_by_size(name: str) -> bool:
+    """Whether a topology is named by its size, as "v5e-16" is."""
+    return re.fullmatch(_BY_SIZE, name) is not None
+
+
+def _shape_of_size(name: str, chip: str, size: int) -> tuple[int, ...]:
+    """The shape that Cloud TPU gives a slice of so many cores or chips: as near to a square or a cube as powers of two are."""
+    cores = _CORES_OF_CHIP.get(chip, 1)
+    chips, rest = divmod(size, cores)
+    is_torus = chip in ("v4", "v5p")
+    least = 1 if cores == 1 else 4
+    if rest or chips & (chips - 1) or not least <= chips <= _MOST_CHIPS[chip] or (chips == 2 and cores == 1):
+        sizes = [n * cores for n in (2**e for e in range(13)) if least <= n <= _MOST_CHIPS[chip] and n != 2]
+        counted = "chips" if cores == 1 else "TensorCores, two a chip"
+        raise DeviceError(
+            f"{name!r}: no slice of {chip} has that size, which counts {counted}. Sizes: {', '.join(map(str, sizes))}; "
+            f"or write the shape, such as {'v4:2x2x3' if is_torus else 'v5e:2x4'}."
+        )
+    exponent = chips.bit_length() - 1
+    dims = 3 if is_torus else 2
+    parts = [(exponent + i) // dims for i in range(dims)]  # ascending, their sum is the exponent
+    shape = tuple(2**part for part in parts)
+    return shape[::-1] if is_torus and chips == 4 else shape  # 2x2x1: a host's four chips lie in a plane
 
 
 _CHIPS = f"Chips: {', '.join(CHIPS)}."

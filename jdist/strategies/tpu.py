@@ -34,7 +34,7 @@ def tpu(
 
     Args:
         topology: None for the TPU of this machine (a Cloud TPU VM, Colab). A name such as "v5p:8x8x8" or
-            "v5p:8x8x8,slices=2" for one that is not here: a step can then be lowered and compiled, not run.
+            "v5p:8x8x8,slices=2" or "v5e-16" for one that is not here: a step can then be lowered and compiled, not run.
         name: the TPU's name, as `TPUClusterResolver(tpu=name)` takes it. JAX drives the TPU of the machine it runs
             on, so the name is only compared with TPU_NAME; None, "" and "local" fit any.
         transform: "shard_map" or "jit"; as in `mirrored`. "pmap" too, without `topology`.

@@ -18,6 +18,7 @@ import math
 import operator
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from jdist.transforms.spread import is_spread
 
 PyTree = Any
 _opened = itertools.count(1)
+_CLAIM_S = 10.0  # an earlier run may be about to end
 
 
 class CheckpointWarning(UserWarning):
@@ -136,6 +138,7 @@ class Checkpointer:
         self._damaged: set[str] = set()
         self._saving: tuple[int, Job] | None = None
         self._closed = False
+        self._let_go: Callable[[], None] | None = None
         self._cluster = cluster or alone()
         # What the processes exchange is named by this, as their paths may differ, and several may save at the same time.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
@@ -187,6 +190,7 @@ class Checkpointer:
         }
         leaves = codec.flatten(pack(fetched(state)))
         self.wait()
+        self.claim()
         failpoints.reached(Point.BEFORE_SAVE)
         for path, leaf in leaves.items():
             codec.check_savable(path, leaf, self._cluster.num_processes)
@@ -201,6 +205,18 @@ class Checkpointer:
         self._saving = step, Job(lambda: self._write(body, held))
         if wait:
             self.wait()
+
+    def claim(self) -> None:
+        """Hold the directory for the saves of this job, until it is closed; the first save does so by itself.
+
+        Raises:
+            CheckpointError: another job holds it; says which process, on which machine.
+        """
+        if self._let_go is not None:
+            return
+        with together(f"{self._name}: claiming", self._timeout_s, self._cluster):
+            let_go = disk.claim(self._directory, _CLAIM_S) if self._cluster.is_chief else lambda: None
+        self._let_go = weakref.finalize(self, let_go)
 
     def wait(self) -> None:
         """Wait until the save in flight, if there is one, is committed.
@@ -224,7 +240,11 @@ class Checkpointer:
             CheckpointError: as `wait`.
         """
         self._closed = True
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            if self._let_go is not None:
+                self._let_go()
 
     def steps(self) -> list[int]:
         """The steps that are saved whole, as far as can be told without reading the arrays; ascending."""
@@ -249,7 +269,8 @@ class Checkpointer:
             The checkpoint; None if the directory has none.
 
         Raises:
-            CheckpointError: `like` does not fit, no checkpoint can be read, or `step` is not there.
+            CheckpointError: `like` does not fit, no checkpoint can be read, `step` is not there, or the checkpoints in the
+                directory are not jdist's.
         """
         self.wait()
         like = pack(shapes_of(like))
@@ -273,6 +294,12 @@ class Checkpointer:
             said = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
             raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({said})")
         if read is None:
+            if found := disk.foreign(self._directory):
+                raise CheckpointError(
+                    f"{self._directory}: holds {', '.join(found[:3])}, checkpoints that jdist has not written and does not "
+                    "read. Give jdist a folder of its own; restore the others by what wrote them, and begin from the state "
+                    "that this gives, `strategy.init(lambda: state)`."
+                )
             return None
         values = [
             leaf if i is None else codec.placed(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)

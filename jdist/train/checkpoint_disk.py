@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+import threading
 import time
+import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jdist.errors import CheckpointError, ClusterError
 
@@ -89,6 +93,89 @@ def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
                     raise CheckpointError(text) from error
                 time.sleep(0.02)
         yield
+
+
+# Of this process, by directory: the open lock, and how many Checkpointers hold it.
+_claims: dict[str, tuple[IO[str], int]] = {}
+_claiming = threading.Lock()
+
+
+def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
+    """Hold a directory for the saves of this process, until what this returns is called; the system lets go at its end.
+
+    Several of one process hold it together. A forked child does not hold it, and so does not keep it when its parent is gone.
+
+    Raises:
+        CheckpointError: another process holds it, and still does after `timeout_s`; says which.
+    """
+    import fcntl
+
+    key, deadline_s = os.path.realpath(directory), time.monotonic() + timeout_s
+    with _claiming:
+        if key in _claims:
+            handle, count = _claims[key]
+            _claims[key] = handle, count + 1
+        else:
+            try:
+                handle = (directory / ".job").open("a+")
+            except OSError:
+                return lambda: None  # the save that comes next says what is wrong with the disk
+            while True:
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.EACCES, errno.EAGAIN):
+                        _warn_of_no_locks(directory, error)
+                        break
+                    if time.monotonic() >= deadline_s:
+                        handle.seek(0)
+                        who = handle.read().strip() or "another process"
+                        handle.close()
+                        raise CheckpointError(
+                            f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its "
+                            "end. Stop that job, wait for it, or give this one another folder."
+                        ) from error
+                time.sleep(0.05)
+            with contextlib.suppress(OSError):  # on a full disk nobody can read who it is
+                handle.truncate(0)
+                handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+                handle.flush()
+            _claims[key] = handle, 1
+
+    def let_go() -> None:
+        with _claiming:
+            handle, count = _claims.pop(key)
+            if count > 1:
+                _claims[key] = handle, count - 1
+            else:
+                handle.close()
+
+    return let_go
+
+
+def _warn_of_no_locks(directory: Path, error: OSError) -> None:
+    text = (
+        f"{directory}: its file system has no locks ({reason(error)}), so nothing keeps a second job from saving here"
+    )
+    warnings.warn(text, stacklevel=2)
+
+
+_FOREIGN_FILES = re.compile(
+    r"checkpoint(_\d+)?|.*\.(keras|h5|ckpt|index|pt|pth|safetensors|msgpack|orbax)|saved_model\.pb|_CHECKPOINT_METADATA|_METADATA"
+)
+_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint", "default")
+
+
+def foreign(directory: Path) -> list[str]:
+    """What looks like checkpoints in a directory, and is no checkpoint of jdist's: those of Orbax, flax, Keras and others."""
+
+    def is_foreign(path: Path) -> bool:
+        if path.is_dir():
+            return not NAME.fullmatch(path.name) and any((path / name).exists() for name in _ORBAX)
+        return _FOREIGN_FILES.fullmatch(path.name) is not None
+
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and is_foreign(path))
 
 
 def flush(tree: Path) -> dict[str, list[int]]:

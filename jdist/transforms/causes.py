@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
+from jdist.dataflow import ClosedJaxpr
 from jdist.transforms.quiet import equations
 from jdist.transforms.rounding import as_numbers
 
@@ -145,6 +146,16 @@ def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | No
     return None
 
 
+def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
+    """The cause of a result whose shape follows the rows that a replica sees."""
+    return Cause(
+        f"its shape follows a replica's rows: {one} as one replica, {many} distributed, where what is in one place belongs to "
+        "different rows",
+        'Return results of rows with the rows first, in a role of their own, `returns=("state", "metrics", "examples")`, or '
+        "take their mean.",
+    )
+
+
 def _is_multiple(length: int, parts: int) -> bool:
     return length >= parts and length % parts == 0
 
@@ -183,7 +194,7 @@ def _last_reduction(closed: Any, wanted: Any) -> str:
     made_by = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
     while not isinstance(wanted, jex.Literal) and wanted in made_by:
         eqn, place = made_by[wanted]
-        inner = [param for param in eqn.params.values() if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr)]
+        inner = [param for param in eqn.params.values() if isinstance(param, ClosedJaxpr | jex.Jaxpr)]
         if inner and len(getattr(inner[0], "jaxpr", inner[0]).outvars) == len(eqn.outvars):
             inside = getattr(inner[0], "jaxpr", inner[0])
             return _last_reduction(inside, inside.outvars[place])

@@ -93,6 +93,11 @@ class Distributed(abc.ABC):
     def wait(self) -> None:
         """Waits for every call in flight."""
 
-    def verify_next(self, how: Verify) -> None:
-        """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch."""
+    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+        """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch.
+
+        Args:
+            how: what follows from a difference.
+            pads: whether a later batch will be filled up, so that the step is compared on such a one as well.
+        """
         return None

@@ -6,12 +6,14 @@ the place of every draw, whatever still differs is not the draws' doing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
+
+from jdist.dataflow import ClosedJaxpr
 
 _UNIFORM = 0.1  # keeps what dropout would keep at any usual rate, and is no middle of a distribution
 _DRAWS = ("random_bits", "random_gamma")
@@ -50,20 +52,29 @@ def calls_the_host(closed: Any) -> bool:
 
 def quiet(closed: Any) -> Any:
     """The same jaxpr with one constant for every draw, and without prints."""
-    return _quiet(closed, {})
+    return _rewritten(closed, _quiet, {})
 
 
-def _quiet(jaxpr: Any, known: dict[int, Any]) -> Any:
+def shaken(closed: Any, eps: float) -> Any:
+    """The same jaxpr with errors of rounding, relative to `eps`, in all that is summed.
+
+    A bias of zero has a gradient that may be zero but for the order of its sum. Errors in the arguments alone do not
+    show that where the sum's terms do not depend on numbers with a fraction.
+    """
+    return _rewritten(closed, lambda eqn: _shaken(eqn, eps), {})
+
+
+def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
     result: Any
     if id(jaxpr) in known:
         return known[id(jaxpr)]
-    is_closed = isinstance(jaxpr, jex.ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
+    is_closed = isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
     opened: Any = jaxpr  # for type checkers, which take it for what it was compared with
     if is_closed:
-        inner = _quiet(opened.jaxpr, known)
-        result = opened if inner is opened.jaxpr else jex.ClosedJaxpr(inner, opened.consts)
+        inner = _rewritten(opened.jaxpr, rewrite, known)
+        result = opened if inner is opened.jaxpr else ClosedJaxpr(inner, opened.consts)
     else:
-        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, known)]
+        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
         same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
         # Without effects: those of the prints are gone, and only they were there.
         result = opened if same else opened.replace(eqns=eqns, effects=_effects(opened, eqns))
@@ -76,14 +87,45 @@ def _effects(jaxpr: Any, eqns: list[Any]) -> Any:
     return type(jaxpr.effects)(effect for effect in jaxpr.effects if effect in kept)
 
 
-def _replaced(eqn: Any, known: dict[int, Any]) -> list[Any]:
-    """The equations in the place of one."""
-    name = eqn.primitive.name
-    if name in _PRINTS:
+def _quiet(eqn: Any) -> list[Any] | None:
+    if eqn.primitive.name in _PRINTS:
         return []
-    if name in _DRAWS:
-        return _constant(eqn)
-    params = {key: _param(value, known) for key, value in eqn.params.items()}
+    return _constant(eqn) if eqn.primitive.name in _DRAWS else None
+
+
+def _shaken(eqn: Any, eps: float) -> list[Any] | None:
+    if eqn.primitive.name != "reduce_sum" or isinstance(eqn.invars[0], jex.Literal):
+        return None
+    operand, aval = eqn.invars[0], eqn.invars[0].aval
+    if (
+        not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.float64
+    ):  # of doubles any order is exact enough
+        return None
+
+    def function(x: jax.Array) -> jax.Array:
+        numbers = jax.lax.reshape(jax.lax.iota(jnp.float32, x.size), x.shape)
+        errors = jax.lax.sin(jax.lax.mul(jax.lax.add(numbers, 1.0), 12.9898))  # as good as random, one for each term
+        factors = jax.lax.add(jax.lax.mul(errors, eps), 1.0)
+        return eqn.primitive.bind(jax.lax.convert_element_type(factors * x.astype(jnp.float32), x.dtype), **eqn.params)
+
+    made = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    places = {made.jaxpr.invars[0]: operand, made.jaxpr.outvars[0]: eqn.outvars[0]}
+
+    def placed(v: Any) -> Any:
+        return v if isinstance(v, jex.Literal) else places.get(v, v)
+
+    return [
+        each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
+        for each in made.jaxpr.eqns
+    ]
+
+
+def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:
+    """The equations in the place of one."""
+    rewritten = rewrite(eqn)
+    if rewritten is not None:
+        return rewritten
+    params = {key: _param(value, rewrite, known) for key, value in eqn.params.items()}
     if all(params[key] is value for key, value in eqn.params.items()):
         return [eqn]
     inner = {effect for value in params.values() for each in _jaxprs_of(value) for effect in each.effects}
@@ -91,11 +133,11 @@ def _replaced(eqn: Any, known: dict[int, Any]) -> list[Any]:
     return [eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))]
 
 
-def _param(value: Any, known: dict[int, Any]) -> Any:
-    if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
-        return _quiet(value, known)
+def _param(value: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+    if isinstance(value, ClosedJaxpr | jex.Jaxpr):
+        return _rewritten(value, rewrite, known)
     if type(value) in (tuple, list):
-        items = [_param(each, known) for each in value]
+        items = [_param(each, rewrite, known) for each in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value
 
@@ -117,7 +159,7 @@ def _jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def _jaxprs_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
+    if isinstance(value, ClosedJaxpr | jex.Jaxpr):
         yield value
     elif isinstance(value, tuple | list):
         for each in value:

@@ -213,7 +213,11 @@ class _Evaluation:
         if name in FILLINGS and not in_bits and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
             stored = self.device_operand(eqn.invars[0], in_parts[0])
             real = self.layout.real(stored, in_parts[0].shape, FILLINGS[name](stored.dtype))
-            return [bind(eqn, [real], axes=tuple(range(real.ndim)))]
+            reduced = bind(eqn, [real], axes=tuple(range(real.ndim)))
+            if name in ("reduce_max", "reduce_min") and jnp.issubdtype(real.dtype, jnp.floating):
+                # Between the parts XLA may pass over NaN: see `all_reduce` in replica.py.
+                reduced = jnp.where(jnp.isnan(real).any(), jnp.asarray(jnp.nan, real.dtype), reduced)
+            return [reduced]
         return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
 
     def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:

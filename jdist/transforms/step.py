@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from jdist.cluster.failpoints import Point
 from jdist.context import check_not_mixed
 from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.leaves import MASK
-from jdist.errors import JDistError, NonFiniteError
+from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.static_leaves import has_static, pack, unpack, with_static_leaves
@@ -31,7 +33,7 @@ from jdist.transforms.apart import Apart
 from jdist.transforms.calls import Call, Signature, Step, as_taken, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
 from jdist.transforms.guard import Watched, token_size
-from jdist.transforms.in_flight import Window
+from jdist.transforms.in_flight import Lineage, Window, made
 from jdist.transforms.options import StepOptions, Verify
 from jdist.transforms.over_mesh import Program, compile_over_mesh
 from jdist.transforms.placement import (
@@ -109,9 +111,10 @@ class DistributedStep(Distributed):
     # Another object each time that any step takes in a state that it has not made: since then it may have consumed another's
     # newest state. JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
     _adopted = object()
+    _keeping: ClassVar[weakref.WeakSet[DistributedStep]] = weakref.WeakSet()  # those whose states hold residuals
 
     def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
-        self.__name__ = "the step"
+        self.__name__, self.__wrapped__ = "the step", step
         functools.update_wrapper(self, step)
         self.strategy, self.options, self._backend = strategy, options, backend
         self._step = with_static_leaves(step)
@@ -128,16 +131,18 @@ class DistributedStep(Distributed):
         if options.args == ("state", "batch") and is_first(options.batch_axis):
             self._plain_call = Call(("state", "batch"))
         self._last_state: PyTree = None
+        if strategy.keeps_residuals:
+            DistributedStep._keeping.add(self)
         self._packed: PyTree = None  # the newest state as programs take it; the same where it has no constants
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
         self._has_constants = False  # whether it has leaves that are no arrays
-        self._token = self._new_token()
         self._watched = Watched()
-        self._steps_before = 0
         self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._last_state)
+        self._token = self._new_token()
         self.verification: Any = None
         self._verify: Verify = options.verify or "off"
+        self._verify_pads = False
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
     @property
@@ -279,8 +284,9 @@ class DistributedStep(Distributed):
         program, traced = self._program(call)
         return Rehearsal(program, traced, (self._new_token(), state, batches, others))
 
-    def verify_next(self, how: Verify) -> None:
+    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""
+        self._verify_pads = pads
         if self.options.verify is None and self.verification is None:
             self._verify = how
 
@@ -288,7 +294,7 @@ class DistributedStep(Distributed):
         from jdist.transforms.verify import verify_first  # it runs steps itself
 
         how, self._verify = self._verify, "off"
-        self.verification = verify_first(self, args, kwargs, strict=how == "strict")
+        self.verification = verify_first(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
@@ -311,9 +317,35 @@ class DistributedStep(Distributed):
         wanted = self._residuals[key]
         if self.__name__ in kept:
             check_fit(self.__name__, kept[self.__name__], wanted)
+            self._check_own_residuals(state)
             return state
         make = make or (lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding))
         return WithResiduals(without_residuals(state), {**kept, self.__name__: jax.tree.map(make, wanted)})
+
+    def _check_own_residuals(self, state: PyTree) -> None:
+        """Refuses a state from another step of the same name, which has left its own residuals there.
+
+        Raises:
+            StepError: names them.
+        """
+
+        def others() -> Iterator[DistributedStep]:
+            for step in list(DistributedStep._keeping):
+                if (
+                    step.__name__ == self.__name__
+                    and step.__wrapped__ is not self.__wrapped__
+                    and made(step._packed, state)
+                ):
+                    yield step
+
+        if any(others()):
+            gc.collect()  # of a cell that was run again the old step is of no interest
+            if any(others()):
+                raise StepError(
+                    f"the state has residuals from another step named {self.__name__!r}: each would add what compression has "
+                    "left out of the other's gradients. Give one of them another name, `step.__name__ = ...`, before "
+                    "`jdist.distribute`; if it is an older version of this step, delete it."
+                )
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
@@ -346,8 +378,9 @@ class DistributedStep(Distributed):
         with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
             results, newest, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0
+            lineage = self._window.lineage
         token, state, outputs = results[:3]  # a backend may add more, for its check
-        self._window.add(token)
+        self._window.add(token, lineage)
         if self._steps_to_check and num_updates:
             self._check_replicas(state, results, num_updates)
         if "per_replica" in self.options.args:
@@ -375,6 +408,10 @@ class DistributedStep(Distributed):
             if state is not self._last_state:
                 check_not_traced((state, batches))
                 self._warn_of_loss(state)
+                if self.options.non_finite == "raise" and self._last_state is not None:
+                    self._window.go_on_from(state)
+                    if self._token is None:
+                        self._token = self._new_token()
                 state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
                 self._has_constants = has_static(state)
                 DistributedStep._adopted = object()
@@ -468,15 +505,24 @@ class DistributedStep(Distributed):
             self._steps_to_check = self.options.check_replicas
             self._backend.compare_replicas(self.strategy, state, results)
 
-    def _inspect(self, token: np.ndarray) -> None:
+    @property
+    def _token(self) -> Any:
+        """The newest call's."""
+        return self._window.lineage.token
+
+    @_token.setter
+    def _token(self, token: Any) -> None:
+        self._window.lineage.token = token
+
+    def _inspect(self, token: np.ndarray, lineage: Lineage) -> None:
         code, count = int(token[0]), int(token[1])
         if self.options.non_finite != "raise" or code == 0:
             return
         with self._window.lock:
-            self._window.clear()
-            self._token = self._new_token()
-            step = self._steps_before + count
-            self._steps_before = step + 1
+            self._window.clear(lineage)
+            lineage.token = self._new_token()
+            step = lineage.steps_before + count
+            lineage.steps_before = step + 1
         name = self._watched.names[code - 1]
         raise NonFiniteError(
             f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step "

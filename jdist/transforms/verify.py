@@ -6,6 +6,7 @@ rows. `verify` runs the first batch both ways, keeps nothing, and names what dif
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, Mesh
 
 from jdist import context
-from jdist.data.padding import filled_up
+from jdist.data.padding import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
 from jdist.global_arrays import to_host
 from jdist.nnx import NNXStep
@@ -29,7 +30,7 @@ from jdist.transforms import causes, rounding
 from jdist.transforms.calls import Call
 from jdist.transforms.causes import Evidence
 from jdist.transforms.placement import compare_replicas
-from jdist.transforms.quiet import calls_the_host, draws, draws_until, equations, prints, quiet
+from jdist.transforms.quiet import calls_the_host, draws, draws_until, equations, prints, quiet, shaken
 from jdist.transforms.rounding import Leaf
 from jdist.transforms.spread import is_spread, map_leaves
 from jdist.transforms.step import DistributedStep, Rehearsal
@@ -153,6 +154,10 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
         >>> found.ok or [each.leaf for each in found.differences]
         ["metrics['rows']"]
     """
+    return _verified(train_step, args, kwargs)
+
+
+def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pads: bool = False) -> Verification:
     step = train_step
     if isinstance(train_step, NNXStep):
         step, args = train_step.pure(args)
@@ -163,13 +168,22 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
         )
     with context.outside_scopes():
         try:
-            return _Comparison(step, args, kwargs).compared()
+            return _Comparison(step, args, kwargs).compared(pads=pads)
         except _LeftOut as exc:
             return _left_out(f"the step, {exc}", step.strategy.num_replicas * step.options.accumulate)
 
 
-def verify_first(step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool) -> Verification:
+def verify_first(
+    step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, pads: bool = False
+) -> Verification:
     """Verifies a step before its first call, and says what differs.
+
+    Args:
+        step: the step.
+        args: of the call.
+        kwargs: as well.
+        strict: whether a difference is an error.
+        pads: whether a later batch will be filled up, so that the step is verified on such a one as well.
 
     Raises:
         VerificationError: something differs, or nothing could be compared, and `strict` is set.
@@ -178,10 +192,10 @@ def verify_first(step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str,
         VerificationWarning: something differs.
     """
     try:
-        found = verify(step, *args, **kwargs)
+        found = _verified(step, args, kwargs, pads=pads)
     except Exception as exc:  # noqa: BLE001 - the call itself follows, and raises what is wrong with step or arguments
         found = _left_out(f"the step, as that failed: {type(exc).__name__}: {exc}", 0)
-    if strict and not (found.ok and found.num_compared):
+    if strict and not (found.ok and (found.num_compared or found.parts == 1)):
         raise VerificationError(
             f"{step.__name__} differs between one replica and many, or could not be verified. {found}\n"
             '`verify="first"` warns of it and goes on; `verify="off"` says nothing.',
@@ -226,6 +240,14 @@ class _Way:
         self.closed: Any = None
         self.state: PyTree = None
         self._run: Callable[[tuple[PyTree, ...]], Any] | None = None
+        self._treedef: Any = None
+
+    def shaken(self, eps: float) -> _Way:
+        """The same with errors of rounding in all that is summed; after a run."""
+        way = copy.copy(self)
+        function = jax.jit(jex.jaxpr_as_fun(shaken(quiet(self.closed), eps)))
+        way._run = lambda arguments: self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
+        return way
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, _Result]:
         rehearsal = self.trace(state, batches, others)
@@ -243,6 +265,7 @@ class _Way:
             if self._run is None:
                 made = rehearsal.program.trace(*rehearsal.arguments)
                 self.closed, treedef = made.jaxpr, jax.tree.structure(made.out_info)
+                self._treedef = treedef
                 self._run = self._loud(rehearsal)
                 if draws(self.closed) or prints(self.closed):
                     function = jax.jit(jex.jaxpr_as_fun(quiet(self.closed)))
@@ -271,6 +294,7 @@ class _Comparison:
         if whole is not None and not whole.is_fully_addressable:
             raise _LeftOut("which runs in several processes: verify it in one, under `jdist.mirrored()`")
         self._call, state, batches, others = step.bind(args, kwargs)
+        self._mask_place = full_mask_place(batches)
         if step.options.steps_per_call > 1:
             batches = jax.tree.map(lambda x: x[0], batches)
         filled = (filled_up(batch) for batch in batches)
@@ -281,7 +305,7 @@ class _Comparison:
         self._rows = self._batches if self._real is None else jax.tree.map(lambda x: x[self._real], self._batches)
         self._before = {leaf.name: leaf.value for leaf in _named((None, self._state, ()), ("state",))}
 
-    def compared(self) -> Verification:
+    def compared(self, *, pads: bool) -> Verification:
         one = self._as_one()
         given = self._step
         rounds = self._options.precision is not None or self._strategy.keeps_residuals
@@ -291,8 +315,17 @@ class _Comparison:
         alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
         pairs = self._pairs(alone, together)
         differing = self._differing(one, pairs)
-        left_out = tuple(self._left_out(one, alone, together, pairs))
-        if not differing:
+        left_out = tuple(self._left_out(one, alone, together))
+        of_shape = tuple(self._of_another_shape(alone, together))
+        is_padded = self._real is not None
+        if not differing and not of_shape and pads and self._mask_place is not None:
+            # The last batch will be filled up: what a replica does without all of its rows shows in no full one.
+            is_padded = True
+            self._batches = self._rows = self._with_rows_left_out(self._mask_place)
+            alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
+            pairs = self._pairs(alone, together)
+            differing = self._differing(one, pairs)
+        if not differing and not of_shape:
             return Verification((), "", left_out, len(pairs), self._parts)
         evidence = Evidence(
             one=one.closed,
@@ -300,15 +333,15 @@ class _Comparison:
             rows=next((len(x) for x in jax.tree.leaves(self._rows)), 0),
             parts=self._parts,
             apart=_are_apart(given.strategy, many.state),
-            padded=self._real is not None,
+            padded=is_padded,
         )
-        found = list(_explained(evidence, [pairs[i] for i in differing]))
+        found = [*of_shape, *_explained(evidence, [pairs[i] for i in differing])]
         remedies = list(dict.fromkeys(each.remedy for each in found))
         if self._is_exact_in_jit(one, alone):
             remedies.insert(
                 0, f"{_IN_JIT} of `jdist.{self._strategy.name}` computes what one replica does, from the same text."
             )
-        return Verification(tuple(found), " ".join(remedies), left_out, len(pairs), self._parts)
+        return Verification(tuple(found), " ".join(remedies), left_out, len(pairs) + len(of_shape), self._parts)
 
     def _as_one(self) -> _Way:
         """The step as one replica, traced."""
@@ -349,7 +382,7 @@ class _Comparison:
         found = []
         for name, result in one.items():
             value = result.value
-            if name not in other or np.shape(other[name].value) != np.shape(value):
+            if name not in other or np.shape(other[name].value) != np.shape(value) or _is_nan(result, other[name]):
                 continue
             before = self._before.get(name)
             before = np.zeros_like(rounding.as_numbers(value)) if before is None else before
@@ -370,13 +403,39 @@ class _Comparison:
         among = rounding.suspects(first, second, [pair.dtype for pair in pairs])
         differing = rounding.beyond_rounding(first, second, among, run, _eps(one))
         alike = _counted_by_each(pairs, self._parts)
-        return [i for i in differing if i not in alike]
+        differing = [i for i in differing if i not in alike]
+        if not differing:
+            return []
+        eps = _eps(one)
+        one = one.shaken(eps)  # which `run` takes from here on
+        return rounding.beyond_rounding(first, second, differing, run, eps)
 
-    def _left_out(self, one: _Way, alone: Any, together: Any, pairs: list[_Pair]) -> Iterator[str]:
+    def _with_rows_left_out(self, mask_place: int) -> PyTree:
+        """The batches with a mask that leaves out the last half of the last part's rows, at least one."""
+        leaves, treedef = jax.tree.flatten(self._batches)
+        mask = np.array(leaves[mask_place])
+        mask[len(mask) - max(1, len(mask) // self._parts // 2) :] = 0
+        leaves[mask_place] = mask
+        return jax.tree.unflatten(treedef, leaves)
+
+    def _of_another_shape(self, alone: dict[str, _Result], together: dict[str, _Result]) -> Iterator[Difference]:
+        """The leaves whose shape depends on how many rows a replica sees; rows that fill up a batch are no part of one's."""
+        for name, result in alone.items():
+            if name not in together or np.shape(result.value) == np.shape(together[name].value):
+                continue
+            if self._real is not None and name.startswith("examples"):
+                continue
+            shapes = np.shape(result.value), np.shape(together[name].value)
+            cause = causes.of_shape(*shapes)
+            summaries = _summary(result.value), _summary(together[name].value)
+            yield Difference(name, *summaries, float("inf"), cause.says, cause.remedy)
+
+    def _left_out(self, one: _Way, alone: dict[str, _Result], together: dict[str, _Result]) -> Iterator[str]:
         if draws(one.closed):
             yield "random draws, which differ on purpose (both ran with one constant in the place of each)"
-        compared = {pair.name for pair in pairs}
-        yield from (f"{name}, whose shape differs" for name in {**alone, **together} if name not in compared)
+        yield from (
+            f"{name}, which is NaN in both" for name, result in alone.items() if _is_nan(result, together.get(name))
+        )
 
     def _is_exact_in_jit(self, one: _Way, alone: dict[str, _Result]) -> bool:
         """Whether the step in the global view is what it is as one replica."""
@@ -389,6 +448,12 @@ class _Comparison:
         except (JDistError, TypeError, ValueError, NameError):  # it has no meaning there
             return False
         return not self._differing(one, self._pairs(alone, results))
+
+
+def _is_nan(one: _Result, other: _Result | None) -> bool:
+    """Whether two results hold nothing but NaN, of which nothing can be compared."""
+    values = [] if other is None else [rounding.as_numbers(result.value) for result in (one, other)]
+    return bool(values) and all(value.size and np.isnan(value).all() for value in values)
 
 
 @dataclass(frozen=True)

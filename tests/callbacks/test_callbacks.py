@@ -595,6 +595,17 @@ class TestFiles:
         assert b"eval/loss" in content
         assert b"epoch/loss" in content
 
+    def test_tensorboard_has_each_row_at_once(self, tmp_path):
+        pytest.importorskip("tensorboardX")
+        sizes: list[int] = []
+
+        def on_row(moment: Any) -> None:
+            sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
+
+        fit(callbacks.tensorboard(tmp_path), callbacks.Callback(on_row=on_row), log_every=7)
+        assert len(sizes) > 1
+        assert sizes == sorted(set(sizes))
+
     def test_a_trace_of_some_steps(self, tmp_path):
         fit(callbacks.profiler(tmp_path, first=3, last=5))
         (trace,) = tmp_path.rglob("perfetto_trace.json.gz")

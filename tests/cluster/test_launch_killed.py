@@ -3,10 +3,13 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
 from launch_children import await_files, await_gone, finish, is_alive, launcher, until
+
+from jdist.cluster.launcher.process import GUARD
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes in sessions of their own are found on Linux only")
 # A child with a grandchild in its process group and one in a session of its own, which listen to nothing.
@@ -145,7 +148,7 @@ def test_a_second_signal_kills_at_once(tmp_path):
         process.send_signal(signal.SIGINT)
         while b"SIGINT passed on" not in process.stdout.readline():
             pass
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # another one counts at once, the same only after a second
         code, out = finish(process)
         assert (code, "killing all" in out) == (130, True)
         if sys.platform == "linux":
@@ -231,3 +234,22 @@ def test_a_reader_that_goes_away_does_not_stop_the_job(tmp_path):
         await_files(tmp_path, "done_0", "done_1")
         assert process.wait(30) == 0
     assert (tmp_path / "logs" / "attempt_0" / "process_1.log").read_text() == "one\ntwo\n"
+
+
+_SIGNALLED_WHILE_IT_STARTS = """
+import os, runpy, signal, sys, time
+guard = runpy.run_path(sys.argv[1])
+begin = os.setsid
+os.setsid = lambda: (time.sleep(0.3), begin())  # the child takes its time before it has handlers of its own
+guard["_wake_on_signals"]()
+pid = guard["_start"]([sys.executable, "-c", "import time; time.sleep(60)"])
+os.kill(pid, getattr(signal, sys.argv[2]))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_that_comes_while_a_process_starts_is_not_lost(name):
+    command = [sys.executable, "-c", _SIGNALLED_WHILE_IT_STARTS, GUARD, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert int(done.stdout) == -getattr(signal, name)

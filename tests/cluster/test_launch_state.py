@@ -67,6 +67,14 @@ def test_a_second_signal_kills_at_once():
     assert done.attempts[0].outcome == "stopped"
 
 
+def test_the_same_signal_again_within_a_second_counts_once():
+    done = simulate(TWO, by_task({}, Child(leaves=130, leaves_after_s=50)), [(7, INT), (7.4, INT), (8.2, INT)])
+    assert sorted(done.sent) == [(7, worker(0), INT), (7, worker(1), INT)]
+    assert (done.now, done.exit_code) == (57, 130)
+    done = simulate(TWO, by_task({}, Child(leaves_after_s=200)), [(7, INT), (7.5, TERM)])
+    assert done.now == 7.5
+
+
 def test_a_stop_has_a_deadline():
     done = simulate(TWO, by_task({1: Child(leaves=None)}, Child(leaves=143)), [(7, TERM)])
     assert (done.now, done.exit_code) == (307, 137)

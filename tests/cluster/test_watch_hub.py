@@ -68,7 +68,7 @@ def test_who_fits_in_is_not_refused():
 def test_those_that_did_not_come_in_time_are_named_once():
     hub, _ = hubs.joined(empty(3), 1, "n1:1", 55.0)
     hub, tells = hubs.ticked(hub, 60.5)
-    assert tells == [Tell(None, {"type": "absent", "processes": [0, 2]})]
+    assert tells == [Tell(None, {"type": "absent", "processes": [0, 2], "refused": []})]
     assert [tell.message["type"] for tell in hubs.ticked(hub, 61.0)[1]] == ["beat"]
     assert hubs.disconnected(hub, 1) == (hub, [])  # it gave up, and is no loss
 
@@ -322,3 +322,12 @@ def test_each_exchange_reaches_all_once_whatever_the_order(count, data):
         "c": [[i] for i in range(count)],
     }
     assert hub.values == {}
+
+
+def test_who_waits_in_vain_hears_of_those_that_were_refused():
+    hub = Hub(count=2, silence_s=10, start_by_s=5.0, awake_s=0.0)
+    hub, _ = hubs.joined(hub, 0, "n0:1", 0.0)
+    for port in (1, 2):  # it tries again and again
+        hub = hubs.refused(hub, f"10.0.0.2:{port}", "its JDIST_TOKEN is not that of process 0")
+    _, (told,) = hubs.ticked(hub, 6.0)
+    assert told.message["refused"] == ["one from 10.0.0.2 was refused: its JDIST_TOKEN is not that of process 0"]

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,9 @@ class TestMachine:
         assert statuses(machine.disk(tmp_path / "not" / "yet")) == ["pass"]
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("usage", (), {"free": 10**9, "total": 0}))
         assert statuses(machine.disk(tmp_path)) == ["warn"]
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("usage", (), {"free": 10**6, "total": 0}))
+        (full,) = machine.disk(tmp_path)
+        assert (full.status, "The disk is full" in full.remedy) == ("fail", True)
         monkeypatch.setattr(machine.os, "access", lambda *_: False)
         (found,) = machine.disk(tmp_path)
         assert found.status == "fail"
@@ -104,8 +108,34 @@ class TestTogether:
         (found,) = together.devices(jdist.mirrored(), 1.0)
         assert found.text.startswith("8 x ")
 
+    def test_unequal_devices_fail(self):
+        def strategy(*told):
+            cluster = types.SimpleNamespace(num_processes=2, exchange=lambda name, value, timeout_s: told)
+            return types.SimpleNamespace(cluster=cluster)
+
+        _, wrong = together.devices(strategy([8, "cpu"], [4, "cpu"]), 1.0)
+        assert (wrong.status, "process 0: 8 x cpu; process 1: 4 x cpu" in wrong.text) == ("fail", True)
+        _, other = together.devices(strategy([8, "H100"], [8, "A100"]), 1.0)
+        assert other.status == "warn"
+
 
 class TestReport:
+    def test_what_was_found_is_told_although_a_later_check_ends_it(self, capsys):
+        def findings():
+            yield passed("first", "is well")
+            raise SystemExit(75)
+
+        with pytest.raises(SystemExit):
+            report(findings(), as_json=False)
+        assert "ok    first" in capsys.readouterr().out
+
+    def test_a_check_that_raises_is_a_finding(self, monkeypatch):
+        monkeypatch.setattr(machine, "memory", lambda: 1 / 0)
+        for name in ("TF_CONFIG", "JDIST_PROCESS_ID"):
+            monkeypatch.delenv(name, raising=False)
+        (wrong,) = (each for each in examine(alone=True, timeout_s=1.0) if each.status == "fail")
+        assert (wrong.check, wrong.text) == ("shared memory", "ZeroDivisionError: division by zero")
+
     def test_a_failed_check_is_the_exit_code(self, capsys):
         assert report([passed("a", "b"), warned("c", "d", "e")], as_json=False) == 0
         assert report([passed("a", "b"), failed("c", "d", "mend it")], as_json=False) == 1

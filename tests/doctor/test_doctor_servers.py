@@ -111,7 +111,7 @@ def test_the_command_looks_at_servers_and_joins_nobody(cluster, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": {"type": "worker", "index": 0}}))
-    found = examine(alone=False, timeout_s=20)
+    found = [*examine(alone=False, timeout_s=20)]
     assert found[-1].text == f"worker 0 ({jobs['worker'][0]}) reaches 1 ps"
     assert {"cluster", "names", "servers"} <= {each.check for each in found}
     assert not {"together", "ports"} & {each.check for each in found}

@@ -1,3 +1,4 @@
+import importlib.metadata
 import subprocess
 import sys
 
@@ -30,7 +31,19 @@ def test_the_help_of_run_shows_how_it_is_used(capsys):
         assert word in text
 
 
-@pytest.mark.parametrize("arguments", [[], ["rum"], ["run"], ["run", "a.yaml", "--frsh"]])
+def test_a_misspelt_command_is_told_the_nearest_one(capsys):
+    assert main(["rum", "configs/digits.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "jdist: there is no command 'rum'. Did you mean 'run'? Commands: run, sweep,"
+    )
+
+
+def test_it_says_its_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jdist {importlib.metadata.version('jdist')}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["run", "a.yaml", "--frsh"]])
 def test_a_command_line_that_is_wrong_leaves_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)

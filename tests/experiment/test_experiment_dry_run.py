@@ -45,6 +45,21 @@ def test_what_a_run_would_be_refused_for_is_refused(jdist_run, override, said):
     assert everything() == before
 
 
+def test_a_folder_that_a_run_could_not_write_is_refused(jdist_run):
+    Path("runs/toy").mkdir(parents=True)
+    Path("runs/toy/thesis.tex").write_text("mine")
+    Path("file").write_text("")
+    before = everything()
+    for override, said in [
+        ("train.steps=8", "runs/toy: not a run folder: it holds thesis.tex but no config.yaml"),
+        ("log.folder=/proc/here", "/proc/here/toy: cannot be written: "),
+        ("log.folder=file", "file/toy: cannot be written: Not a directory"),
+    ]:
+        code, _, err = jdist_run("--dry-run", override)
+        assert (code, said in err) == (2, True), err
+    assert everything() == before
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -104,7 +104,10 @@ def test_a_step_that_does_not_fit_is_refused_by_the_compiler(capsys):
     text = capsys.readouterr().out
     assert "does not fit; the compiler: Ran out of memory" in text
     assert "GiB of 15.75 GiB, " in text
-    assert "train.accumulate" in text
+    assert "the state alone is 71.26 GiB" in text
+    assert "train.global_batch" not in text
+    assert main(["plan", DIGITS, "train.global_batch=70000000", "--topology", "v5e:2x4"]) == 1
+    assert "a smaller train.global_batch, more devices, or train.accumulate=2 need less" in capsys.readouterr().out
 
 
 @needs_libtpu
@@ -214,6 +217,18 @@ class TestText:
         assert plan.fits is False
         assert ": does not fit, " in show(plan)
         assert show_sweep([plan]).endswith("none of them fits")
+
+    def test_what_would_need_less(self, toy):
+        small = dataclasses.replace(planned(toy, "cpu:4"), capacity=1000)
+        assert small.state_bytes > 1000
+        text = show(small)
+        assert "the state alone is" in text
+        assert "central_storage" in text
+        assert "train.global_batch" not in text
+        one_row = dataclasses.replace(small, state_bytes=0, rows=1)
+        assert "one row at a time, so no batch is smaller: train.precision=bf16" in show(one_row)
+        assert "a smaller train.global_batch" in show(dataclasses.replace(one_row, rows=2))
+        assert "smaller" not in show(planned(toy, "cpu:4"))
 
     def test_a_memory_that_nobody_knows(self, toy):
         plan = dataclasses.replace(planned(toy, "cpu:4"), capacity=None)

@@ -10,7 +10,14 @@ from jdist.plan.target import Target, find_target_devices, parse_target, settle,
 
 @pytest.mark.parametrize(
     ("name", "platform", "count"),
-    [("cpu:8", "cpu", 8), ("cpu", "cpu", None), ("gpu", "gpu", None), ("gpu:4", "gpu", 4), ("v5p:8x8x8", "tpu", None)],
+    [
+        ("cpu:8", "cpu", 8),
+        ("cpu", "cpu", None),
+        ("gpu", "gpu", None),
+        ("gpu:4", "gpu", 4),
+        ("v5p:8x8x8", "tpu", None),
+        ("v5e-16", "tpu", None),
+    ],
 )
 def test_targets(name, platform, count):
     target = parse_target(name)
@@ -22,6 +29,11 @@ def test_targets(name, platform, count):
     ("name", "message"),
     [
         ("cpu:0", r"--topology is 'cpu:0'; it must be a TPU such as \"v5e:2x4\".*\"cpu:8\"; \"gpu\""),
+        (
+            "v5e-12",
+            r"'v5e-12': no slice of v5e has that size, which counts chips\. Sizes: 1, 4, 8, 16, 32, 64, 128, 256; or",
+        ),
+        ("v4-4", r"'v4-4': no slice of v4 has that size, which counts TensorCores, two a chip\. Sizes: 8, 16, 32, "),
         ("gpus", r"Did you mean 'gpu'\?"),
         ("v5p", r"--topology is 'v5p'; it must be .* Did you mean 'v5p:8x8x8'\?"),
         ("V5E:2x4", r"there is no TPU 'V5E'\. Did you mean 'v5e:2x4'\?"),

@@ -4,19 +4,21 @@ import contextlib
 import socket
 import ssl
 import struct
+import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import trustme
 
 from jdist.errors import WireError
 from jdist.ps.security import Security
-from jdist.ps.transport import bulk
+from jdist.ps.transport import bulk, health
 from jdist.ps.transport.bulk import BulkServer
 from jdist.ps.transport.rpc import RpcChannel, RpcServer
 from jdist.ps.transport.seam import CallFailed, Method
@@ -114,6 +116,80 @@ def test_a_port_that_cannot_be_reached_is_said_and_gone_round(serving, caplog):
     server._data.port = closed
     doubled(channel)
     assert f"no data connection to port {closed}" in caplog.text
+
+
+_FULL = """
+import resource, sys
+from test_ps_transport import METHODS
+from jdist.ps.transport.rpc import RpcServer
+
+server = RpcServer("127.0.0.1:0", METHODS)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print(server.port, server._data.port, flush=True)
+for line in sys.stdin:
+    full = line == "full\\n"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3 if full else soft, hard))
+    print(len(server._data._streams), flush=True)
+server.stop()
+"""
+
+
+def test_a_server_without_a_file_left_accepts_again_when_there_is_one():
+    folder = Path(__file__).parent
+    child = subprocess.Popen([sys.executable, "-c", _FULL], cwd=folder, stdin=-1, stdout=-1, stderr=-1, text=True)
+    try:
+        port, data_port = map(int, child.stdout.readline().split())
+        channel = RpcChannel(f"127.0.0.1:{port}")
+        asked = grpc.insecure_channel(f"127.0.0.1:{port}")
+        check = asked.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=20) == health.SERVING
+
+        def tell(word):
+            child.stdin.write(f"{word}\n")
+            child.stdin.flush()
+            return int(child.stdout.readline())
+
+        def waits_for(answer):
+            by = time.monotonic() + 30
+            while check(b"", timeout=20) != answer:
+                assert time.monotonic() < by
+                time.sleep(0.05)
+
+        assert tell("full") == 0
+        with socket.create_connection(("127.0.0.1", data_port), timeout=20):
+            waits_for(health.NOT_SERVING)
+            assert tell("free") == 0
+            waits_for(health.SERVING)
+        doubled(channel)
+        assert tell("free") == 1  # over a data connection
+        channel.close()
+        asked.close()
+        _, said = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert said.count("no data connection can be accepted for now, and is tried again: [Errno 24]") == 1
+
+
+def is_closed(connection):
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_connections_without_a_ticket_are_few_and_not_for_long(serving, monkeypatch, tls):
+    security = Security(name="ps.job", **certified(trustme.CA(), "ps.job")) if tls else Security()
+    server, channel = serving(security=security)
+    monkeypatch.setattr(bulk, "MOST_STRANGERS", 2)
+    with contextlib.ExitStack() as ends:
+        silent = [ends.enter_context(socket.create_connection(("127.0.0.1", server._data.port), 20)) for _ in range(4)]
+        assert [is_closed(connection) for connection in silent[:2]] == [True, True]
+        doubled(channel)  # its connection is not the oldest
+        assert len(server._data._streams) == 1
+        monkeypatch.setattr(bulk, "TICKET_S", 0.2)
+        assert is_closed(ends.enter_context(socket.create_connection(("127.0.0.1", server._data.port), 20)))
+        doubled(channel)
 
 
 @pytest.mark.parametrize("shown", [bytes(32), b"short", b""])

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from jdist.cli import main
 from jdist.cluster import ClusterSpec, ending
 from jdist.errors import ClusterConfigError, ClusterError, ClusterTimeoutError, StrategyError
 from jdist.ps import servers as ps_servers
+from jdist.ps.cluster_coordinator import worker_index
 from jdist.ps.reach import reach
 from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, Security, read_security
 from jdist.strategies.parameter_server import parameter_server
@@ -148,6 +150,33 @@ class TestTraining:
         assert (code, out) == (0, "w 3.0, b 1.0 after 160 steps\n"), err
         assert [process.wait(20) for process in processes[:3]] == [0, 0, 0]
         assert processes[3].poll() is None
+
+
+def test_one_worker_is_enough_to_begin_and_others_are_used_once_they_are_there(monkeypatch, capfd):
+    for name in ("TF_CONFIG", "JDIST_TOKEN", CERTIFICATE, KEY, AUTHORITY):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ps_servers, "_QUIET_S", 0.5)
+    jobs, config = configs(2, 1)
+    with serving(*(([], {"TF_CONFIG": config[task]}) for task in [("ps", 0), ("worker", 1)])):
+        strategy = parameter_server(of(jobs, jobs["worker"]), start_timeout_s=60)
+        try:
+            coordinator = strategy.coordinator
+            places = lambda: {int(coordinator.schedule(number).result()) for _ in range(8)}  # noqa: E731
+            assert places() == {1}
+            said = capfd.readouterr().err
+            assert (
+                f"beginning without some of the workers, which may come later: worker 0 ({jobs['worker'][0]})" in said
+            )
+            with serving(([], {"TF_CONFIG": config["worker", 0]})):
+                by = time.monotonic() + 60
+                while 0 not in places():
+                    assert time.monotonic() < by
+        finally:
+            strategy.coordinator.close()
+
+
+def number():
+    return worker_index()
 
 
 class TestArguments:

@@ -203,6 +203,24 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
         assert job.engine.generation == 2
 
 
+def test_results_are_those_of_the_present_history():
+    """What a rollback has discarded is computed again, and what was to be read of it is what comes then."""
+    with Job(1, 1) as job:
+        pending = [job.schedule() for _ in range(6)]
+        job.coordinator.join()
+        before = [each.wait(20) for each in pending]
+        with job.engine.lock:  # nothing is computed meanwhile
+            job.engine.memory_lost(0)
+            assert not any(each.done for each in pending)
+            assert not job.engine.is_present(0, job.engine.epoch_of(0), job.engine.generation - 1)
+            assert job.engine.is_present(0, job.engine.epoch_of(0), job.engine.generation)
+        job.coordinator.join()
+        again = [each.wait(20) for each in pending]
+        assert not any(a is b for a, b in zip(again, before, strict=True))
+        for a, b in zip(again, before, strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+
+
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_server_whose_update_fails_once_begins_anew_and_the_count_is_exact_all_the_same(num_ps):
     with Job(num_ps, 2) as job:

@@ -34,9 +34,9 @@ def test_the_first_signal_is_passed_on_and_the_second_kills(tmp_path, times):
     os.mkfifo(fifo)
     end = "sys.exit(7)" if times == 1 else "say()"
     code = (
-        "import signal, sys\n"
-        f"pipe = open({str(fifo)!r}, 'w')\n"
-        "def say(*_): pipe.write('x'); pipe.flush()\n"
+        "import os, signal, sys\n"
+        f"pipe = os.open({str(fifo)!r}, os.O_WRONLY)\n"
+        "def say(*_): os.write(pipe, b'x')\n"
         f"def on_signal(*_): {end}\n"
         "signal.signal(signal.SIGINT, on_signal)\n"
         "say()\n"

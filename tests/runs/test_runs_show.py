@@ -90,6 +90,13 @@ def test_what_is_not_there_is_said(jdist):
     assert jdist("runs", "a", "b", "c")[0] == 2
 
 
+def test_a_misspelt_run_is_told_the_nearest_one(jdist):
+    assert jdist("run", "toy.yaml", "train.steps=8")[0] == 0
+    for command in (("runs", "toi", "toy"), ("runs", "runs/toi"), ("run", "--replay", "runs/toi")):
+        code, _, err = jdist(*command)
+        assert (code, "Did you mean 'runs/toy'?" in err) == (2, True)
+
+
 def test_lists_and_grids_need_no_jax():
     code = "import sys, jdist.runs.show, jdist.runs.sweep, jdist.runs.replay; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

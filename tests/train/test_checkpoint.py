@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -284,7 +285,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, mode, scores, best, steps):
         assert resumed.best_step == best  # read from the disk, not remembered
         resumed.save(6, {"n": np.int64(6)}, wait=True)
         assert resumed.steps() == sorted({6, *([] if best is None else [best])})
-    assert len([name for name in os.listdir(tmp_path) if name != ".lock"]) == len({6, best} - {None})
+    assert len([name for name in os.listdir(tmp_path) if name not in (".lock", ".job")]) == len({6, best} - {None})
 
 
 def test_without_a_best_metric_only_the_last_are_kept(tmp_path):
@@ -299,7 +300,7 @@ def test_a_step_saved_again_takes_the_place_of_the_first(tmp_path):
         checkpoints.save(1, {"n": np.int64(2)}, wait=True)
         assert checkpoints.steps() == [1]
         assert checkpoints.restore({"n": np.int64(0)}).state == {"n": 2}
-    assert len([p for p in tmp_path.iterdir() if p.name != ".lock"]) == 1
+    assert len([p for p in tmp_path.iterdir() if p.name not in (".lock", ".job")]) == 1
 
 
 def test_after_going_back_the_newest_is_what_was_saved_last(tmp_path):
@@ -444,3 +445,64 @@ def test_only_one_module_imports_orbax():
     package = pathlib.Path(jdist.__file__).parent
     importers = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if "import orbax" in p.read_text()}
     assert importers == {"train/checkpoint_arrays.py"}
+
+
+SAVES = """
+import sys
+import jax.numpy as jnp
+from jdist.errors import CheckpointError
+from jdist.train import checkpoint
+checkpoint._CLAIM_S = 0.2
+checkpoints = checkpoint.Checkpointer(sys.argv[1])
+try:
+    checkpoints.save(int(sys.argv[2]), {"w": jnp.ones(2)}, wait=True)
+except CheckpointError as error:
+    print(error, flush=True)
+else:
+    print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_one_jobs_from_its_first_save_to_its_end(tmp_path):
+    def job(step):
+        return subprocess.Popen([sys.executable, "-c", SAVES, tmp_path, str(step)], stdin=-1, stdout=-1, text=True)
+
+    with job(1) as first:
+        assert first.stdout.readline() == "saved\n"
+        done = subprocess.run(
+            [sys.executable, "-c", SAVES, tmp_path, "2"], input="", stdout=-1, text=True, timeout=120, check=True
+        )
+        assert f"{tmp_path}: process {first.pid} on " in done.stdout
+        assert "a folder of checkpoints is one job's" in done.stdout
+        with Checkpointer(tmp_path) as reader:  # and anybody's to read
+            assert reader.steps() == [1]
+        first.kill()
+    # Of one process, as in a cell that is run again.
+    with Checkpointer(tmp_path) as one, Checkpointer(tmp_path) as another:
+        one.save(3, {"w": jnp.ones(2)}, wait=True)
+        another.save(4, {"w": jnp.ones(2)}, wait=True)
+    subprocess.run([sys.executable, "-c", SAVES, tmp_path, "5"], input="", timeout=120, check=True)
+    with Checkpointer(tmp_path) as reader:
+        assert reader.steps() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["orbax", "flax", "keras"])
+def test_a_folder_of_somebody_elses_checkpoints_is_no_empty_one(tmp_path, kind):
+    if kind == "orbax":
+        import orbax.checkpoint as ocp  # the test of jdist's own imports looks at the package alone
+
+        with ocp.CheckpointManager(tmp_path) as manager:
+            manager.save(7, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
+            manager.wait_until_finished()
+    else:
+        (tmp_path / {"flax": "checkpoint_300", "keras": "model.keras"}[kind]).write_bytes(b"1")
+    name = {"orbax": "7", "flax": "checkpoint_300", "keras": "model.keras"}[kind]
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=rf"holds {name}, checkpoints that jdist has not written"):
+            checkpoints.restore({"w": jnp.ones(2)})
+        (tmp_path / "notes.txt").write_text("mine")
+        for path in tmp_path.iterdir():
+            if path.name == name:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        assert checkpoints.restore({"w": jnp.ones(2)}) is None

@@ -234,7 +234,11 @@ def test_a_full_disk(small_disk):
         ):
             checkpoints.save(2, large, wait=True)
         assert checkpoints.restore(small).step == 1
-        assert sorted(path.name for path in (small_disk / "run").iterdir()) == [".lock", "step_00000001_save_00001"]
+        assert sorted(path.name for path in (small_disk / "run").iterdir()) == [
+            ".job",
+            ".lock",
+            "step_00000001_save_00001",
+        ]
         checkpoints.save(3, small, wait=True)  # and once there is room again, it goes on
         assert checkpoints.steps() == [1, 3]
 
@@ -278,7 +282,7 @@ def test_an_error_of_the_disk_at_any_stage(tmp_path, monkeypatch, module, stage)
             with pytest.raises(CheckpointError, match=rf"{tmp_path}/step_00000002.*Input/output error \(/dev/disk\)"):
                 checkpoints.save(2, state, wait=True)
         assert checkpoints.restore(state).step == 1
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step_00000001_save_00001"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".job", ".lock", "step_00000001_save_00001"]
 
 
 def test_a_file_where_the_directory_should_be(tmp_path):

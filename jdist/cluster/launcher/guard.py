@@ -24,6 +24,7 @@ from collections.abc import Callable
 SWEEP_S = 5.0  # longer than any process takes to die, unless the kernel holds it
 JUST_NOW_S = 10.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _direct: dict[int, float] = {}  # signals that came to the guard itself: number -> when
 
 
@@ -57,14 +58,18 @@ def main(command: list[str]) -> None:
 def _start(command: list[str]) -> int:
     """A process in a session of its own; what stops it from running is said on its standard error."""
     guard = os.getpid()
+    # Until the child has its own handlers, which are the system's, what is sent to it waits: the guard's would swallow it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     pid = os.fork()  # no threads here, so all of Python may be used in the child
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (*_ENDING, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
         if os.getppid() != guard:
             os._exit(1)
@@ -85,7 +90,7 @@ def _wake_on_signals() -> int:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, lambda number, frame: _direct.update({number: time.monotonic()}))
     return woken
 

@@ -147,6 +147,7 @@ class State:
         restarts: how many were used.
         quick: attempts in a row that failed soon after their start.
         stop: the signal by which the user asked to stop.
+        asked_at: when that came last.
         forced: the user asked twice.
         history: attempts that are over.
         exit_code: of the launcher, once it is done.
@@ -167,6 +168,7 @@ class State:
     restarts: int = 0
     quick: int = 0
     stop: signal.Signals | None = None
+    asked_at: float = 0.0
     forced: bool = False
     history: tuple[Attempt, ...] = ()
     exit_code: int | None = None

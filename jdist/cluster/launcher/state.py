@@ -48,6 +48,9 @@ from jdist.cluster.launcher.verdict import (
 
 QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
 LONGEST_BACKOFF_S = 60.0
+SAME_SIGNAL_S = (
+    1.0  # a second one within that is the first: a terminal and a scheduler may both send it, or a hand twice
+)
 NOTICE_S = 5.0  # between the first and the last that leave because a peer is lost
 
 
@@ -160,6 +163,10 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
 
 def _asked(state: State, event: Asked) -> tuple[State, Commands]:
     settings, name = state.settings, event.signal.name
+    is_same = event.signal == state.stop and event.at - state.asked_at < SAME_SIGNAL_S
+    state = replace(state, asked_at=event.at)
+    if is_same:
+        return state, ()
     if state.phase is Phase.WAITING:
         state = replace(state, phase=Phase.DONE, stop=event.signal, wake_at=None, exit_code=128 + event.signal)
         return state, (Say(f"{name}: no further attempt"),)

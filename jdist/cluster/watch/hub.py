@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
+_MOST_REFUSED = 4  # that are told of
 _MOST_OPEN = 100  # exchanges that some have said their part of and others have not; a correct job has a few
 
 
@@ -74,6 +75,7 @@ class Hub:
         stop_at: the step after which they do; None until all have said which one they passed.
         lost: the process that was lost first; all ends with it.
         given_up: whether not all came in time.
+        refused: who came and could not be taken in, and why, each once.
     """
 
     count: int
@@ -87,6 +89,7 @@ class Hub:
     stop_at: int | None = None
     lost: int | None = None
     given_up: bool = False
+    refused: tuple[str, ...] = ()
 
     @property
     def absent(self) -> list[int]:
@@ -111,6 +114,14 @@ def refusal(hub: Hub, hello: Message) -> str | None:
     if hub.given_up:
         return "not all processes came in time, and the job ends"
     return None
+
+
+def refused(hub: Hub, peer: str, why: str) -> Hub:
+    """A process was refused: it may be one that the others wait for."""
+    told = f"one from {peer.rpartition(':')[0]} was refused: {why}"
+    return (
+        hub if told in hub.refused or len(hub.refused) >= _MOST_REFUSED else replace(hub, refused=(*hub.refused, told))
+    )
 
 
 def joined(hub: Hub, process: int, address: str, now_s: float) -> Next:
@@ -176,7 +187,9 @@ def ticked(hub: Hub, now_s: float) -> Next:
         if not member.gone and now_s - member.heard_s > hub.silence_s:
             return _lose(hub, process, f"nothing was heard of it for {hub.silence_s:g} s: it stands still")
     if hub.absent and now_s > hub.start_by_s and not hub.given_up:
-        return replace(hub, given_up=True), [Tell(None, {"type": "absent", "processes": hub.absent})]
+        return replace(hub, given_up=True), [
+            Tell(None, {"type": "absent", "processes": hub.absent, "refused": list(hub.refused)})
+        ]
     return hub, [Tell(None, {"type": "beat"})]
 
 

@@ -142,6 +142,8 @@ class Switchboard:
             why = hubs.refusal(self._hub, hello)
         if why is not None:
             self._broken.append(caller)
+            if hello["type"] == "hello":
+                self._hub = hubs.refused(self._hub, caller.peer, why)
             self._say(caller, {"type": "refused", "reason": why})
             return False
         caller.process = int(hello["process"])

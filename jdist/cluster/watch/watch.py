@@ -270,11 +270,12 @@ class Watch:
                 case {"type": "refused", "reason": str(reason)}:
                     text = f"{self.place.label(0)} refused process {self.place.process}: {reason}."
                     self._no_start = ClusterError(text)
-                case {"type": "absent", "processes": list(absent)}:
+                case {"type": "absent", "processes": list(absent), "refused": list(refused)}:
                     names = ", ".join(map(self.place.label, absent))
+                    came = f" But {'; '.join(map(str, refused))}." if refused else ""
                     self._no_start = ClusterTimeoutError(
-                        f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}. Look at their "
-                        "logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
+                        f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}.{came} Look at "
+                        "their logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
                     )
                 case {"type": "values", "key": str(), "values": list()} | {
                     "type": "void",

@@ -27,10 +27,13 @@ from jdist.ps.wire import Spec
 _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
 MOST_CONNECTIONS = 256
+MOST_STRANGERS = 32  # connections that have not shown a ticket yet; beyond them the oldest has to go
 MOST_LARGE = (
     2  # calls with many bytes under way at once: a server's memory does not grow with the number of its workers
 )
 ROOM_S = 120.0
+_POLL_S = 1.0  # between looks at strangers whose time is over
+_PAUSE_S = 0.1  # after a connection that could not be accepted
 UNREACHABLE_S = 60.0  # for so long gRPC is used instead of data connections that cannot be had
 _TICKET_BYTES = 32
 
@@ -64,9 +67,17 @@ class BulkServer:
         self._lock = threading.Lock()
         self._tickets: dict[bytes, float] = {}  # and when each ends
         self._streams: set[Stream] = set()
+        self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}  # and until when each may be one
+        self._is_accepting = True
         self._room = threading.Semaphore(MOST_LARGE)
         self._closed = False
+        self._listener.settimeout(_POLL_S)
         threading.Thread(target=self._accept, name="jdist-bulk", daemon=True).start()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether connections can be accepted: not while this process has as many files open as it may."""
+        return self._is_accepting
 
     def ticket(self) -> bytes:
         """Opens one connection, to be handed to a caller whose token was right."""
@@ -81,17 +92,54 @@ class BulkServer:
         with self._lock:
             self._closed = True
             streams = list(self._streams)
+            self._send_away(set(self._strangers))
         self._listener.close()
         for stream in streams:
             stream.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # it was closed
-            threading.Thread(target=self._serve, args=(connection,), name="jdist-bulk", daemon=True).start()
+            except TimeoutError:
+                self._is_accepting = True  # nobody waits
+            except OSError as exc:
+                if self._closed:
+                    return
+                # No files left, no memory, a caller that has gone: whatever it is, others may be accepted later.
+                if self._is_accepting:
+                    _LOG.error("no data connection can be accepted for now, and is tried again: %s", exc)
+                self._is_accepting = False
+                time.sleep(_PAUSE_S)
+            else:
+                self._is_accepting = True
+                self._begin(connection)
+            self._send_away_dawdlers()
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(target=self._serve, args=(connection,), name="jdist-bulk", daemon=True)
+        with self._lock:
+            self._strangers[thread] = connection, time.monotonic() + TICKET_S
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            _LOG.error("no thread for a data connection: %s", exc)
+            with self._lock:
+                del self._strangers[thread]
+            connection.close()
+
+    def _send_away_dawdlers(self) -> None:
+        """Ends connections that have not shown a ticket in time, and the oldest of too many."""
+        now = time.monotonic()
+        with self._lock:
+            late = {thread for thread, (_, by) in self._strangers.items() if by < now}
+            self._send_away(late | set(list(self._strangers)[:-MOST_STRANGERS]))
+
+    def _send_away(self, threads: set[threading.Thread]) -> None:
+        for thread in threads:
+            connection, _ = self._strangers.pop(thread)
+            with contextlib.suppress(OSError):  # it has gone by itself
+                connection.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits for it; it closes
 
     def _serve(self, connection: socket.socket) -> None:
         stream: Stream | None = None
@@ -99,7 +147,12 @@ class BulkServer:
             connection.settimeout(TICKET_S)
             _tune(connection)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_side=True)
+                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                with self._lock:
+                    if threading.current_thread() not in self._strangers:
+                        return  # sent away
+                    self._strangers[threading.current_thread()] = connection, time.monotonic() + TICKET_S
+                connection.do_handshake()
             shown = bytearray(_TICKET_BYTES)
             stream = Stream(connection)
             stream._into(memoryview(shown), time.monotonic() + TICKET_S)
@@ -115,6 +168,7 @@ class BulkServer:
                 _LOG.info("a data connection ended: %s", exc or type(exc).__name__)
         finally:
             with self._lock:
+                self._strangers.pop(threading.current_thread(), None)
                 self._streams = {other for other in self._streams if other is not stream}
             connection.close()
 
@@ -129,6 +183,7 @@ class BulkServer:
         with self._lock:
             found = [ticket for ticket in self._tickets if hmac.compare_digest(ticket, shown)]
             known = bool(found) and self._tickets.pop(found[0]) > now
+            known = self._strangers.pop(threading.current_thread(), None) is not None and known
             if not known or self._closed or len(self._streams) >= MOST_CONNECTIONS:
                 _LOG.warning("refused a data connection")
                 return False

@@ -14,16 +14,19 @@ import grpc
 
 SERVICE = "grpc.health.v1.Health"
 SERVING = b"\x08\x01"  # HealthCheckResponse{status: SERVING}
+NOT_SERVING = b"\x08\x02"
 SERVICE_UNKNOWN = b"\x08\x03"
+WATCH_S = 1.0  # between looks for those that watch
 MOST_WATCHES = 4  # each holds a thread; nobody has to show a token for one
 _OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024)]
 
 
-def health(*services: str) -> grpc.GenericRpcHandler:
+def health(*services: str, is_well: Callable[[], bool] = lambda: True) -> grpc.GenericRpcHandler:
     """The service, to be added to a server.
 
     Args:
         *services: what else than "", the whole server, a probe may ask for.
+        is_well: whether the server can serve at the moment.
 
     Source: https://github.com/grpc/grpc/blob/master/doc/health-checking.md
     """
@@ -33,7 +36,7 @@ def health(*services: str) -> grpc.GenericRpcHandler:
     def check(request: bytes, context: grpc.ServicerContext) -> bytes:
         if request not in known:
             context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return SERVING
+        return SERVING if is_well() else NOT_SERVING
 
     def watch(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         if not watches.acquire(blocking=False):
@@ -41,8 +44,12 @@ def health(*services: str) -> grpc.GenericRpcHandler:
         try:
             over = threading.Event()
             if context.add_callback(over.set):
-                yield SERVING if request in known else SERVICE_UNKNOWN
-                over.wait()
+                said = None
+                while not over.is_set():
+                    now = SERVICE_UNKNOWN if request not in known else SERVING if is_well() else NOT_SERVING
+                    if now != said:
+                        yield (said := now)
+                    over.wait(WATCH_S)
         finally:
             watches.release()
 
@@ -53,12 +60,13 @@ def health(*services: str) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-def serve_health(address: str, *services: str) -> Callable[[], None]:
+def serve_health(address: str, *services: str, is_well: Callable[[], bool] = lambda: True) -> Callable[[], None]:
     """Serves nothing but health, without TLS, for probes that have no certificate.
 
     Args:
         address: "host:port".
         *services: see `health`.
+        is_well: as well.
 
     Returns:
         What ends it.
@@ -67,7 +75,7 @@ def serve_health(address: str, *services: str) -> Callable[[], None]:
         OSError: the port is taken, or the address is not this machine's.
     """
     server = grpc.server(futures.ThreadPoolExecutor(2 + MOST_WATCHES, "jdist-health"), options=_OPTIONS)
-    server.add_generic_rpc_handlers((health(*services),))
+    server.add_generic_rpc_handlers((health(*services, is_well=is_well),))
     try:
         server.add_insecure_port(address)
     except RuntimeError as exc:

@@ -38,6 +38,12 @@ _OPTIONS = [
 ]
 
 
+_OF_SERVERS = [
+    ("grpc.max_connection_idle_ms", 60_000),  # a caller that is wanted connects again
+    ("grpc.server_handshake_timeout_ms", 10_000),
+]
+
+
 class RpcServer:
     """Serves methods over gRPC.
 
@@ -70,15 +76,17 @@ class RpcServer:
         """
         self._token, self._most_bytes = security.token, most_bytes
         self._methods = dict(methods)
+        self._data: BulkServer | None = None
         self._server = grpc.server(
-            futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"), options=_OPTIONS
+            futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"),
+            options=[*_OPTIONS, *_OF_SERVERS],
         )
         handlers = {
             "Call": grpc.unary_unary_rpc_method_handler(self._call),
             "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
         }
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE))
+            (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE, is_well=lambda: self.is_well))
         )
         try:
             if security.key is None or security.certificate is None:
@@ -91,12 +99,16 @@ class RpcServer:
             raise OSError(
                 f"cannot listen on {address}: the port is taken, or the address is not this machine's"
             ) from exc
-        self._data: BulkServer | None = None
         if data_port is not None:
             host = address.rpartition(":")[0]
             self._data = data = BulkServer(host, self._answer_bulk, security=security, port=data_port)
             self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
         self._server.start()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it can serve new callers at the moment."""
+        return self._data is None or self._data.is_accepting
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends; calls under way may take `grace_s` more seconds."""

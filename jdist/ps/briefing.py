@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from jdist.ps.closures import Installable
 from jdist.ps.replica_watch import Copies
-from jdist.ps.shards import ShardClient
+from jdist.ps.shards import ShardClient, unreached
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import Channel, Header
 from jdist.ps.wire import to_plain
+
+REACH_S = 3.0  # within which a server answers whoever there is a way from
 
 
 class Briefing:
@@ -30,6 +32,18 @@ class Briefing:
         keepings = [to_plain(client.keeping) for client in self._shards]
         header = {"addresses": self._addresses, "keepings": keepings}
         channel.call("attach", {**header, **self.routes()}, timeout_s=self._times.lost_after_s)
+
+    def unreached(self, channel: Channel) -> tuple[list[str], bool]:
+        """Asks a worker which servers do not answer it.
+
+        Returns:
+            `(addresses, is_cut)`: whether all of these answer this process, so that it is the links to them that are cut.
+        """
+        timeout_s = min(REACH_S, self._times.lost_after_s)
+        answer, _ = channel.call("unreached", {"timeout_s": timeout_s}, timeout_s=timeout_s + self._times.lost_after_s)
+        found = answer["unreached"]
+        same = [client for client in self._shards if client.channel.peer in found]
+        return found, bool(same) and not unreached(same, timeout_s)
 
     def routes(self) -> Header:
         """Where the leader of each shard is, as workers are told; nothing where shards have one copy."""

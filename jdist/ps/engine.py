@@ -250,10 +250,10 @@ class Engine:
             error, self._error = self._error, None
             raise error
 
-    def wait_for_event(self) -> None:
-        """Waits until something has happened; called with the lock held."""
+    def wait_for_event(self, timeout_s: float | None = None) -> None:
+        """Waits until something has happened, or so long; called with the lock held."""
         self._is_awaited = True
-        self.lock.wait()
+        self.lock.wait(timeout_s)
 
     # What shards and those who watch them say
 

@@ -6,6 +6,7 @@ import collections
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 MOST_ENTRIES = 256  # of one call
 MOST_CALL_BYTES = 64 << 20  # beyond which nothing more is put into a call
 MOST_BEHIND_BYTES = 256 << 20  # that may wait while the state is copied
-_COPY_S, _CALL_S = 600.0, 20.0
+_COPY_S, _CALL_S, _REACH_S = 600.0, 20.0, 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -54,17 +55,35 @@ class Forwarding:
         self._entries: collections.deque[tuple[int, Header, list[Any]]] = collections.deque()
         self.behind_bytes = 0
         self._closed, self._copy_is_due, self._copied, self._given_up = threading.Event(), True, False, False
+        self._since: float | None = None  # what is being sent has had no answer
+        self._is_relied_on = False  # callers wait for what is being sent
         self._thread = threading.Thread(target=self._send, name="jdist-forward", daemon=True)
         self._thread.start()
 
     def add(self, number: int, said: Header, arrays: list[Any]) -> None:
         """An entry has changed the state; called with the lock held."""
+        if self._copy_is_due:
+            return  # it will be in the copy
         self._entries.append((number, said, arrays))
         self.behind_bytes += _bytes(arrays)
 
     def begin_anew(self) -> None:
         """The state is another one: a copy of it takes the place of all that was to be sent. Called with the lock held."""
         self._copy_is_due = True
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the backup has not answered what it was sent."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def reaches(self) -> bool:
+        """Whether the backup answers this process."""
+        try:
+            self._channel.call("status", {}, timeout_s=_REACH_S)
+        except (CallFailed, ValueError):  # as in `_send`
+            return False
+        return True
 
     def close(self) -> None:
         """Sends nothing any more; called with the lock held."""
@@ -89,13 +108,18 @@ class Forwarding:
                     if made is None:
                         self._lock.wait()
             number, sent, call = made
+            self._since = self._since or time.monotonic()
             try:
+                if sent == 0 and not self.reaches():  # a copy may take minutes, and a cut link as long to be noticed
+                    raise CallFailed(self._channel.peer, "unavailable")
                 answer, pause, failed = call(), _PAUSE_S, None
             except (CallFailed, ValueError) as exc:  # a WireError; or gRPC's word for a channel that was closed
                 answer, failed = {}, exc
             with self._lock:
                 if self._closed.is_set():
                     return
+                if failed is None or not self._is_relied_on:
+                    self._since = None
                 if failed is None and self._took(answer, number, sent):
                     self._lock.notify_all()
                     continue
@@ -151,7 +175,9 @@ class Forwarding:
         self._copied = self._copied or sent == 0
         self._drop(sent)
         caught_up = not self._entries or self.behind_bytes > MOST_BEHIND_BYTES
-        self._leader.backed_up(self._term, number, caught_up=caught_up and not self._copy_is_due)
+        caught_up = caught_up and not self._copy_is_due
+        self._is_relied_on = self._is_relied_on or caught_up
+        self._leader.backed_up(self._term, number, caught_up=caught_up)
         return True
 
     def _drop(self, entries: int) -> None:

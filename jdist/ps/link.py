@@ -19,6 +19,7 @@ from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed, Channel
 
 _LOG = logging.getLogger(__name__)
+WAITS_S = 3.0  # for a server; then the worker is asked which it reaches
 
 
 class Hub(Protocol):
@@ -58,6 +59,7 @@ class WorkerLink:
         self._registered, self._lost_at = False, collections.deque[float]()
         self._gave_up = False  # whether it was lost only in so far as it gave its closures up
         self._told = False  # of a loss
+        self._cut = ""  # what is known of a way that it does not have
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
@@ -95,6 +97,13 @@ class WorkerLink:
                         return
                     self._channel = channel
                 self._briefing.attach(channel)
+                why, is_cut = self._missing_ways(channel)
+                if why:
+                    if is_cut and not self._told:
+                        self._told = True
+                        _LOG.warning("worker %d at %s gets no closures: %s", self.number, channel.peer, why)
+                    raise CallFailed(channel.peer, "unavailable", why)
+                self._cut = ""
                 self._registered, self._gave_up = True, False
                 if self._told:
                     _LOG.warning("worker %d is there again", self.number)
@@ -105,7 +114,8 @@ class WorkerLink:
                 if not hub.closed:
                     level = self._level(exc)
                     self._told = self._told or level == logging.WARNING
-                    _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, exc)
+                    why = f"{channel.peer}: {self._cut}" if self._cut else exc
+                    _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, why)
                     hopeless = self._is_hopeless(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 if hub.closed:
@@ -122,6 +132,19 @@ class WorkerLink:
                 if hopeless:
                     return
                 hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
+
+    def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
+        """What is to be said of servers that the worker does not reach, and whether they answer here; "" if it reaches all."""
+        servers, answer_here = self._briefing.unreached(channel)
+        if not servers:
+            return "", False
+        said = f"it does not reach the parameter server {' and '.join(servers)}"
+        return said + (", which answers here: the link between them is cut" if answer_here else ""), answer_here
+
+    def _is_cut_off(self, channel: Channel) -> bool:
+        why, is_cut = self._missing_ways(channel)
+        self._cut = why if is_cut else ""
+        return is_cut
 
     def _level(self, exc: CallFailed) -> int:
         """The user hears of a loss, and once of another token; not of each try to reach a worker."""
@@ -244,14 +267,16 @@ class WorkerLink:
         try:
             while not lost.wait(self._times.ping_s):
                 try:
-                    channel.call("status", self._briefing.routes(), timeout_s=self._times.ping_s)
+                    said, _ = channel.call("status", self._briefing.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
+                    is_lost = said["waiting_s"] > WAITS_S and self._is_cut_off(channel)
                 except CallFailed:
-                    if time.monotonic() - last > self._times.lost_after_s:
-                        lost.set()
-                        busy.close()
-                        with self._hub.lock:
-                            self._news.notify_all()
+                    is_lost = time.monotonic() - last > self._times.lost_after_s
+                if is_lost:
+                    lost.set()
+                    busy.close()
+                    with self._hub.lock:
+                        self._news.notify_all()
         finally:
             channel.close()
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from jdist.errors import ShardLostError
 from jdist.ps import replicas as machine
-from jdist.ps.replicas import Command, Event, Forgotten, Heard, Lead, Leads, Replicas, Silent
+from jdist.ps.replicas import Command, Cut, Event, Forgotten, Heard, Lead, Leads, Replicas, Silent
 from jdist.ps.route import Route, RoutedChannel, SlotChannel
 from jdist.ps.shard_watch import Hub, lost_error, refuses
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed, Channel
 
 _LOG = logging.getLogger(__name__)
+CUT_AFTER_S = 3.0  # that what was sent has had no answer: then it is asked whether there is a way at all
 REFUSALS = 3  # connections refused, one after the other, after which nothing listens there: no need to wait longer
 
 
@@ -98,6 +99,7 @@ class ReplicaWatch:
         self._lock = threading.Condition()
         self._replicas = Replicas()
         self._in_step_at: float | None = time.monotonic()  # None once its absence was told
+        self._was_in_step = self._has_parted = False
         self._channels: list[Channel] = []
         self._threads = [
             threading.Thread(target=self._watch, args=(copy,), name=f"jdist-watch-{number}-{copy}", daemon=True)
@@ -153,8 +155,28 @@ class ReplicaWatch:
                     self._hub.shard_found(self.number)
                 last, refusals, told = time.monotonic(), 0, False
                 self._happened(_heard(copy, header))
+                if header["leads"] and header["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
+                    self._look_at_the_link(copy, header["term"])
             with hub.lock:
                 hub.lock.wait_for(lambda: hub.closed, times.ping_s)
+
+    def _look_at_the_link(self, copy: int, term: int) -> None:
+        """Does without the backup if its leader does not reach it, although it answers here."""
+        leader, other, timeout_s = self._channels[copy], self._channels[1 - copy], self._times.lost_after_s
+        try:
+            if leader.call("reaches backup", {}, timeout_s=timeout_s)[0]["reached"]:
+                return
+            other.call("status", {}, timeout_s=self._times.ping_s)
+        except CallFailed:
+            return  # one of them is not there, which its watch tells
+        _LOG.warning(
+            "the parameter servers %s and %s both answer, and the one does not reach the other: shard %d goes on without a "
+            "backup until they do",
+            leader.peer,
+            other.peer,
+            self.number,
+        )
+        self._happened(Cut(term=term))
 
     def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
         """A server is not there: an error where it has the only state there is; the other can be done without."""
@@ -178,8 +200,12 @@ class ReplicaWatch:
         """Says once that a shard has had no backup for long: its servers may not reach one another."""
         now = time.monotonic()
         if None not in self._replicas.holds:
-            self._in_step_at = now
-        elif self._in_step_at is not None and now - self._in_step_at > self._times.ps_timeout_s:
+            if self._has_parted:
+                _LOG.warning("shard %d has two copies in step again", self.number)
+            self._in_step_at, self._was_in_step, self._has_parted = now, True, False
+            return
+        self._has_parted = self._was_in_step
+        if self._in_step_at is not None and now - self._in_step_at > self._times.ps_timeout_s:
             self._in_step_at = None
             first, second = (address for address, _ in self._copies.places)
             _LOG.warning(

@@ -70,6 +70,17 @@ class Silent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Event: the leader of a term does not reach the other copy, which answers here.
+
+    Attributes:
+        term: which.
+    """
+
+    term: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lead:
     """Command: have a copy lead; repeated until it says that it does.
 
@@ -104,7 +115,7 @@ class Forgotten:
     """Command: both copies are lost; go back to the snapshot."""
 
 
-Event = Heard | Silent
+Event = Heard | Silent | Cut
 Command = Lead | Leads | Forgotten
 
 
@@ -123,6 +134,12 @@ def begin(*, term: int, heard: Pair) -> tuple[Replicas, list[Command]]:
 
 def handle(replicas: Replicas, event: Event) -> tuple[Replicas, list[Command]]:
     """What is known after an event, and what is to be done."""
+    if isinstance(event, Cut):
+        if event.term != replicas.term:
+            return replicas, []
+        # Under another term the leader acknowledges alone, and begins to bring the other into step again.
+        leads = replicas.holds[replicas.leader]
+        return _next(replicas, leader=replicas.leader, holds=_put(_NOBODY, replicas.leader, leads))
     incarnation = event.incarnation if isinstance(event, Heard) else None
     replicas = dataclasses.replace(replicas, heard=_put(replicas.heard, event.copy, incarnation))
     commands: list[Command] = []

@@ -57,6 +57,7 @@ class ShardCopy(Keeper):
             "lead": Method(self._lead),
             "install": Method(self._install, expected),
             "forward": Method(self._forward, self._expects_of_forward),
+            "reaches backup": Method(self._reaches_backup),
         }
 
     def close(self) -> None:
@@ -76,7 +77,13 @@ class ShardCopy(Keeper):
         found = {"generation": shard.generation, "version": shard.version, "counts": dataclasses.asdict(shard.counts)}
         in_sync = forwarding.to if forwarding is not None and standing.backup == "in_sync" else None
         terms = {"term": standing.term, "leads": standing.role == "leads", "in_sync": in_sync}
-        return {"incarnation": self.incarnation, **found, **terms}, []
+        waiting_s = 0.0 if forwarding is None else forwarding.waiting_s
+        return {"incarnation": self.incarnation, **found, **terms, "waiting_s": waiting_s}, []
+
+    def _reaches_backup(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Whether it reaches its backup."""
+        forwarding = self._forwarding
+        return {"reached": forwarding is None or forwarding.reaches()}, []
 
     def _lead(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """The coordinator has it lead."""

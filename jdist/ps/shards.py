@@ -6,7 +6,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +42,13 @@ class ShardClient:
         slow_s = 2 * sum(s.size_bytes for s in self._sent) / SLOWEST_BYTES_S
         self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
         self.is_bulk = _is_bulk(self._sent)
+        self._under_way: dict[object, float] = {}  # what was asked and has no answer yet, since when
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the oldest question has had no answer."""
+        since = list(self._under_way.values())
+        return time.monotonic() - min(since) if since else 0.0
 
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
         """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
@@ -82,6 +89,8 @@ class ShardClient:
         expects = _Expects(self.keeping, self._sent, messages)
 
         data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
+        asked = object()
+        self._under_way[asked] = time.monotonic()
 
         def begun(timeout_s: float) -> Callable[[], Any]:
             options: dict[str, Any] = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
@@ -95,6 +104,9 @@ class ShardClient:
                 failpoints.reached(Point.IN_PUSH)
         except CallFailed as exc:
             first = exc
+        except BaseException:
+            del self._under_way[asked]
+            raise
 
         def once(timeout_s: float) -> Any:
             nonlocal first
@@ -105,7 +117,10 @@ class ShardClient:
             return finish()
 
         def finish() -> Said:
-            answer, received = self._repeated(once)
+            try:
+                answer, received = self._repeated(once)
+            finally:
+                del self._under_way[asked]
             results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
             return expects.answers(answer), received, results
 
@@ -176,6 +191,21 @@ class _Expects:
                 places = self._keeping.sent(message.view, changed=answer.changed, first=message.known is None)
                 found += [self._sent[i] for i in places]
         return found
+
+
+def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
+    """Asks each shard who it is, past all questions that have no answer yet; the addresses of those that do not say."""
+
+    def answers(client: ShardClient) -> bool:
+        try:
+            client.status(timeout_s)
+        except CallFailed:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max(1, len(clients)), "jdist-reach") as pool:
+        found = list(pool.map(answers, clients))
+    return [client.channel.peer for client, is_there in zip(clients, found, strict=True) if not is_there]
 
 
 def _is_bulk(arrays: Sequence[Spec]) -> bool:

@@ -28,6 +28,13 @@ class ClusterSnapshot:
     kept: Sequence[Sequence[Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Disputed:
+    """Closures that some shards have applied and others not, as long as the shards were held."""
+
+    closures: frozenset[int]
+
+
 def take_snapshot(
     shards: Together,
     *,
@@ -35,8 +42,8 @@ def take_snapshot(
     generation: int,
     settled: int,
     is_wanted: Callable[[], bool],
-    timeout_s: float = 30.0,
-) -> ClusterSnapshot | None:
+    timeout_s: float = 2.0,
+) -> ClusterSnapshot | Disputed | None:
     """Takes a snapshot while the job goes on.
 
     All shards are frozen: what is staged on all of them is still committed, nothing else is admitted. Once they say that
@@ -49,16 +56,16 @@ def take_snapshot(
         generation: their history.
         settled: closures below this number are applied on all of them.
         is_wanted: asked before each try; a rollback meanwhile makes the snapshot void.
-        timeout_s: how long shards may disagree, as they do while a lost worker's closures are sorted out.
+        timeout_s: how long they are held while they disagree, as they do in the middle of a commit.
 
     Returns:
-        The snapshot; None if the shards began another history, did not agree in time, or it was gone before it was read.
+        The snapshot; what they did not agree on in time; None if they began another history, or it was gone before it was read.
 
     Raises:
         ShardLostError: a shard does not answer.
     """
     said: dict[str, Any] = {"generation": generation}
-    end, cuts = time.monotonic() + timeout_s, []
+    end, cuts, disputed = time.monotonic() + timeout_s, [], frozenset[int]()
     try:
         shards.each(lambda i, client: client.say([Freeze(**said, number=number)]))
         while is_wanted() and time.monotonic() < end:
@@ -71,12 +78,13 @@ def take_snapshot(
             cuts = [(frozenset(c for c in a.applied if c >= settled), a.version) for a in answers]
             if len(set(cuts)) == 1:
                 break
-            cuts = []
+            sets, cuts = [applied for applied, _ in cuts], []
+            disputed = frozenset.union(*sets) - frozenset.intersection(*sets)
             time.sleep(0.01)
     finally:
         shards.each(lambda i, client: client.say([Thaw(**said, number=number)]))
     if not cuts:
-        return None
+        return Disputed(disputed) if disputed else None
     applied, version = cuts[0]
     read = shards.each(lambda i, client: client.read(generation, version))
     kept = [arrays for arrays in read if arrays is not None]

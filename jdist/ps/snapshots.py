@@ -11,12 +11,13 @@ from jdist.errors import JDistError, ShardLostError
 from jdist.ps.closures import Closures
 from jdist.ps.dispatched import Dispatch
 from jdist.ps.shards import Together
-from jdist.ps.snapshot import ClusterSnapshot, take_snapshot
+from jdist.ps.snapshot import ClusterSnapshot, Disputed, take_snapshot
 from jdist.ps.threads import Threads
 from jdist.ps.transport.seam import Header
 
 _LOG = logging.getLogger(__name__)
 PAUSE_S = 0.01
+DISPUTED_S = 10.0
 
 
 class Hub(Protocol):
@@ -30,7 +31,7 @@ class Hub(Protocol):
     def dispatch(self) -> Dispatch: ...
     @property
     def is_a_shard_lost(self) -> bool: ...
-    def wait_for_event(self) -> None: ...
+    def wait_for_event(self, timeout_s: float | None = None) -> None: ...
     def raise_error(self) -> None: ...
     def routes(self) -> Header: ...
 
@@ -108,7 +109,7 @@ class Snapshots:
             _LOG.info("no snapshot: %s", exc)
 
     def _try(self) -> ClusterSnapshot | None:
-        """A snapshot, unless the shards begin a new history meanwhile."""
+        """A snapshot, unless the shards begin a new history meanwhile, or disagree; then it waits until they may agree."""
         hub = self._hub
         with hub.lock:
             self._number += 1
@@ -121,6 +122,11 @@ class Snapshots:
             is_wanted=lambda: hub.dispatch.generation == generation and not hub.closed,
         )
         with hub.lock:
+            if isinstance(found, Disputed):
+                end = time.monotonic() + DISPUTED_S
+                while self._is_with_a_worker(found, generation) and time.monotonic() < end:
+                    hub.wait_for_event(DISPUTED_S)
+                return None
             # Of a closure that is in it nobody could get the result any more, were it not here before a rollback.
             while found is not None and not self._are_reported(found, generation):
                 hub.wait_for_event()
@@ -131,6 +137,12 @@ class Snapshots:
                 self.due()
             hub.lock.notify_all()
             return found
+
+    def _is_with_a_worker(self, found: Disputed, generation: int) -> bool:
+        """Whether a worker has yet to say what became of what the shards disagree on: to hold them again would be in vain."""
+        hub, known = self._hub, self._hub.dispatch
+        held = any(found.closures.intersection(worker.closures) for worker in known.workers.values())
+        return held and not hub.closed and known.generation == generation and not hub.is_a_shard_lost
 
     def _are_reported(self, found: ClusterSnapshot, generation: int) -> bool:
         """Whether all closures of a snapshot have been reported, or it is of no use any more."""

@@ -22,7 +22,7 @@ from jdist.ps.compute import Abandoned, Installed, Sender, Shards
 from jdist.ps.job import FUNCTION, Function
 from jdist.ps.keeping import KEEPING, program_spec, specs
 from jdist.ps.route import RoutedChannel, routes_in
-from jdist.ps.shards import ShardClient, Together
+from jdist.ps.shards import ShardClient, Together, unreached
 from jdist.ps.transport.seam import Channel, Header, Method, Untimely
 from jdist.ps.wire import Spec, from_plain
 from jdist.ps.worker_data import Ended, WorkerData
@@ -30,6 +30,7 @@ from jdist.ps.worker_data import Ended, WorkerData
 MOST_SHARDS = 4096
 MOST_CLOSURES = 4096
 MOST_COMPILED = 64
+MOST_REACH_S = 60.0
 Compiled = Callable[[Sequence[Any]], list[jax.Array]]
 
 
@@ -73,6 +74,7 @@ class WorkerServer:
             "status": Method(self._status),
             **self._data.methods(),
             "attach": Method(self._attach),
+            "unreached": Method(self._unreached),
             "install": Method(self._install, self._expects_of_install),
             "execute": Method(self._execute, self._expects_of_execute),
         }
@@ -86,7 +88,15 @@ class WorkerServer:
         routes, channels = routes_in(header), self._routed
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
             channel.move(route)
-        return {"incarnation": self.incarnation, "devices": self._devices}, []
+        waiting_s = max((client.waiting_s for client in self._shards.clients.clients), default=0.0)
+        return {"incarnation": self.incarnation, "devices": self._devices, "waiting_s": waiting_s}, []
+
+    def _unreached(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Which of the servers do not answer it."""
+        timeout_s = header.get("timeout_s")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_REACH_S:
+            raise WireError("no time to wait")
+        return {"unreached": unreached(self._shards.clients.clients, timeout_s)}, []
 
     def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
@@ -164,10 +174,13 @@ class WorkerServer:
         batches = header.get("batches") or [None] * len(closures)
         if not isinstance(batches, list) or len(batches) != len(closures):
             raise WireError("not a batch for each closure")
-        outcomes, outputs = [], []
+        outcomes, outputs = list[Header](), []
         given = iter(arrays)
         with self._running:  # what an earlier incarnation of the coordinator asked for ends first
             for closure, installed, batch in zip(closures, functions, batches, strict=True):
+                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # what took that away takes the rest as well
+                    outcomes.append({"closure": closure, "outcome": "abandoned"})
+                    continue
                 arguments = list(itertools.islice(given, len(installed.function.arguments)))
                 if (read := installed.function.batch) is not None:
                     try:

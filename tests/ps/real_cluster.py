@@ -26,7 +26,7 @@ class Cluster:
     """
 
     def __init__(self, folder, *, workers=2, ps=2):
-        ports = [f"127.0.0.1:{port}" for port in free_ports(workers + ps)]
+        ports = self._addresses(workers + ps)
         self.folder, self.num_ps = folder, ps
         self.addresses = {"ps": ports[:ps], "worker": ports[ps:]}
         self.processes = {}
@@ -44,7 +44,11 @@ class Cluster:
             variables = {} if at is None else {VARIABLE: f"process=0:{at}"}
             with (self.folder / f"{role}{number}.err").open("ab") as err:
                 self.processes[role, number] = subprocess.Popen(
-                    command("--role", role, "--address", self.addresses[role][number], "--grace-s", "600"),
+                    [
+                        *self._prefix(role, number),
+                        *command("--role", role, "--address", self.addresses[role][number], "--grace-s", "600"),
+                        *self._flags,
+                    ],
                     env=environment(variables),
                     stdout=subprocess.PIPE,
                     stderr=err,
@@ -55,6 +59,14 @@ class Cluster:
             with process.stdout:
                 line = process.stdout.readline()
             assert " listens on " in line, (self.folder / f"{role}{number}.err").read_text()
+
+    _flags = ()  # of `jdist serve`
+
+    def _addresses(self, number):
+        return [f"127.0.0.1:{port}" for port in free_ports(number)]
+
+    def _prefix(self, role, number):
+        return []
 
     def kill(self, *who):
         """SIGKILL."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from jdist.ps import replicas as coordinator
 from jdist.ps import standing as standings
-from jdist.ps.replicas import Forgotten, Heard, Lead, Leads, Replicas, Silent
+from jdist.ps.replicas import Cut, Forgotten, Heard, Lead, Leads, Replicas, Silent
 from jdist.ps.standing import Standing
 
 
@@ -54,6 +54,7 @@ class Budget:
 
     kills: int = 0
     suspicions: int = 0
+    cuts: int = 0
     losses: int = 0
     duplicates: int = 0
 
@@ -117,6 +118,9 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
             yield f"is asked {i}", lambda heard=heard: _send(world, ("heard", heard))
         if not asked and budget.suspicions and world.replicas.heard[i] is not None:
             yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), Silent(copy=i))
+        if budget.cuts and copy.backup is not None and copy.standing.role == "leads":
+            cut = Cut(term=copy.standing.term)
+            yield f"is cut off {i}", lambda cut=cut: _happened(fewer("cuts"), cut)
         if budget.kills:
             yield f"is killed {i}", lambda i=i, n=copy.born + 1: _put(fewer("kills"), i, Copy(born=n))
         if copy.backup is not None and copy.calls is None and (copy.copy_is_due or copy.entries):

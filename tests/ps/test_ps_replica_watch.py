@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -36,10 +37,23 @@ class Server:
     def __init__(self, address, *, syncs=True):
         self.syncs = syncs
         self.copies = [
-            {"incarnation": f"{address}-{slot}", "term": 0, "leads": False, "in_sync": None, "generation": 0}
+            {
+                "incarnation": f"{address}-{slot}",
+                "term": 0,
+                "leads": False,
+                "in_sync": None,
+                "generation": 0,
+                "waiting_s": 0.0,
+            }
             for slot in (0, 1)
         ]
-        self.fake = FakeServer(address, {"status": Method(self._status), "lead": Method(self._lead)})
+        methods = {
+            "status": self._status,
+            "lead": self._lead,
+            "reaches backup": lambda *_: ({"reached": self.reaches}, []),
+        }
+        self.reaches = True  # the other server
+        self.fake = FakeServer(address, {name: Method(run) for name, run in methods.items()})
 
     def _status(self, header, arrays):
         return dict(self.copies[header["slot"]]), []
@@ -82,6 +96,25 @@ def test_the_backup_of_a_lost_leader_leads(watched):
     assert watch.wait_for(lambda replicas: replicas.told and replicas.leader == 1, 20)
     assert (copies.channel.route.address, copies.channel.route.slot) == ("b", 1)
     assert (hub.lost, hub.errors) == ([], [])
+
+
+def test_a_leader_that_does_not_reach_its_backup_goes_on_without_it_until_it_does(watched, caplog):
+    watch, hub, servers, _ = watched()
+    both = ("a-0", "b-1")
+    assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
+    servers["a"].copies[0]["waiting_s"] = 60.0
+    time.sleep(0.2)
+    assert watch._replicas.holds == both  # the way is there: it computes
+    servers["a"].reaches = servers["a"].syncs = False
+    assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", None) and replicas.told, 20)
+    servers["a"].copies[0]["waiting_s"] = 0.0
+    assert "the parameter servers a and b both answer, and the one does not reach the other: shard 3" in caplog.text
+    assert "in step" not in caplog.text
+    servers["a"].reaches = servers["a"].syncs = True
+    servers["a"].copies[0]["in_sync"] = "b-1"
+    assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
+    assert (hub.lost, hub.errors, watch._replicas.leader) == ([], [], 0)
+    assert caplog.text.count("shard 3 has two copies in step again") == 1
 
 
 def test_another_process_in_the_leaders_place_without_a_backup_has_lost_the_state(watched):

@@ -48,6 +48,7 @@ EXHAUSTIVE = {
     "nothing wrong": (2, Budget()),
     "one is killed": (2, Budget(kills=1)),
     "one is suspected": (2, Budget(suspicions=1)),
+    "the link is cut": (2, Budget(cuts=1)),
     "a message is lost": (2, Budget(losses=1)),
     "a message comes twice": (2, Budget(duplicates=1)),
     "one is killed, a message is lost": (2, Budget(kills=1, losses=1)),
@@ -56,6 +57,8 @@ EXHAUSTIVE = {
     "one is suspected and one killed": (1, Budget(kills=1, suspicions=1)),
     "both are suspected": (1, Budget(suspicions=2)),
     "both are killed": (1, Budget(kills=2)),
+    "the link is cut, and one is killed": (1, Budget(cuts=1, kills=1)),
+    "the link is cut, and one is suspected": (1, Budget(cuts=1, suspicions=1)),
 }
 LARGE = {
     "two closures, one is suspected and one killed": (2, Budget(kills=1, suspicions=1)),
@@ -65,7 +68,7 @@ LARGE = {
 @pytest.mark.parametrize(
     "case",
     [
-        *some(EXHAUSTIVE, list(EXHAUSTIVE)[:8]),
+        *some(EXHAUSTIVE, list(EXHAUSTIVE)[:9]),
         *(pytest.param(case, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]) for case in LARGE),
     ],
 )
@@ -90,7 +93,7 @@ def wander(world, randomness, most=4000):
 @settings(deadline=None, max_examples=150)
 @given(randomness=st.randoms(use_true_random=False))
 def test_in_random_orders_of_long_histories(randomness):
-    budget = Budget(kills=3, suspicions=3, losses=3, duplicates=4)
+    budget = Budget(kills=3, suspicions=3, cuts=2, losses=3, duplicates=4)
     wander(start(closures=6, budget=budget), randomness)
 
 
@@ -98,13 +101,17 @@ def test_in_random_orders_of_long_histories(randomness):
 @settings(deadline=None, max_examples=1000)
 @given(randomness=st.randoms(use_true_random=False))
 def test_in_random_orders_of_very_long_histories(randomness):
-    wander(start(closures=20, budget=Budget(kills=8, suspicions=8, losses=10, duplicates=15)), randomness, most=20_000)
+    wander(
+        start(closures=20, budget=Budget(kills=8, suspicions=8, cuts=6, losses=10, duplicates=15)),
+        randomness,
+        most=20_000,
+    )
 
 
 @settings(deadline=None, max_examples=100)
 @given(randomness=st.randoms(use_true_random=False))
 def test_the_loss_of_one_copy_never_costs_the_state(randomness):
-    budget = Budget(kills=1, losses=2, duplicates=3)
+    budget = Budget(kills=1, cuts=1, losses=2, duplicates=3)
     assert wander(start(closures=4, budget=budget), randomness).rollbacks == 0
 
 

@@ -1,0 +1,123 @@
+"""Servers on hosts of their own, as far as one machine can play them: network namespaces at a switch, and links to cut.
+
+A cut link is silent, as real ones are: what goes over it is sent to a card that there is not. Addresses are of the range for
+such tests (RFC 2544).
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+
+import pytest
+from real_cluster import Cluster
+
+_SUBNETS = itertools.count(os.getpid() % 120)
+_NOBODY = "02:00:00:00:00:99"
+
+
+def ip(*arguments):
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+class Hosts:
+    """Hosts at a switch; the one of this process has the address `.254`.
+
+    Args:
+        number: how many there are besides.
+
+    Attributes:
+        names: their namespaces.
+        addresses: without ports.
+    """
+
+    def __init__(self, number):
+        subnet = f"198.18.{100 + next(_SUBNETS) % 120}"
+        made = f"jd{os.getpid()}-{subnet.rpartition('.')[2]}"
+        self.names = [f"{made}-{i}" for i in range(number)]
+        self.addresses = [f"{subnet}.{i + 1}" for i in range(number)]
+        self._bridge = f"b{made}"[:15]
+        ip("link", "add", "name", self._bridge, "type", "bridge")
+        ip("address", "add", f"{subnet}.254/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+        for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            card = f"p{i}{made}"[:15]
+            ip("netns", "add", name)
+            ip("link", "add", card, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", card, "master", self._bridge)
+            ip("link", "set", card, "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+
+    def cut(self, i, j):
+        """Nothing goes from one host to the other any more, nor back."""
+        for name, to in ((self.names[i], self.addresses[j]), (self.names[j], self.addresses[i])):
+            ip("-n", name, "neighbour", "replace", to, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
+
+    def mend(self, i, j):
+        """The link is there again."""
+        for name, to in ((self.names[i], self.addresses[j]), (self.names[j], self.addresses[i])):
+            ip("-n", name, "neighbour", "delete", to, "dev", "eth0")
+
+    def close(self):
+        for name in self.names:
+            with contextlib.suppress(OSError):  # it was not made
+                ip("netns", "delete", name)  # its card goes with it
+        with contextlib.suppress(OSError):
+            ip("link", "delete", self._bridge)
+
+
+class SpreadCluster(Cluster):
+    """As `Cluster`, each server on a host of its own.
+
+    Args:
+        folder, workers, ps: as for `Cluster`.
+    """
+
+    _flags = ("--insecure",)  # the hosts are this process's alone
+
+    def __init__(self, folder, *, workers=2, ps=2):
+        self._who = [*(("ps", i) for i in range(ps)), *(("worker", i) for i in range(workers))]
+        self.hosts = Hosts(workers + ps)
+        super().__init__(folder, workers=workers, ps=ps)
+
+    def _addresses(self, number):
+        return [f"{host}:2222" for host in self.hosts.addresses]
+
+    def _prefix(self, role, number):
+        return ["ip", "netns", "exec", self.hosts.names[self._who.index((role, number))]]
+
+    def strategy(self, **options):
+        return super().strategy(insecure=True, **options)
+
+    def cut(self, one, other):
+        """Cuts the link between two servers, `(role, number)` each."""
+        self.hosts.cut(self._who.index(one), self._who.index(other))
+
+    def mend(self, one, other):
+        """Mends the link."""
+        self.hosts.mend(self._who.index(one), self._who.index(other))
+
+    def close(self):
+        super().close()
+        self.hosts.close()
+
+
+@contextlib.contextmanager
+def spread(folder, **numbers):
+    """A `SpreadCluster`, where the system lets one be made; else the test is skipped."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` here (iproute2)")
+    try:
+        Hosts(1).close()
+    except OSError as exc:
+        pytest.skip(f"network namespaces are not permitted here: {exc}")
+    made = SpreadCluster(folder, **numbers)
+    try:
+        yield made
+    finally:
+        made.close()

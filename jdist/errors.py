@@ -26,6 +26,7 @@
     │   ├── NonFiniteClosureError  it met a NaN or infinite gradient; a NonFiniteError, too
     │   └── NoWorkersError     no worker has been there for long
     ├── ShardLostError         a parameter server is gone, and nobody took its place
+    ├── JobReplacedError       another coordinator has taken over the parameter servers
     ├── LaunchError            what `jdist launch` was asked to start, or how
     ├── ScalingError           a batch or a hyperparameter that a scaling rule cannot take
     ├── ProcessFailedError     a function that runs in several processes failed in one, or took too long
@@ -230,6 +231,13 @@ class NoWorkersError(ClosureError):
 
 class ShardLostError(JDistError, RuntimeError):
     """A parameter server is gone, and nobody took its place in time."""
+
+
+class JobReplacedError(JDistError, RuntimeError):
+    """Another coordinator has taken over the parameter servers of this job.
+
+    A program that it ends leaves with exit code 2, after which no launcher starts it again: two would take turns for ever.
+    """
 
 
 class LaunchError(JDistError, ValueError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jdist.errors import ClosureCancelledError, ClosureError, JDistError, ShardLostError
+from jdist.errors import ClosureCancelledError, ClosureError, JDistError, JobReplacedError, ShardLostError
 from jdist.ps import dispatch as machine
 from jdist.ps.attendance import Attendance
 from jdist.ps.briefing import Briefing
@@ -51,6 +51,7 @@ class Engine:
         depth: closures that a worker gets at a time.
         rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
         copies: of each shard, where its two copies are; none where it has one.
+        on_replaced: is called when another coordinator has taken over.
 
     Attributes:
         lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
@@ -75,6 +76,7 @@ class Engine:
         depth: int = 16,
         rounds: Rounds | None = None,
         copies: Sequence[Copies] = (),
+        on_replaced: Callable[[], None] = lambda: None,
     ):
         self._times, self.shards, self._copies = times, Together(shards), tuple(copies)
         self.mutex = threading.RLock()
@@ -85,6 +87,8 @@ class Engine:
         self.closures = Closures(have_a_state=bool(shards))
         self.to_come = 0  # closures that wait for arguments
         self._error: JDistError | None = None
+        self._replaced: JobReplacedError | None = None
+        self._on_replaced = on_replaced
         self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
         self._rounds_skipped = 0
@@ -144,6 +148,16 @@ class Engine:
     def close(self) -> None:
         """Ends all threads and connections; what is in the queue is cancelled."""
         atexit.unregister(self.close)
+        self._end(ClosureCancelledError("the coordinator was closed"))
+        self.shards.close()
+        self._telling.close()
+        self.snapshots.close()
+        self._deciding.close()
+        for thread in (*self._watches, *self._links, self._telling, self.snapshots, self._deciding):
+            thread.join(self._times.lost_after_s)
+
+    def _end(self, error: JDistError) -> None:
+        """Nothing is begun any more, and what is waited for fails."""
         with self.lock:
             self.closed = True
             waiting = self.closures.clear()
@@ -151,13 +165,7 @@ class Engine:
             for link in self._links:
                 link.end()
         for pending in waiting:
-            pending.arrive([], ClosureCancelledError("the coordinator was closed"))
-        self.shards.close()
-        self._telling.close()
-        self.snapshots.close()
-        self._deciding.close()
-        for thread in (*self._watches, *self._links, self._telling, self.snapshots, self._deciding):
-            thread.join(self._times.lost_after_s)
+            pending.arrive([], error)
 
     @property
     def num_skipped(self) -> int:
@@ -242,6 +250,8 @@ class Engine:
 
     def raise_error(self) -> None:
         """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
+        if self._replaced is not None:
+            raise self._replaced
         if self._error is not None:
             self.lock.wait_for(lambda: self.is_idle or self.closed or bool(self._lost))
         for lost in self._lost.values():
@@ -264,6 +274,25 @@ class Engine:
             _LOG.warning("parameter server %d lost its memory", shard)
             done = self.closures.go_back(found)
             self.handle(Rollback(settled=found.settled, applied=done, version=found.version))
+
+    def heard_of(self, generation: int, begun_by: str) -> None:
+        """A shard has a history of this number."""
+        if 0 < self.generation < generation:
+            self.replaced(generation, begun_by)
+
+    def replaced(self, generation: int, begun_by: str) -> None:
+        """Another coordinator has taken over the shards: here all ends, and nothing of theirs is touched any more."""
+        with self.lock:
+            if self.closed:
+                return
+            self._replaced = JobReplacedError(
+                f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
+                f"{generation}, and this process's was {self.generation}. What is on them is not this job's any more. Start "
+                "one coordinator for them, or give each job servers of its own."
+            )
+            self._end(self._replaced)
+        _LOG.error("%s", self._replaced)
+        self._on_replaced()
 
     def shard_lost(self, shard: int, error: ShardLostError) -> None:
         """A shard is given up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""

@@ -45,6 +45,7 @@ from jdist.ps.transport.seam import Header, Method, Untimely
 from jdist.ps.wire import Spec, from_plain, mean_of_integers, to_plain
 
 MOST_MESSAGES = 4096
+MOST_NAME = 300
 Program = Callable[[Sequence[Any]], list[jax.Array]]
 
 
@@ -71,6 +72,7 @@ class Keeper:
         self._cut: list[np.ndarray] = []
         self._cut_of: tuple[Any, Any] = 0, 0  # its generation and version
         self._answers: dict[int, Any] = {}
+        self._begun_by = ""  # the coordinator of its history
         self._left: set[int] = set()  # calls that are not answered yet, and whose callers have gone
 
     def methods(self) -> dict[str, Method]:
@@ -87,6 +89,7 @@ class Keeper:
             shard = self._shard
             counts = dataclasses.asdict(shard.counts)
             found = {"generation": shard.generation, "version": shard.version, "counts": counts}
+            found["begun_by"] = self._begun_by
         return {"incarnation": self.incarnation, **found}, []
 
     def _expects_of_restore(self, header: Header) -> list[Spec]:
@@ -98,6 +101,7 @@ class Keeper:
 
     def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         message = from_plain({"Restore": Restore}, header.get("say"))
+        by = str(header.get("by", ""))[:MOST_NAME]
         keeping = from_plain(KEEPING, header.get("keeping"))
         kept, packed = arrays[: len(keeping.kept)], arrays[len(keeping.kept) :]
         programs = self._unpacked(keeping, packed)
@@ -108,6 +112,7 @@ class Keeper:
             shard, commands = receive(shard, dataclasses.replace(message, call=0))
             if any(isinstance(command, Replace) for command in commands):
                 self._put(keeping, kept, programs, packed)
+                self._begun_by = by
             self._carry_out(shard, commands)
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []

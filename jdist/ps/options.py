@@ -22,6 +22,7 @@ class Servers:
         ps: addresses of the parameter servers.
         connect: from an address to a channel.
         close: ends what was started for the job.
+        leave: has `close` leave others alone: they are another job's.
         processes: gives the process ids of what was started: the parameter servers, then the workers.
         running_workers: gives those of the workers that have not ended.
     """
@@ -30,6 +31,7 @@ class Servers:
     ps: tuple[str, ...]
     connect: Callable[[str], Channel]
     close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
     processes: Callable[[], tuple[int, ...]] = tuple
     running_workers: Callable[[], tuple[int, ...]] = tuple
 

@@ -154,6 +154,7 @@ class ReplicaWatch:
                 if told:
                     self._hub.shard_found(self.number)
                 last, refusals, told = time.monotonic(), 0, False
+                hub.heard_of(header["generation"], header["begun_by"])
                 self._happened(_heard(copy, header))
                 if header["leads"] and header["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
                     self._look_at_the_link(copy, header["term"])

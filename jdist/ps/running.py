@@ -279,6 +279,7 @@ class PsJob:
             times=self.options.times,
             rounds=self._rounds(),
             copies=copies,
+            on_replaced=servers.leave,
         )
 
     def _rounds(self) -> Rounds | None:

@@ -98,6 +98,7 @@ def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s:
         ps=ps,
         connect=lambda address: RpcChannel(address, security=security),
         close=telling.close if keep else telling.end,
+        leave=telling.close,
     )
 
 

@@ -78,7 +78,8 @@ class ShardCopy(Keeper):
         in_sync = forwarding.to if forwarding is not None and standing.backup == "in_sync" else None
         terms = {"term": standing.term, "leads": standing.role == "leads", "in_sync": in_sync}
         waiting_s = 0.0 if forwarding is None else forwarding.waiting_s
-        return {"incarnation": self.incarnation, **found, **terms, "waiting_s": waiting_s}, []
+        more = {"waiting_s": waiting_s, "begun_by": self._begun_by}
+        return {"incarnation": self.incarnation, **found, **terms, **more}, []
 
     def _reaches_backup(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Whether it reaches its backup."""

@@ -21,6 +21,7 @@ class Hub(Protocol):
     def memory_lost(self, shard: int) -> None: ...
     def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
     def shard_found(self, shard: int) -> None: ...
+    def heard_of(self, generation: int, begun_by: str) -> None: ...
 
 
 class ShardWatch:
@@ -64,7 +65,7 @@ class ShardWatch:
                 if hub.lock.wait_for(lambda: hub.closed, times.ping_s):
                     return
             try:
-                found = self._client.status(times.ping_s)["incarnation"]
+                status = self._client.status(times.ping_s)
             except CallFailed as exc:
                 silent_s = time.monotonic() - last
                 if (refuses(exc) or silent_s > times.ps_timeout_s) and not told:
@@ -74,8 +75,9 @@ class ShardWatch:
             if told:
                 hub.shard_found(self.number)
             last, told = time.monotonic(), False
-            if found != self._incarnation:
-                self._incarnation = found
+            hub.heard_of(status["generation"], status["begun_by"])
+            if status["incarnation"] != self._incarnation:
+                self._incarnation = status["incarnation"]
                 hub.memory_lost(self.number)
 
 

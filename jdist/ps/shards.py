@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -24,6 +26,11 @@ T = TypeVar("T")
 SLOWEST_BYTES_S = 10e6
 _END_S = 10.0
 Said = tuple[list[Any], list[Any], dict[int, bytes]]
+
+
+def whose() -> str:
+    """This process, as others are told whose history a shard has."""
+    return f"process {os.getpid()} of {socket.gethostname()}"
 
 
 class ShardClient:
@@ -53,7 +60,7 @@ class ShardClient:
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
         """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
         sizes = [len(program) for program in programs]
-        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "programs": sizes}
+        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "programs": sizes, "by": whose()}
         arrays = [*kept, *(np.frombuffer(program, np.uint8) for program in programs)]
         answer, _ = self._repeated(lambda t: self.channel.call("restore", header, arrays, timeout_s=t))
         return from_plain(TRAVELLING, answer["answer"])

@@ -12,7 +12,7 @@ import numpy as np
 from jdist.errors import ShardLostError
 from jdist.ps.events import Answered, Event, Tell
 from jdist.ps.messages import Answer, Commit, Held, Refused, Restore
-from jdist.ps.shards import Together
+from jdist.ps.shards import Together, whose
 from jdist.ps.threads import Threads
 from jdist.ps.times import Times
 from jdist.ps.transport.seam import CallFailed
@@ -30,6 +30,7 @@ class Hub(Protocol):
     def generation(self) -> int: ...
     def handle(self, event: Event) -> None: ...
     def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
+    def replaced(self, generation: int, begun_by: str) -> None: ...
     def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]: ...
     def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]: ...
 
@@ -82,6 +83,14 @@ class Telling:
                 with hub.lock:
                     hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)
                 continue
+            if (
+                isinstance(command.message, Restore)
+                and isinstance(answer, Refused)
+                and hub.generation == answer.generation
+            ):
+                begun_by = self._shards.clients[command.shard].status()["begun_by"]
+                if begun_by != whose():  # it began at the same time; else only the first answer was lost
+                    return hub.replaced(answer.generation, begun_by)
             return hub.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
     def _answer_to(self, command: Tell) -> Answer:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,8 @@ import optax
 import pytest
 
 import jdist
-from jdist.errors import ClosureCancelledError, ClosureError, NoWorkersError, ShardLostError
+from jdist.cluster import exit_codes
+from jdist.errors import ClosureCancelledError, ClosureError, JobReplacedError, NoWorkersError, ShardLostError
 from jdist.ps import snapshots
 from jdist.ps.artifact import pack
 from jdist.ps.coordinator import Coordinator
@@ -21,10 +23,11 @@ from jdist.ps.engine import Engine
 from jdist.ps.job import Function, described, function_of, keeping_of
 from jdist.ps.keeper import Keeper
 from jdist.ps.layout import make_layout
+from jdist.ps.messages import Restore
 from jdist.ps.partition import fixed_shards
 from jdist.ps.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient
+from jdist.ps.shards import ShardClient, whose
 from jdist.ps.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.seam import Method
@@ -219,6 +222,43 @@ def test_results_are_those_of_the_present_history():
         assert not any(a is b for a, b in zip(again, before, strict=True))
         for a, b in zip(again, before, strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_to_it(num_ps):
+    with Job(num_ps, 2) as job:
+        job.schedule().wait(60)
+        first, before = job.engine, job.coordinator
+        late = job.schedule()
+        job.begin(generation=7)
+        with first.lock:
+            assert first.lock.wait_for(lambda: first.closed, 20)
+        found = (
+            f"another coordinator ({whose()}) has taken over the parameter servers: their history is number 7, and this"
+        )
+        for call in (before.join, before.snapshot, lambda: before.schedule(0, job.arguments)):
+            with pytest.raises(JobReplacedError, match=re.escape(found)) as raised:
+                call()
+        assert exit_codes.of(raised.value) == exit_codes.USAGE  # after which no launcher starts it again
+        if not late.done or late.error is not None:
+            with pytest.raises(JobReplacedError):
+                late.wait(20)
+        for _ in range(20):
+            job.schedule()
+        job.coordinator.join(60)
+        assert count(job) == [20] * num_ps
+        assert job.engine.generation == 7
+        first.close()
+
+
+def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypatch):
+    with Job(1, 1) as job:
+        job.coordinator.join(20)
+        monkeypatch.setattr("jdist.ps.shards.whose", lambda: "process 1 of another")
+        job.clients[0].restore(Restore(generation=2), job.layout.shared_out(job.leaves)[0], job.programs[0])
+        job.engine.memory_lost(0)  # it begins history 2, too
+        with pytest.raises(JobReplacedError, match=r"\(process 1 of another\)"):
+            job.coordinator.join(20)
 
 
 @pytest.mark.parametrize("num_ps", [1, 2])

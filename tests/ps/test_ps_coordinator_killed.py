@@ -1,8 +1,10 @@
 """`jdist run` under a parameter server, killed and run again: it goes on from its checkpoint, nothing counts twice."""
 
 import json
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from jdist.train import Checkpointer
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiment"))
-from real_cluster import Cluster
+from real_cluster import BOUND_S, Cluster, wait_until
 from servers import ROOT, environment
 
 STEPS = 900
@@ -76,6 +78,35 @@ def test_with_servers_that_outlive_it(tmp_path, monkeypatch):
         jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
         config = json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})
         killed_and_run_again(tmp_path, monkeypatch, "keep_servers: true", {"TF_CONFIG": config})
+    finally:
+        cluster.close()
+
+
+def test_a_second_one_takes_over_and_the_first_says_by_whom_and_leaves_the_servers_alone(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path, ps=2)
+    try:
+        jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+        environ = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})}
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            steps = "steps: 1000000" if name == "first" else f"steps: {STEPS}"
+            (tmp_path / name / "toy.yaml").write_text(
+                (CONFIG % "keep_servers: false").replace(f"steps: {STEPS}", steps)
+            )
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(run, tmp_path / "first", environ)
+            wait_until(lambda: first.done() or any((tmp_path / "first/runs/toy/checkpoints").glob("step_*")))
+            assert not first.done(), first.result()
+            code, said = run(tmp_path / "second", environ)
+            assert code == 0, said
+            code, said = first.result(BOUND_S)
+        assert code == 2, said
+        assert re.search(
+            r"another coordinator \(process \d+ of .*\) has taken over the parameter servers: their history", said
+        )
+        check_end(tmp_path / "second", monkeypatch)
+        for process in cluster.processes.values():  # the second one has ended them
+            process.wait(BOUND_S)
     finally:
         cluster.close()
 

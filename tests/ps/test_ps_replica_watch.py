@@ -26,6 +26,9 @@ class Hub:
         self.errors.append(str(error))
         self.told.set()
 
+    def heard_of(self, generation, begun_by):
+        pass
+
     def memory_lost(self, shard):
         self.lost.append(shard)
         self.told.set()
@@ -44,6 +47,7 @@ class Server:
                 "in_sync": None,
                 "generation": 0,
                 "waiting_s": 0.0,
+                "begun_by": "",
             }
             for slot in (0, 1)
         ]

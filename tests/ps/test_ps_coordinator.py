@@ -257,6 +257,8 @@ def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypat
         monkeypatch.setattr("jdist.ps.shards.whose", lambda: "process 1 of another")
         job.clients[0].restore(Restore(generation=2), job.layout.shared_out(job.leaves)[0], job.programs[0])
         job.engine.memory_lost(0)  # it begins history 2, too
+        with job.engine.lock:
+            assert job.engine.lock.wait_for(lambda: job.engine.closed, 20)
         with pytest.raises(JobReplacedError, match=r"\(process 1 of another\)"):
             job.coordinator.join(20)
 

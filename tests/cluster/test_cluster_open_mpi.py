@@ -61,7 +61,7 @@ def test_all_ranks_on_one_host():
 def test_several_hosts_without_the_address_of_process_0():
     environ = {**RANK, "OMPI_MCA_orte_hnp_uri": ""}
     with pytest.raises(
-        ClusterConfigError, match=r"JAX_COORDINATOR_ADDRESS is not set.*Add -x JAX_COORDINATOR_ADDRESS="
+        ClusterConfigError, match=r"JAX_COORDINATOR_ADDRESS is not set.*mpirun -x JAX_COORDINATOR_ADDRESS="
     ):
         open_mpi(environ)
     spec = open_mpi({**environ, "JAX_COORDINATOR_ADDRESS": "n1:7777"})

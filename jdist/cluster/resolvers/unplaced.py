@@ -15,7 +15,9 @@ from jdist.cluster.resolvers.slurm import HET_SIZE, NODES
 _ALONE = "To train in one process on its own, use another strategy (mirrored), or unset the variable."
 _ALL = f"{ADDRESS}, {COUNT} and {INDEX}"
 _SRUN = f"Start every process by srun, which also sets {NODES}. {_ALONE}"
-_SLICE = f"The hosts of a TPU slice are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
+_SLICE = (
+    f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
+)
 # A variable, what it holds where one process was started, whose it is, and what to write. The first counts.
 _OF_SEVERAL = (
     ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),

@@ -599,8 +599,8 @@ ALONE = [
 ]
 
 
-def named(rows: list[Row]) -> dict[str, object]:
-    return {"argvalues": rows, "ids": [row.name for row in rows]}
+def each(rows: list[Row]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", rows, ids=[row.name for row in rows])
 
 
 def place(environ: Environ) -> tuple[int, int] | str:
@@ -612,7 +612,7 @@ def place(environ: Environ) -> tuple[int, int] | str:
     return spec.num_processes, spec.process_index
 
 
-@pytest.mark.parametrize("row", **named(FOUND))
+@each(FOUND)
 def test_each_rank_finds_its_place(row):
     specs = [resolve(row.environ(rank)) for rank in range(row.ranks)]
     assert [spec.process_index for spec in specs] == list(range(row.ranks))
@@ -622,7 +622,7 @@ def test_each_rank_finds_its_place(row):
     assert specs[0].address == row.at
 
 
-@pytest.mark.parametrize("row", **named(REFUSED))
+@each(REFUSED)
 def test_each_rank_is_told_what_to_write(row):
     for rank in range(row.ranks):
         with pytest.raises(ClusterConfigError) as info:
@@ -630,14 +630,14 @@ def test_each_rank_is_told_what_to_write(row):
         assert not [text for text in row.says if text not in str(info.value)], str(info.value)
 
 
-@pytest.mark.parametrize("row", **named([row for row in REFUSED if row.ranks > 1 and "TF_CONFIG" not in row.common]))
+@each([row for row in REFUSED if row.ranks > 1 and "TF_CONFIG" not in row.common])
 def test_three_variables_mend_each_refusal(row):
     three = {"JAX_COORDINATOR_ADDRESS": "n1:7000", "JAX_NUM_PROCESSES": str(row.ranks)}
     places = [place(row.environ(rank) | three | {"JAX_PROCESS_ID": str(rank)}) for rank in range(row.ranks)]
     assert places == [(row.ranks, rank) for rank in range(row.ranks)]
 
 
-@pytest.mark.parametrize("row", **named(ALONE))
+@each(ALONE)
 def test_one_process_stays_one_without_a_word(row, monkeypatch):
     for name, value in row.common.items():
         monkeypatch.setenv(name, value)
@@ -647,7 +647,7 @@ def test_one_process_stays_one_without_a_word(row, monkeypatch):
         jdist.distribute(lambda state, batch: state, jdist.mirrored())
 
 
-@pytest.mark.parametrize("row", **named([row for row in FOUND + REFUSED if row.ranks > 1]))
+@each([row for row in FOUND + REFUSED if row.ranks > 1])
 def test_a_variable_less_makes_no_other_cluster(row):
     right = [(row.ranks, rank) for rank in range(row.ranks)]
     for missing in sorted(set(row.environ(0)) - {row.only}):
@@ -659,6 +659,6 @@ def test_a_variable_less_makes_no_other_cluster(row):
         assert places == right or told, f"without {missing} each trains alone"
 
 
-@pytest.mark.parametrize("row", **named(FOUND + REFUSED))
+@each(FOUND + REFUSED)
 def test_each_names_where_it_is_from(row):
     assert re.match("https://", row.source)

@@ -73,7 +73,7 @@ def ranked(
     mend = launcher.mend
     count = environment.needed(environ, launcher.count, mend, least=1)
     if count > MOST:
-        raise refused(launcher.count, count, f"at most {MOST}", mend)
+        raise refused(launcher.count, count, f"at most {MOST} ranks", mend)
     index = environment.index(environ, launcher.rank, count, launcher.count, mend)
     local_count, local_index = _local(environ, launcher, count)
     coordinator, sources = _first(environ, launcher, first, everyone_here=local_count == count)
@@ -97,7 +97,7 @@ def _local(environ: Mapping[str, str], launcher: Launcher, count: int) -> tuple[
         return None, None
     local_count = environment.needed(environ, launcher.local_count, launcher.mend, least=1)
     if local_count > count:
-        raise refused(launcher.local_count, local_count, f"at most {launcher.count}, which is {count}", launcher.mend)
+        raise refused(launcher.local_count, local_count, f"at most {count}, the number of all ranks", launcher.mend)
     return local_count, environment.index(
         environ, launcher.local_rank, local_count, launcher.local_count, launcher.mend
     )

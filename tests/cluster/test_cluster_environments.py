@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +16,7 @@ from jdist.cluster import resolve
 from jdist.cluster.resolvers.jax_variables import derived_port
 from jdist.errors import ClusterConfigError
 
-Environ = Mapping[str, str]
+Environ = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from jdist.cluster.environment import text
 from jdist.cluster.refuse import refused
@@ -39,19 +41,21 @@ def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
     source = text(environ, VARIABLE)
     if source is None:
         return None
-    try:
+    config: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
         config = json.loads(source)
-    except (ValueError, RecursionError):
-        config = None
-    cluster, task = (config.get("cluster"), config.get("task")) if isinstance(config, dict) else (None, None)
+    cluster: Any = config.get("cluster") if isinstance(config, dict) else None
+    task: Any = config.get("task") if isinstance(config, dict) else None
     if not isinstance(cluster, dict) or not isinstance(task, dict):
         raise refused(VARIABLE, source, "a JSON object with the objects `cluster` and `task`", _MEND)
-    found, index = task.get("type"), task.get("index")
+    found, written = task.get("type"), task.get("index")
+    jobs: dict[str, Any] = {_JOBS.get(pool) or pool: addresses for pool, addresses in cluster.items()}
+    index: Any = int(written) if isinstance(written, str) and written.isdecimal() else written
     devices, devices_from = chosen_devices(environ)
     return ClusterSpec(
-        jobs={_JOBS.get(pool, pool): addresses for pool, addresses in cluster.items()},
+        jobs=jobs,
         task_type=_JOBS.get(found, found) if isinstance(found, str) else str(found),
-        task_index=int(index) if isinstance(index, str) and index.isdecimal() else index,
+        task_index=index,
         resolver="vertex",
         origins={"jobs": VARIABLE, "task_type": VARIABLE, "task_index": VARIABLE, **devices_from},
         local_device_ids=devices,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jdist.cluster.environment import text
+from jdist.cluster.environment import text, whole_number
 from jdist.cluster.refuse import refused
 from jdist.cluster.resolvers.jax_variables import chosen_devices
 from jdist.cluster.spec import ClusterSpec
@@ -50,7 +50,8 @@ def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
         raise refused(VARIABLE, source, "a JSON object with the objects `cluster` and `task`", _MEND)
     found, written = task.get("type"), task.get("index")
     jobs: dict[str, Any] = {_JOBS.get(pool) or pool: addresses for pool, addresses in cluster.items()}
-    index: Any = int(written) if isinstance(written, str) and written.isdecimal() else written
+    number = whole_number(written) if isinstance(written, str) else None
+    index: Any = written if number is None else number
     devices, devices_from = chosen_devices(environ)
     return ClusterSpec(
         jobs=jobs,

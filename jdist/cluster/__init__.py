@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jdist.cluster.resolvers.jax_env import jax_env
-from jdist.cluster.resolvers.kubernetes import kubernetes
+from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
+from jdist.cluster.resolvers.lsf import lsf
+from jdist.cluster.resolvers.mpi import mpi
 from jdist.cluster.resolvers.open_mpi import open_mpi
 from jdist.cluster.resolvers.resolve import DEFAULT, resolve
 from jdist.cluster.resolvers.resolver import Resolver
 from jdist.cluster.resolvers.sagemaker import sagemaker
 from jdist.cluster.resolvers.simple import simple
+from jdist.cluster.resolvers.skypilot import skypilot
 from jdist.cluster.resolvers.slurm import slurm
 from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
 from jdist.cluster.resolvers.union import union
+from jdist.cluster.resolvers.vertex import vertex
 from jdist.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -28,15 +33,21 @@ __all__ = [
     "jax_env",
     "kubernetes",
     "launch",
+    "leader_worker_set",
+    "lsf",
+    "mpi",
     "open_mpi",
     "preemption",
     "resolve",
     "sagemaker",
     "simple",
+    "skypilot",
     "slurm",
     "tf_config",
+    "torchrun",
     "tpu",
     "union",
+    "vertex",
 ]
 
 

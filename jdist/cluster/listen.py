@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jdist.cluster import environment
-from jdist.cluster.address import join
+from jdist.cluster.address import join, split
 from jdist.cluster.refuse import refused
 from jdist.errors import ClusterError, PortInUseError
 
@@ -60,6 +61,36 @@ def resolved(host: str, environ: Mapping[str, str], *, whose: str = "process 0")
             if time.monotonic() > deadline_s:
                 raise ClusterError(f"the host {host!r} of {whose} has no address ({exc}). Is the name right?") from exc
         time.sleep(_RETRY_S)
+
+
+def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) -> str | None:
+    """Looks whether other machines reach process 0 by its name, which may mean its own machine alone there.
+
+    Debian and Ubuntu write such a line into /etc/hosts, "127.0.1.1 node1".
+
+    Args:
+        host: process 0's name.
+        numeric: the address that it has on process 0's machine.
+        processes: the addresses of all processes, as far as they are known.
+
+    Returns:
+        What is wrong if the others are on other machines, which nothing tells; None if nothing is.
+
+    Raises:
+        ClusterError: they are, and cannot reach it.
+    """
+    if host.lower().startswith(("localhost", "ip6-localhost")) or host == numeric:
+        return None
+    others = {None if address is None else split(address)[0] for address in processes} - {host}
+    if not others or not ipaddress.ip_address(numeric).is_loopback:
+        return None
+    wrong = (
+        f"on its own machine the name {host!r} of process 0 is {numeric}, where no other machine reaches it. Take the name out "
+        f"of that line of /etc/hosts, or set JAX_COORDINATOR_ADDRESS to an address that all machines reach, on all processes."
+    )
+    if others != {None}:
+        raise ClusterError(wrong)
+    return wrong
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -22,7 +22,7 @@ from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN, text
 from jdist.cluster.failpoints import Point
 from jdist.cluster.leave import Leaving
-from jdist.cluster.listen import check_free, listen, resolved, watch_port
+from jdist.cluster.listen import check_free, check_reachable, listen, resolved, watch_port
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
@@ -290,6 +290,8 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
     bind_address = None
     if process == 0:
         numeric = resolved(host, environ)
+        if (wrong := check_reachable(host, numeric, spec.processes)) is not None:
+            _log.warning("jdist: if other machines take part: %s", wrong)
         check_free(numeric, port)
         bind_address = join(numeric, port)
         runtime._switchboard = Switchboard(

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN
-from jdist.cluster.listen import check_free, listen, resolved, watch_port
+from jdist.cluster.listen import check_free, check_reachable, listen, resolved, watch_port
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
@@ -42,7 +42,18 @@ def names(spec: ClusterSpec) -> list[Finding]:
             found.append(failed("names", f"{host} has no address: {exc}", remedy))
             continue
         found.append(passed("names", f"{host} is {', '.join(sorted(addresses))}"))
+        if spec.num_processes > 1 and spec.is_chief and host == split(spec.coordinator_address)[0]:
+            found[-1:] = _own_name(host, min(addresses), spec, found[-1])
     return found
+
+
+def _own_name(host: str, numeric: str, spec: ClusterSpec, good: Finding) -> list[Finding]:
+    """Whether other machines reach process 0, which this is, by its name."""
+    try:
+        wrong = check_reachable(host, numeric, spec.processes)
+    except ClusterError as exc:
+        return [failed("names", str(exc), f"`getent hosts {host}` shows the line.")]
+    return [good] if wrong is None else [warned("names", wrong, "It does no harm where all are on this machine.")]
 
 
 def ports(spec: ClusterSpec, environ: Mapping[str, str]) -> list[Finding]:

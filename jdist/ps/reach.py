@@ -76,7 +76,13 @@ def _unavailable(address: str, security: Security, said: str) -> Trouble:
         return Trouble(f"nothing answers there ({exc.strerror or exc})", lasts=False)
     with connection:
         found = _without_tls(connection) if security.files is None else _with_tls(connection, host, security)
-    return Trouble(found, lasts=True) if found is not None else Trouble(f"it does not answer ({said})", lasts=False)
+    if found is not None:
+        return Trouble(found, lasts=True)
+    # What holds the port took the connection in.
+    return Trouble(
+        f"what listens there does not answer ({said}): another program has the port, or the server stands still",
+        lasts=False,
+    )
 
 
 def _without_tls(connection: socket.socket) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jdist.cluster.resolvers.resolve import resolve
+from jdist.cluster.resolvers.resolve import STARTED, resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.cluster.stop import preemption
 from jdist.errors import CheckpointError, ClusterError
@@ -72,7 +72,8 @@ def train_and_evaluate(
 
     Source: `tf.estimator.train_and_evaluate`
     """
-    spec = resolve(os.environ) if cluster is None else cluster
+    # An allocation of which this is no task is the strategy's matter.
+    spec = resolve(os.environ, resolvers=STARTED) if cluster is None else cluster
     directory = Path(checkpoints).expanduser().absolute()
     if spec.task_type == "ps":
         raise ClusterError("a parameter server neither trains nor evaluates; leave the job `ps` out of the cluster")

@@ -104,7 +104,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
 
 def _check_job(strategy: Strategy) -> None:
     if strategy.cluster is None and strategy.coordinator is None and (job := unused_job(os.environ)) is not None:
-        warnings.warn(f"{strategy.name}: `jdist launch` has started this process {job}.", stacklevel=3)
+        warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
 
 
 def distribute_locally(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jdist.cluster import launch, resolve
-from jdist.cluster.resolvers.resolve import DEFAULT
+from jdist.cluster.resolvers.resolve import STARTED
 from jdist.errors import ClusterConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,8 @@ READ = [
     variable
     for path in sorted((ROOT / "jdist" / "cluster" / "resolvers").glob("*.py"))
     for variable in re.findall(
-        r'"((?:TF_CONFIG|JAX|KUBERNETES|JOB|SM|TPU|MEGASCALE|OMPI|PMIX|PMI|CUDA|SLURM)[A-Za-z_]*)"',
+        r'"((?:TF_CONFIG|JAX|KUBERNETES|JOB|SM|TPU|MEGASCALE|OMPI|PMIX?|MPI|CUDA|SLURM|LOCAL|MASTER|TORCH|PET|WORLD_SIZE|RANK'
+        r'|LWS|SKYPILOT|CLUSTER_SPEC|CLOUD_TPU|MV2|PALS|JSM|LS[BF]|K_MPI|PBS)(?:_[A-Za-z0-9_]*)?)"',
         path.read_text(encoding="utf-8"),
     )
 ]
@@ -38,7 +39,7 @@ def test_it_has_a_section_for_each_file():
 
 def test_it_names_the_resolvers_in_their_order():
     rows = re.findall(r"^\| `(\w+)` \| .*\| .* \|$", GUIDE, re.MULTILINE)
-    assert rows == [resolver.__name__ for resolver in DEFAULT[:-1]]
+    assert rows == [resolver.__name__ for resolver in STARTED[:-1]]
 
 
 def test_it_names_each_variable_that_is_read():

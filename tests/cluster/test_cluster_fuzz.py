@@ -11,13 +11,20 @@ from jdist.cluster import (
     ClusterSpec,
     jax_env,
     kubernetes,
+    leader_worker_set,
+    lsf,
+    mpi,
     open_mpi,
     resolve,
     sagemaker,
+    skypilot,
     slurm,
     tf_config,
+    torchrun,
     tpu,
+    vertex,
 )
+from jdist.cluster.resolvers.mpi import LAUNCHERS
 from jdist.errors import ClusterConfigError
 
 quick = settings(max_examples=150, deadline=None, database=None)
@@ -41,7 +48,13 @@ JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_CO
 POD = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 JAX_JOB = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
 SAGEMAKER = ("SM_HOSTS", "SM_CURRENT_HOST")
-TPU = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_ID")
+TPU = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+PET = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+LWS = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+SKYPILOT = ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_TASK_ID")
+LSF = ("LSB_MCPU_HOSTS", "LSF_PM_TASKID", "LSB_JOBID")
+RANKS = tuple(name for each in LAUNCHERS for name in (each.count, each.rank, each.local_count, each.local_rank))
 MEGASCALE = ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID")
 MPI = (
     "OMPI_COMM_WORLD_SIZE",
@@ -63,6 +76,8 @@ SLURM = (
     "SLURM_LOCALID",
     "SLURM_DISTRIBUTION",
     "SLURM_GPUS_ON_NODE",
+    "SLURM_HET_SIZE",
+    "SLURM_JOB_NUM_NODES",
     "CUDA_VISIBLE_DEVICES",
 )
 
@@ -126,6 +141,14 @@ def test_any_json_in_tf_config(document):
 
 
 @quick
+@given(st.one_of(documents, trees))
+@example({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "1" * 5000}})
+@example({"cluster": {"": ["a:1"], "worker": ["a:1"]}, "task": {"type": "worker", "index": "0"}})
+def test_any_json_in_cluster_spec(document):
+    outcome(vertex, {"CLUSTER_SPEC": json.dumps(document)})
+
+
+@quick
 @given(st.integers(1, 6), st.integers(0, 6), st.sampled_from(["chief", "worker", "ps", "evaluator"]), st.data())
 def test_numbers_of_processes(workers, index, task_type, data):
     cluster = {"worker": [f"w{i}:1" for i in range(workers)]}
@@ -151,7 +174,15 @@ def test_numbers_of_processes(workers, index, task_type, data):
         (tpu, TPU + MEGASCALE + JAX),
         (open_mpi, MPI + JAX),
         (slurm, SLURM + JAX),
+        (torchrun, TORCH + PET + JAX),
+        (mpi, RANKS + JAX),
+        (leader_worker_set, LWS + JAX),
+        (skypilot, SKYPILOT + JAX),
+        (lsf, LSF + JAX),
+        (vertex, ("CLUSTER_SPEC",)),
         (resolve, JAX + POD + SAGEMAKER + TPU + MEGASCALE + MPI + SLURM),
+        (resolve, TORCH + PET + RANKS + SLURM + SAGEMAKER),
+        (resolve, LWS + SKYPILOT + LSF + MEGASCALE + ("CLUSTER_SPEC", "PMI_ID", "K_MPI_JOB_ROLE")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

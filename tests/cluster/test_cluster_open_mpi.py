@@ -61,7 +61,7 @@ def test_all_ranks_on_one_host():
 def test_several_hosts_without_the_address_of_process_0():
     environ = {**RANK, "OMPI_MCA_orte_hnp_uri": ""}
     with pytest.raises(
-        ClusterConfigError, match=r"JAX_COORDINATOR_ADDRESS is not set.*Add -x JAX_COORDINATOR_ADDRESS="
+        ClusterConfigError, match=r"JAX_COORDINATOR_ADDRESS is not set.*mpirun -x JAX_COORDINATOR_ADDRESS="
     ):
         open_mpi(environ)
     spec = open_mpi({**environ, "JAX_COORDINATOR_ADDRESS": "n1:7777"})
@@ -80,6 +80,11 @@ def test_several_hosts_without_the_address_of_process_0():
 )
 def test_which_gpus_a_rank_takes(changes, devices):
     assert open_mpi({**RANK, **changes}).local_device_ids == devices
+
+
+def test_the_master_of_sagemaker_is_a_host():
+    with pytest.raises(ClusterConfigError, match="SM_CURRENT_HOST is 'a b'; it must be the name of a host"):
+        open_mpi({**RANK, "SM_HOSTS": '["a b"]', "SM_CURRENT_HOST": "a b"})
 
 
 def test_it_does_not_apply():

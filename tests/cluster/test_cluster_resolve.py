@@ -55,7 +55,8 @@ def test_none_applies_one_process():
         (POD, "JOB_COMPLETION_INDEX"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS"),
-        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "PMI_SIZE"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4", "SLURM_PROCID": "0"}, "SLURM_JOB_NUM_NODES"),
+        ({"PMI_ID": "0"}, "PMI_ID"),
     ],
 )
 def test_signs_of_several_processes_that_cannot_be_found(environ, variable):
@@ -81,6 +82,7 @@ def test_the_environment_of_this_process(monkeypatch):
 
 def test_each_resolver_is_public():
     named = {"jax_env", "kubernetes", "open_mpi", "sagemaker", "simple", "slurm", "tf_config", "tpu", "union"}
+    named |= {"leader_worker_set", "lsf", "mpi", "skypilot", "torchrun", "vertex"}
     assert named | {"ClusterSpec", "DEFAULT", "Resolver", "launch", "preemption", "resolve"} == set(cluster.__all__)
 
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from jdist.cluster import exit_codes
-from jdist.cluster.listen import check_free, listen
+from jdist.cluster.listen import check_free, check_reachable, listen
 from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, ClusterTimeoutError, PortInUseError
 
@@ -29,6 +29,27 @@ def test_an_address_of_another_machine_stays_so(take):
     with pytest.raises(ClusterError, match=r"cannot listen on 192\.0\.2\.1:2222") as info:
         take("192.0.2.1", 2222)
     assert exit_codes.of(info.value) == exit_codes.USAGE
+
+
+@pytest.mark.parametrize(
+    ("host", "numeric", "processes"),
+    [
+        ("node1", "10.0.0.4", ("node1:1", "node2:1")),
+        ("node1", "127.0.1.1", ("node1:1", "node1:3")),  # all on this machine
+        ("localhost", "127.0.0.1", ("localhost:1", None)),
+        ("127.0.0.1", "127.0.0.1", ("127.0.0.1:1", "node2:1")),  # written so
+        ("node1", "::2", ("node1:1", None)),
+    ],
+)
+def test_a_name_that_others_reach(host, numeric, processes):
+    assert check_reachable(host, numeric, processes) is None
+
+
+@pytest.mark.parametrize("numeric", ["127.0.1.1", "127.0.0.1", "::1"])
+def test_a_name_that_leads_back_to_its_own_machine_is_named(numeric):
+    with pytest.raises(ClusterError, match=rf"name 'node1' of process 0 is {numeric}, where no other .* /etc/hosts"):
+        check_reachable("node1", numeric, ("node1:1", "node2:1"))
+    assert f"is {numeric}" in check_reachable("node1", numeric, ("node1:1", None))
 
 
 def test_who_waits_for_process_0_says_so(monkeypatch, capsys, taken):

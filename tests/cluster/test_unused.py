@@ -11,6 +11,14 @@ from jdist.cluster import unused
 TWO = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 SERVERS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
 
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+
 
 @pytest.fixture
 def launched(monkeypatch):
@@ -45,9 +53,48 @@ def test_a_strategy_of_one_process_is_told_of(launched, cluster, task, text):
 
 
 @pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            SRUN,
+            r"mirrored: this process was started \(slurm\) as one of 2 processes, and each of them trains by itself",
+        ),
+        (
+            {"TF_CONFIG": json.dumps({"cluster": TWO, "task": {"type": "worker", "index": 1}})},
+            r"\(tf_config\) as one of 2",
+        ),
+        (
+            {"PMI_SIZE": "8", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"},
+            "the environment tells of other processes, and this one trains by itself. JAX_COORDINATOR_ADDRESS is not set",
+        ),
+    ],
+)
+def test_a_rank_of_any_launcher_is_told_of(monkeypatch, environ, text):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=text):
+        jdist.distribute(step, jdist.mirrored())
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_JOB_NUM_NODES": "2"},  # a notebook in an allocation
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"},  # one of so many trials
+        {"LSB_MCPU_HOSTS": "hostA 2 hostB 2"},
+    ],
+)
+def test_an_allocation_is_no_job(monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jdist.distribute(step, jdist.mirrored())
+
+
+@pytest.mark.parametrize(
     ("cluster", "task", "attempt"),
     [
-        (TWO, "worker", None),  # others than the launcher may start programs that have nothing to do with each other
         (TWO, "evaluator", "0"),
         ({"worker": ["127.0.0.1:1"]}, "worker", "0"),
         (SERVERS, "worker", "0"),  # runs what the chief sends

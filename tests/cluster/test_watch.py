@@ -12,7 +12,7 @@ from jdist.cluster.watch.lines import MOST_BYTES
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
-from jdist.errors import ClusterError
+from jdist.errors import ClusterError, ClusterTimeoutError
 
 SOON_S = 30.0  # for what happens at once
 SILENCE_S = 1.0
@@ -348,13 +348,30 @@ def test_a_process_that_stands_still_is_lost(job):
     assert (lost.process, lost.cause) == (1, "nothing was heard of it for 1 s: it stands still")
 
 
+def test_a_silent_stranger_at_the_port_is_named_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=port, token="")
+        losses = queue.SimpleQueue()
+        with pytest.raises(ClusterTimeoutError, match=rf"what listens at 127.0.0.1:{port} has not answered for 1 s"):
+            Watch(place, start_timeout_s=SOON_S, silence_s=SILENCE_S, on_lost=losses.put)
+    assert losses.empty()  # else it would end the process
+
+
 def test_a_process_0_that_stands_still_is_lost():
+    def beat(server):
+        connection, _ = server.accept()
+        connection.sendall(b'{"type": "beat"}\n')
+        return connection
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         losses = queue.SimpleQueue()
+        answered = in_thread(beat, server)
         place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=server.getsockname()[1], token="")
         watch = Watch(place, start_timeout_s=SOON_S, silence_s=SILENCE_S, on_lost=losses.put)
         lost = losses.get(timeout=SOON_S)
         watch.close()
+        answered().close()
     assert (lost.process, lost.address) == (0, f"127.0.0.1:{place.port}")
     assert lost.cause == "nothing was heard of it for 1 s: it stands still"
 

@@ -79,6 +79,13 @@ class TestNetwork:
         assert (good.status, bad.status) == ("pass", "fail")
         assert "no-such-host.invalid" in bad.text
 
+    def test_the_own_name_of_process_0(self, monkeypatch):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 0))])
+        certain, _ = network.names(spec("node1:1", "node2:1"))
+        assert (certain.status, "/etc/hosts" in certain.text) == ("fail", True)
+        assert statuses(network.names(spec("node1:1", None))) == ["warn"]
+        assert statuses(network.names(spec("node1:1", None, index=1))) == ["pass"]
+
     def test_a_port_that_is_taken(self):
         with socket.create_server(("127.0.0.1", 0)) as held:
             port = held.getsockname()[1]
@@ -176,6 +183,30 @@ def test_others_that_do_not_come(tmp_path):
     assert found[-1]["check"] == "together"
     assert "missing: process 1" in found[-1]["text"]
     assert "--alone" in found[-1]["remedy"]
+
+
+def test_a_silent_stranger_at_the_port(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        config = {
+            "cluster": {"worker": [f"127.0.0.1:{port - 1}", "127.0.0.1:2"]},
+            "task": {"type": "worker", "index": 1},
+        }
+        done = run_doctor(tmp_path, "--json", "--timeout-s", "60", TF_CONFIG=json.dumps(config))
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert (found[-1]["check"], found[-1]["status"]) == ("together", "fail")
+    assert (
+        f"what listens at 127.0.0.1:{port} has not answered for 10 s: another program has the port" in found[-1]["text"]
+    )
+
+
+def test_torchruns_variables(tmp_path):
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    done = run_doctor(tmp_path, "--alone", "--json", MASTER_ADDR="127.0.0.9", MASTER_PORT="29500", **ranks)
+    texts = [each["text"] for each in json.loads(done.stdout) if each["check"] == "cluster"]
+    assert texts[0] == "cluster from torchrun"
+    assert any("process 1 of 2" in text and "[RANK]" in text for text in texts)
 
 
 def test_a_cluster_of_two(tmp_path):

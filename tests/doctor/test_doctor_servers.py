@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import socket
 import sys
 import types
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_a_server_that_is_not_there(cluster):
     found = look({**jobs, "ps": [*jobs["ps"], "127.0.0.1:1"]}, environ, timeout_s=1)
     assert ("fail", "servers", "ps 1 (127.0.0.1:1): nothing answers there (Connection refused)") in found
     assert found[-1] == ("pass", "servers", f"worker 0 ({jobs['worker'][0]}) reaches 1 ps")
+
+
+def test_a_silent_stranger_at_a_port():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        found = look({"chief": ["127.0.0.1:1"], "ps": [address]}, {"JDIST_TOKEN": "t"}, timeout_s=1)
+    status, _, text = found[-1]
+    assert status == "fail"
+    assert text.startswith(f"ps 0 ({address}): what listens there does not answer (")
+    assert "another program has the port" in text
 
 
 def test_a_server_that_is_still_starting_is_waited_for(cluster, monkeypatch, capsys):

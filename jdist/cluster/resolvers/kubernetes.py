@@ -1,18 +1,23 @@
-"""The cluster of a pod: Kubernetes Jobs and JobSets, Kubeflow's Trainer and JAXJob. (A TFJob sets TF_CONFIG.)"""
+"""The cluster of a pod: Kubernetes Jobs and JobSets, LeaderWorkerSets, Kubeflow's Trainer and JAXJob.
+
+A TFJob sets TF_CONFIG, a PyTorchJob the variables of `torchrun`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import ALLOWED, join, problem
+from jdist.cluster.address import ALLOWED, host_problem, join, problem
 from jdist.cluster.refuse import refused
 from jdist.cluster.resolvers.jax_env import counted
-from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX
+from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX, chosen_port
 from jdist.cluster.spec import ClusterSpec
 
 POD = "KUBERNETES_SERVICE_HOST"  # set in every pod
 COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # set in every pod of an Indexed Job
+LEADER, GROUP_SIZE, WORKER = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
+LEADER_PORT = 2223  # a pod's ports are its own
 _HOST, _PORT, _COUNT, _INDEX = "COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID"
 
 
@@ -80,3 +85,44 @@ def _joined(environ: Mapping[str, str]) -> str:
     if (wrong := problem(address)) is not None:
         raise refused(_HOST, host, f"the host of an address {ALLOWED}", wrong)
     return address
+
+
+def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Read what a pod of a LeaderWorkerSet is told of its group: one process in each pod, the leader first.
+
+    Each group is a job of its own.
+
+    Args:
+        environ: the environment.
+
+    Returns:
+        The spec, with workers alone; the addresses of all but the leader are not known. None if the pod is alone in
+        its group, or in none.
+
+    Raises:
+        ClusterConfigError: some of the variables are missing, or hold something else.
+
+    Example:
+        >>> leader_worker_set({
+        ...     "LWS_LEADER_ADDRESS": "train-0.train.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3",
+        ... })
+        ClusterSpec(worker 3, process 3 of 4; cluster: 4 worker; from leader_worker_set)
+
+    Source: kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go.
+    """
+    size = environment.text(environ, GROUP_SIZE)
+    if size == "1" or (size is None and environment.text(environ, WORKER) is None):
+        return None
+    coordinator, leader = environment.address(environ, ADDRESS), environment.text(environ, LEADER)
+    if coordinator is None and leader is not None:
+        if (wrong := host_problem(leader)) is not None:
+            raise refused(LEADER, leader, "the leader's host", wrong)
+        coordinator = join(leader, chosen_port(environ, LEADER_PORT, "")[0])
+    return counted(
+        environ,
+        resolver="leader_worker_set",
+        coordinator=coordinator,
+        address_variable=LEADER,
+        count_variable=GROUP_SIZE,
+        index_variable=WORKER,
+    )

@@ -6,19 +6,41 @@ import os
 from collections.abc import Mapping, Sequence
 
 from jdist.cluster.resolvers.jax_env import jax_env
-from jdist.cluster.resolvers.kubernetes import kubernetes
+from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
+from jdist.cluster.resolvers.lsf import lsf
+from jdist.cluster.resolvers.mpi import mpi
 from jdist.cluster.resolvers.open_mpi import open_mpi
 from jdist.cluster.resolvers.resolver import Resolver
 from jdist.cluster.resolvers.sagemaker import sagemaker
+from jdist.cluster.resolvers.skypilot import skypilot
 from jdist.cluster.resolvers.slurm import slurm
 from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
-from jdist.cluster.resolvers.unplaced import unplaced
+from jdist.cluster.resolvers.unplaced import allocation, unplaced
+from jdist.cluster.resolvers.vertex import vertex
 from jdist.cluster.spec import ClusterSpec
 
-# What somebody has written for this job comes first, then what a platform sets. mpirun in a Slurm allocation starts its
-# ranks by srun, one task a node, so that Slurm's variables are those of mpirun's helpers.
-DEFAULT: tuple[Resolver, ...] = (tf_config, kubernetes, jax_env, sagemaker, tpu, open_mpi, slurm, unplaced)
+# What somebody has written for this job comes first, then what a launcher has told this very process, then what a platform
+# says of its hosts. mpirun in a Slurm allocation starts its ranks by srun, one task a node, so that Slurm's variables are those
+# of mpirun's helpers.
+STARTED: tuple[Resolver, ...] = (
+    tf_config,
+    kubernetes,
+    jax_env,
+    torchrun,
+    open_mpi,
+    mpi,
+    vertex,
+    sagemaker,
+    tpu,
+    leader_worker_set,
+    skypilot,
+    slurm,
+    lsf,
+    unplaced,
+)
+DEFAULT: tuple[Resolver, ...] = (*STARTED, allocation)
 
 
 def resolve(environ: Mapping[str, str] | None = None, resolvers: Sequence[Resolver] = DEFAULT) -> ClusterSpec:

@@ -20,7 +20,8 @@ PORT = 2223  # free on every host: nothing else runs there
 def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Read SM_HOSTS, a JSON list of all hosts, and SM_CURRENT_HOST: one process on each host, with all its GPUs.
 
-    The processes are numbered in the hosts' order, algo-2 before algo-10.
+    The processes are numbered in the hosts' order, algo-2 before algo-10. Where SageMaker starts the program by mpirun or
+    torchrun, with several processes on a host, `open_mpi` and `torchrun` come first.
 
     Args:
         environ: the environment.
@@ -55,6 +56,21 @@ def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
         origins={"jobs": addresses_from, "task_type": HOSTS, "task_index": CURRENT, **devices_from},
         local_device_ids=devices,
     )
+
+
+def first_of_ranks(environ: Mapping[str, str], master: str) -> tuple[str, str]:
+    """The address of process 0 under SageMaker's mpirun, and where it is from.
+
+    mpirun runs on the host of rank 0, and hands its SM_CURRENT_HOST on to all ranks.
+
+    Args:
+        environ: the environment.
+        master: SM_CURRENT_HOST.
+    """
+    if (wrong := host_problem(master)) is not None:
+        raise refused(CURRENT, master, "the name of a host", wrong)
+    port, port_from = chosen_port(environ, PORT, "")
+    return join(master, port), ", ".join(filter(None, (CURRENT, port_from)))
 
 
 def _hosts(source: str) -> list[str]:

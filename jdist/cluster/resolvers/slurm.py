@@ -8,7 +8,15 @@ from jdist.cluster import environment
 from jdist.cluster.address import join
 from jdist.cluster.check import JOBS
 from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import chosen_coordinator, chosen_devices, chosen_port, derived_port
+from jdist.cluster.resolvers.jax_variables import (
+    ADDRESS,
+    COUNT,
+    INDEX,
+    chosen_coordinator,
+    chosen_devices,
+    chosen_port,
+    derived_port,
+)
 from jdist.cluster.resolvers.slurm_gpus import own_gpus
 from jdist.cluster.resolvers.slurm_lists import expand_nodes, expand_tasks
 from jdist.cluster.spec import ClusterSpec
@@ -17,6 +25,8 @@ NODES, RANK, JOB, STEP = "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID", 
 LOCAL_RANK, DISTRIBUTION = "SLURM_LOCALID", "SLURM_DISTRIBUTION"
 COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the step's own first: the second may be the whole job's
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+HET_SIZE = "SLURM_HET_SIZE"
+_NO_TASKS = 4294967290  # from here on Slurm numbers its own steps: of salloc's shell, of the batch script
 _MEND = "Start the tasks by srun, which sets it."
 
 
@@ -34,11 +44,11 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
             ps, worker. None: all tasks are workers.
 
     Returns:
-        The spec; None outside a job step.
+        The spec; None outside a job step, and in one of Slurm's own: the shell of `salloc`, a batch script.
 
     Raises:
-        ClusterConfigError: a variable is missing or holds something else, two contradict each other, or the GPUs of a
-            node cannot be shared equally.
+        ClusterConfigError: a variable is missing or holds something else, two contradict each other, the GPUs of a
+            node cannot be shared equally, or the job is heterogeneous.
 
     Example:
         >>> slurm({
@@ -50,8 +60,17 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
     Source: Slurm's manual, srun, "Output environment variables"; tf.distribute's SlurmClusterResolver.
     """
     listed = environment.text(environ, NODES)
-    if listed is None or environment.text(environ, RANK) is None:
+    if listed is None or not _is_in_step(environ):
         return None
+    components = environment.number(environ, HET_SIZE, "Slurm sets it.") or 1
+    if components > 1:
+        raise refused(
+            HET_SIZE,
+            components,
+            "1: in a step of a heterogeneous job Slurm's lists have the tasks of one component only",
+            f"In each task set {ADDRESS}=HOST:PORT to where {RANK} is 0, {COUNT} to the number of all tasks, and "
+            f"{INDEX}=${RANK}.",
+        )
     nodes = expand_nodes(listed, NODES)
     tasks, tasks_from = _tasks_per_node(environ, len(nodes))
     rank = environment.index(environ, RANK, sum(tasks), tasks_from, _MEND)
@@ -74,6 +93,29 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
         origins={"jobs": jobs_from, "task_type": RANK, "task_index": RANK, **devices_from},
         local_device_ids=devices,
     )
+
+
+def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> bool:
+    """Whether srun itself has started this process as that rank of so many.
+
+    Some scripts and MPI plug-ins set the variables of another launcher in srun's tasks. If they agree with Slurm's own,
+    Slurm's lists count, which say where each task is. Where a launcher has started its helpers by srun, they do not agree.
+
+    Args:
+        environ: the environment.
+        count: how many ranks the other launcher tells of.
+        rank: which of them this is; None: it does not tell.
+    """
+    if environment.text(environ, NODES) is None or not _is_in_step(environ):
+        return False
+    tasks = next((found for name in COUNTS if (found := environment.text(environ, name)) is not None), None)
+    return count == tasks and rank in (None, environment.text(environ, RANK))
+
+
+def _is_in_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of a step, or was started by one."""
+    step = environment.number(environ, STEP, _MEND)
+    return environment.text(environ, RANK) is not None and (step is None or step < _NO_TASKS)
 
 
 def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[int], str]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jdist.cluster.check import JOBS
 from jdist.cluster.environment import text, whole_number
 from jdist.cluster.refuse import refused
 from jdist.cluster.resolvers.jax_variables import chosen_devices
@@ -53,6 +54,10 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
         )
     cluster, task = config.get("cluster"), config.get("task")
     if cluster in (None, {}) and task in (None, {}):
+        if (job := next((job for job in JOBS if job in config), None)) is not None:
+            raise refused(
+                VARIABLE, config[job], "inside of `cluster`, beside which `task` is", f"Write {_EXAMPLE}.", field=job
+            )
         return None
     if cluster in (None, {}):
         raise refused(

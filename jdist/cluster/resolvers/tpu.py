@@ -13,6 +13,7 @@ from jdist.cluster.spec import ClusterSpec
 HOSTS = "TPU_WORKER_HOSTNAMES"
 ADDRESSES = "TPU_PROCESS_ADDRESSES"
 INDEX = "TPU_WORKER_ID"
+TASK = "CLOUD_TPU_TASK_ID"
 FIRST, SLICES, SLICE = "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
 PORT = 8482  # JAX's own choice on TPUs
 _MEND = "GKE sets the variables of a slice on all its hosts; set them all, or none."
@@ -20,11 +21,13 @@ _MEND_SLICES = f"Set {FIRST}, {SLICES} and {SLICE} together on every host."
 
 
 def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the hosts of a TPU slice and this host's place among them: one process on each host.
+    """Read the hosts of a TPU slice and this process's place among them.
 
-    GKE sets these variables in every pod that asks for TPUs. With several slices (multislice) it also sets
-    MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID; the slices' processes are then numbered
-    one slice after the other. A resolver opens no connection, so on a Cloud TPU VM, where the hosts are
+    GKE sets these variables in every pod that asks for TPUs: one process on each host. Several processes on a host, each
+    with chips of its own, are listed in TPU_PROCESS_ADDRESSES, and CLOUD_TPU_TASK_ID says which this is. With several
+    slices (multislice) GKE also sets MEGASCALE_COORDINATOR_ADDRESS, MEGASCALE_NUM_SLICES and MEGASCALE_SLICE_ID; the
+    slices' processes are then numbered one slice after the other. MEGASCALE_COORDINATOR_ADDRESS alone is one slice, and
+    says where its process 0 is. A resolver opens no connection, so on a Cloud TPU VM, where the hosts are
     known to the metadata server only, it finds nothing: configs/cluster/cloud_tpu.sh asks that server and sets JAX's
     own variables (`jax_env`). Which chips a host has, and how they are wired, is always left to JAX.
 
@@ -51,22 +54,26 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
         return (
             None  # set where there is no TPU, to keep libtpu quiet (jdist/strategies/libtpu.py); GKE sets an index too
         )
-    hosts = [_host(entry.strip(), variable) for entry in listed.split(",")]
-    for i, host in enumerate(hosts):
-        if host in hosts[:i]:
-            raise refused(variable, host, "there once only", _MEND, field=f"[{i}]")
-    if len(hosts) == 1 and environment.text(environ, INDEX) is None:
+    entries = [_split(entry.strip(), variable) for entry in listed.split(",")]
+    for i, entry in enumerate(entries):
+        if entry in entries[:i] or (variable == HOSTS and entry[0] in [host for host, _ in entries[:i]]):
+            raise refused(variable, entry[0], "there once only", _MEND, field=f"[{i}]")
+    hosts = [host for host, _ in entries]
+    index_from = TASK if variable == ADDRESSES and environment.text(environ, TASK) is not None else INDEX
+    if len(hosts) == 1 and environment.text(environ, index_from) is None:
         index = 0
     else:
-        index = environment.index(environ, INDEX, len(hosts), variable, _MEND)
-    port, port_from = chosen_port(environ, PORT, "")
+        index = environment.index(environ, index_from, len(hosts), variable, _MEND)
+    port, port_from = chosen_port(environ, _free(entries), "")
     slices, own_slice = _slices(environ)
     processes: list[str | None] = [None] * (slices * len(hosts))
-    processes[own_slice * len(hosts) : (own_slice + 1) * len(hosts)] = [join(host, port) for host in hosts]
+    processes[own_slice * len(hosts) : (own_slice + 1) * len(hosts)] = [
+        join(host, port + 2 * hosts[:i].count(host)) for i, host in enumerate(hosts)
+    ]
     sources = [variable]
-    if slices > 1:
+    if slices > 1 or (environment.text(environ, SLICES) is None and environment.text(environ, FIRST) is not None):
         processes[0] = join(_first_host(environ), port)
-        sources += [FIRST, SLICES]
+        sources += [FIRST, SLICES] if slices > 1 else [FIRST]
     addresses, addresses_from = chosen_coordinator(environ, processes, *sources, port_from)
     devices, devices_from = chosen_devices(environ)
     return ClusterSpec(
@@ -77,31 +84,37 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
         origins={
             "jobs": addresses_from,
             "task_type": variable,
-            "task_index": INDEX if slices == 1 else f"{SLICE}, {INDEX}",
+            "task_index": index_from if slices == 1 else f"{SLICE}, {index_from}",
             **devices_from,
         },
         local_device_ids=devices,
     )
 
 
-def _host(entry: str, variable: str) -> str:
-    """The host of an entry, which TPU_PROCESS_ADDRESSES writes with a port."""
+def _split(entry: str, variable: str) -> tuple[str, int | None]:
+    """The host of an entry, and the port with which TPU_PROCESS_ADDRESSES writes it."""
     host, colon, port = entry.rpartition(":")
-    if not colon or not port.isdecimal() or (":" in host and not host.startswith("[")):
-        host = entry
+    number = environment.whole_number(port)
+    if not colon or number is None or (":" in host and not host.startswith("[")):
+        host, number = entry, None
     host = host.removeprefix("[").removesuffix("]")
     if (wrong := host_problem(host)) is not None:
         raise refused(variable, entry, "hosts with commas between them", wrong)
-    return host
+    return host, number
+
+
+def _free(entries: list[tuple[str, int | None]]) -> int:
+    """A port that is not libtpu's own, and neither is the one after it: eight processes of a host take 8476 to 8483."""
+    taken = {port for _, port in entries}
+    return next(port for port in range(PORT, PORT + 4 * len(entries) + 4, 2) if not {port, port + 1} & taken)
 
 
 def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
     """How many slices there are, and which this is."""
     slices = environment.number(environ, SLICES, _MEND_SLICES, least=1)
     if slices is None:
-        for name in (FIRST, SLICE):
-            if (found := environment.text(environ, name)) is not None:
-                raise refused(SLICES, None, f"set, as {name} is {found[:80]}", _MEND_SLICES)
+        if (found := environment.text(environ, SLICE)) is not None:
+            raise refused(SLICES, None, f"set, as {SLICE} is {found[:80]}", _MEND_SLICES)
         return 1, 0
     if slices > 10_000:
         raise refused(SLICES, slices, "at most 10000", _MEND_SLICES)
@@ -115,4 +128,4 @@ def _first_host(environ: Mapping[str, str]) -> str:
     found = environment.text(environ, FIRST)
     if found is None:
         raise refused(FIRST, None, "the first host of the first slice", _MEND_SLICES)
-    return _host(found, FIRST)
+    return _split(found, FIRST)[0]

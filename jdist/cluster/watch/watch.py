@@ -41,7 +41,7 @@ class Watch:
         exchanges: what the processes say to all.
 
     Raises:
-        ClusterTimeoutError: process 0 was not reached, or not all came, in time.
+        ClusterTimeoutError: process 0 was not reached, did not answer, or not all came, in time.
         ClusterError: this process was refused.
     """
 
@@ -226,7 +226,7 @@ class Watch:
         selector.register(self._bell, selectors.EVENT_READ)
         selector.register(self._line.connection, selectors.EVENT_READ)
         awake_s = heard_s = active_s = time.monotonic()
-        told_s = 0.0
+        told_s, answered = 0.0, False
         while not self._closed and self._no_start is None:
             if (now_s := time.monotonic()) - told_s >= self._beat_s:
                 told_s = now_s
@@ -248,9 +248,17 @@ class Watch:
             self._bell.hear()
             if any(key.fileobj is self._line.connection and events & selectors.EVENT_READ for key, events in ready):
                 for message in self._line.take():
-                    heard_s = now_s
+                    heard_s, answered = now_s, True
                     if (lost := self._take(message)) is not None:
                         return lost
+            if now_s - heard_s > self._silence_s and not answered:
+                where = join(self.place.host, self.place.port)
+                self._no_start = ClusterTimeoutError(
+                    f"what listens at {where} has not answered for {self._silence_s:g} s: another program has the port of "
+                    "jdist's process 0, or process 0 stands still. Look which program it is there; for another port set "
+                    "JDIST_WATCH_PORT on all processes."
+                )
+                return None
             if now_s - heard_s > self._silence_s:
                 return self._loss(0, f"nothing was heard of it for {self._silence_s:g} s: it stands still")
             left = self._left - {self.place.process}

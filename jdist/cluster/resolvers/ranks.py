@@ -1,0 +1,141 @@
+"""The cluster of a program that a launcher has started as a rank: its variables have rank and count, and some the rest."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jdist.cluster import environment
+from jdist.cluster.address import join
+from jdist.cluster.refuse import refused
+from jdist.cluster.resolvers.jax_env import MOST
+from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_coordinator, chosen_devices, chosen_port, derived_port
+from jdist.cluster.resolvers.slurm import is_task
+from jdist.cluster.spec import ClusterSpec
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The variables in which a launcher tells each rank its place.
+
+    Attributes:
+        name: the launcher, for messages.
+        resolver: the spec's `resolver`.
+        count: how many ranks there are.
+        rank: which of them this is.
+        local_count: how many are on this host.
+        local_rank: which of these this is.
+        jobs: what tells jobs of one host apart; the first that is set gives process 0's port.
+        command: how to hand a variable on to all ranks.
+        needs_local: whether it always tells the two.
+        shows_all: whether its ranks all see the same GPUs, also where a variable says which.
+    """
+
+    name: str
+    resolver: str
+    count: str
+    rank: str
+    local_count: str
+    local_rank: str
+    jobs: tuple[str, ...]
+    command: str
+    needs_local: bool = False
+    shows_all: bool = False
+
+    def is_there(self, environ: Mapping[str, str]) -> bool:
+        """Whether it has started this process; not if srun has, whose variables say where process 0 is as well."""
+        told = [environment.text(environ, name) for name in (self.count, self.rank)]
+        return any(told) and not is_task(environ, *told)
+
+    @property
+    def mend(self) -> str:
+        """What to do where a variable is wrong."""
+        return f"{self.name} sets it; start the program by it, or unset its variables."
+
+
+def ranked(
+    environ: Mapping[str, str], launcher: Launcher, first: Callable[[], tuple[str, str] | None] = lambda: None
+) -> ClusterSpec:
+    """The spec of a rank.
+
+    Args:
+        environ: the environment.
+        launcher: whose variables are read.
+        first: finds the address of process 0, and the variables that it is from; None: it is not known. It is asked only
+            where the ranks are on several hosts and JAX_COORDINATOR_ADDRESS is not set.
+
+    Raises:
+        ClusterConfigError: a number is missing or is none, or process 0's host is not known.
+    """
+    mend = launcher.mend
+    count = environment.needed(environ, launcher.count, mend, least=1)
+    if count > MOST:
+        raise refused(launcher.count, count, f"at most {MOST} ranks", mend)
+    index = environment.index(environ, launcher.rank, count, launcher.count, mend)
+    local_count, local_index = _local(environ, launcher, count)
+    coordinator, sources = _first(environ, launcher, first, everyone_here=local_count == count)
+    addresses, addresses_from = chosen_coordinator(environ, [coordinator] + [None] * (count - 1), *sources)
+    gpus = _one_gpu(environ, launcher, local_count, local_index)
+    devices, devices_from = chosen_devices(environ, gpus, None if gpus is None else launcher.local_rank)
+    return ClusterSpec(
+        jobs={"worker": addresses},
+        task_type="worker",
+        task_index=index,
+        resolver=launcher.resolver,
+        origins={"jobs": addresses_from, "task_type": launcher.count, "task_index": launcher.rank, **devices_from},
+        local_device_ids=devices,
+    )
+
+
+def _local(environ: Mapping[str, str], launcher: Launcher, count: int) -> tuple[int | None, int | None]:
+    """How many ranks this host has, and which of them this is; None where the launcher does not say."""
+    local_count = environment.number(environ, launcher.local_count, launcher.mend, least=1)
+    if local_count is None and not launcher.needs_local:
+        return None, None
+    local_count = environment.needed(environ, launcher.local_count, launcher.mend, least=1)
+    if local_count > count:
+        raise refused(launcher.local_count, local_count, f"at most {count}, the number of all ranks", launcher.mend)
+    return local_count, environment.index(
+        environ, launcher.local_rank, local_count, launcher.local_count, launcher.mend
+    )
+
+
+def _first(
+    environ: Mapping[str, str],
+    launcher: Launcher,
+    first: Callable[[], tuple[str, str] | None],
+    *,
+    everyone_here: bool,
+) -> tuple[str | None, tuple[str, ...]]:
+    """Process 0's address and the variables it came from; None if it is in JAX_COORDINATOR_ADDRESS."""
+    if environment.address(environ, ADDRESS) is not None:
+        return None, (launcher.count,)
+    if everyone_here:
+        named = next((name for name in launcher.jobs if environment.text(environ, name) is not None), "")
+        job = zlib.crc32(environ.get(named, "").encode("utf-8", "replace"))
+        port, port_from = chosen_port(environ, derived_port(job), named)
+        return join("localhost", port), (launcher.local_count, port_from, launcher.count)
+    if (found := first()) is not None:
+        return found[0], (found[1], launcher.count)
+    raise refused(
+        ADDRESS,
+        None,
+        f"the address of rank 0, host:port, as the ranks are on several hosts and {launcher.name} does not tell which is "
+        "rank 0's",
+        f"Say where rank 0 runs: {launcher.command}.",
+    )
+
+
+def _one_gpu(
+    environ: Mapping[str, str], launcher: Launcher, local_count: int | None, local_index: int | None
+) -> tuple[int, ...] | None:
+    """The GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
+    if local_count is None or local_index is None or local_count == 1:
+        return None
+    visible = next((found for name in VISIBLE if (found := environment.text(environ, name)) is not None), None)
+    if visible is not None and not (launcher.shows_all and len(visible.split(",")) >= local_count):
+        return None
+    return (local_index,)

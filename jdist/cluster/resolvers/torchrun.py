@@ -1,0 +1,105 @@
+"""The cluster in PyTorch's variables: torchrun, Kubeflow's PyTorchJob, Kubeflow Trainer's torch runtimes, and many scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jdist.cluster import environment
+from jdist.cluster.address import host_problem, join, split
+from jdist.cluster.refuse import refused
+from jdist.cluster.resolvers.jax_env import counted
+from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_port, derived_port
+from jdist.cluster.resolvers.ranks import Launcher, ranked
+from jdist.cluster.spec import ClusterSpec
+
+TORCHRUN = Launcher(
+    name="torchrun",
+    resolver="torchrun",
+    count="WORLD_SIZE",
+    rank="RANK",
+    local_count="LOCAL_WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    jobs=("MASTER_PORT",),
+    command="set JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_ADDR and MASTER_PORT, for all ranks",
+    shows_all=True,
+)
+HOST, PORT, AGENT = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
+NODES, NODE_RANK, NODES_HOST, NODES_PORT = "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"
+_PORT = 29500  # torchrun's own
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    torchrun sets them for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE; PyTorchJob for each pod. torchrun itself listens
+    at MASTER_PORT, so process 0 then has a port that follows from it; else it has MASTER_PORT. Several ranks of a host take
+    one GPU each, in order. Kubeflow Trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT for
+    torchrun; a program that is started there without it is one process on each node, with all its GPUs.
+
+    Args:
+        environ: the environment.
+
+    Returns:
+        The spec, with workers alone; the addresses of all but process 0 are not known. None if there is one process, or if
+        RANK is not set.
+
+    Raises:
+        ClusterConfigError: a number is missing or is none, or process 0's host is not known.
+
+    Example:
+        >>> torchrun({"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"})
+        ClusterSpec(worker 2, process 2 of 3; cluster: 3 worker; from torchrun)
+
+    Source: PyTorch, "torchrun", "Environment variables"; kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go;
+    kubeflow/trainer, pkg/runtime/framework/plugins/torch.
+    """
+
+    def told(name: str) -> str | None:
+        return environment.text(environ, name)
+
+    if told(TORCHRUN.local_rank) is None and told(NODE_RANK) is not None:  # RANK is then a node's as well
+        return counted(
+            environ,
+            resolver="torchrun",
+            coordinator=environment.address(environ, ADDRESS) or _address(environ, NODES_HOST, NODES_PORT),
+            address_variable=NODES_HOST,
+            count_variable=NODES,
+            index_variable=NODE_RANK,
+        )
+    # Scripts set all but the rank for a whole job, whose tasks something else starts.
+    if told(TORCHRUN.rank) is None and told(AGENT) is None:
+        return None
+    if told(TORCHRUN.count) is None and told(HOST) is None:
+        return None
+    if told(TORCHRUN.count) == "1" or not TORCHRUN.is_there(environ):
+        return None
+    return ranked(environ, TORCHRUN, lambda: _rank_0(environ))
+
+
+def _rank_0(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """The address of process 0 and its variables; None if they are not set."""
+    if (address := _address(environ, HOST, PORT)) is None:
+        return None
+    local_count = environment.text(environ, TORCHRUN.local_count)
+    if split(address)[0] in _LOOPBACK and local_count is not None:
+        raise refused(
+            HOST,
+            environ[HOST],
+            f"an address that all hosts reach, as {local_count} of the {environ[TORCHRUN.count]} ranks are on this one",
+            "Give torchrun --master-addr, the name of the first host.",
+        )
+    return address, f"{HOST}, {PORT}"
+
+
+def _address(environ: Mapping[str, str], host_variable: str, port_variable: str) -> str | None:
+    """The address of process 0; None if its host is not set."""
+    host = environment.text(environ, host_variable)
+    if host is None:
+        return None
+    if (wrong := host_problem(host)) is not None:
+        raise refused(host_variable, host, "the name or address of rank 0's host", wrong)
+    port = environment.port(environ, port_variable) or _PORT
+    taken = environment.text(environ, AGENT) is not None
+    chosen, _ = chosen_port(environ, derived_port(port) if taken else port, port_variable)
+    return join(host, chosen)

@@ -1,0 +1,98 @@
+"""torchrun, LeaderWorkerSet, SkyPilot, Vertex AI, LSF: ports, GPUs, and what is refused.
+
+Whole jobs are in test_cluster_environments.
+"""
+
+import json
+
+import pytest
+
+from jdist.cluster import leader_worker_set, lsf, mpi, skypilot, torchrun, vertex
+from jdist.errors import ClusterConfigError
+
+TORCH = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
+LWS = {"LWS_LEADER_ADDRESS": "s-0.s", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
+LSF = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 1 b 1", "LSF_PM_TASKID": "2"}
+
+
+def cluster_spec(**changes):
+    spec = {"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1"]}, "task": {"type": "workerpool1", "index": 0}}
+    return {"CLUSTER_SPEC": json.dumps(spec | changes)}
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        ({}, (1,)),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, (1,)),  # LOCAL_RANK counts among them, as in PyTorch
+        ({"CUDA_VISIBLE_DEVICES": "5"}, None),  # each rank is shown its own
+        ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_RANK": ""}, None),
+        ({"JAX_LOCAL_DEVICE_IDS": "2,3"}, (2, 3)),
+    ],
+)
+def test_which_gpus_a_rank_of_torchrun_takes(visible, devices):
+    assert torchrun(TORCH | visible).local_device_ids == devices
+
+
+def test_a_rank_of_mpich_takes_what_it_is_shown():
+    rank = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+    assert mpi(rank).local_device_ids == (1,)
+    assert mpi(rank | {"CUDA_VISIBLE_DEVICES": "4,5"}).local_device_ids is None
+
+
+@pytest.mark.parametrize("environ", [TORCH, LWS, SKY, LSF], ids=["torchrun", "lws", "skypilot", "lsf"])
+def test_the_port_and_address_of_process_0_can_be_chosen(environ):
+    (resolver,) = [each for each in (torchrun, leader_worker_set, skypilot, lsf) if each(environ) is not None]
+    found = resolver(environ).coordinator_address
+    assert resolver(environ | {"JAX_COORDINATOR_PORT": "7000"}).coordinator_address == f"{found.split(':')[0]}:7000"
+    assert resolver(environ | {"JAX_COORDINATOR_ADDRESS": "n9:7001"}).coordinator_address == "n9:7001"
+
+
+@pytest.mark.parametrize("index", [0, "0", "00"])
+def test_vertex_writes_an_index_as_a_number_or_its_text(index):
+    assert vertex(cluster_spec(task={"type": "workerpool1", "index": index})).process_index == 1
+
+
+@pytest.mark.parametrize(
+    ("resolver", "environ", "message"),
+    [
+        (torchrun, TORCH | {"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'.*torchrun sets it"),
+        (torchrun, TORCH | {"WORLD_SIZE": "999999"}, "at most 100000 ranks"),
+        (torchrun, TORCH | {"RANK": "4"}, "RANK is 4; it must be from 0 to 3"),
+        (torchrun, TORCH | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5; it must be at most 4, the number of all"),
+        (torchrun, TORCH | {"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b'; it must be the name or address of rank 0's"),
+        (torchrun, TORCH | {"MASTER_ADDR": ""}, "JAX_COORDINATOR_ADDRESS is not set.*torchrun does not tell"),
+        (torchrun, TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT is '0'; it must be a port"),
+        (
+            leader_worker_set,
+            LWS | {"LWS_LEADER_ADDRESS": "a b"},
+            "LWS_LEADER_ADDRESS is 'a b'; it must be the leader's",
+        ),
+        (leader_worker_set, LWS | {"LWS_LEADER_ADDRESS": ""}, "LWS_LEADER_ADDRESS is not set"),
+        (leader_worker_set, LWS | {"LWS_WORKER_INDEX": "2"}, "LWS_WORKER_INDEX is 2; it must be from 0 to 1"),
+        (skypilot, SKY | {"SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES is 3; it must be 2, the number of addresses"),
+        (skypilot, SKY | {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.1"}, r"`\[1\]` is '10.0.0.1'; it must be there once"),
+        (skypilot, SKY | {"SKYPILOT_NODE_IPS": "10.0.0.1\na/b"}, r"SKYPILOT_NODE_IPS: `\[1\]` is 'a/b'"),
+        (skypilot, SKY | {"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK is not set"),
+        (lsf, LSF | {"LSF_PM_TASKID": "3"}, "LSF_PM_TASKID is 3; it must be from 1 to 2"),
+        (lsf, LSF | {"LSB_MCPU_HOSTS": "a b"}, "LSB_MCPU_HOSTS is 'a b'; it must be hosts with their numbers of slots"),
+        (lsf, LSF | {"LSB_JOBID": ""}, "LSB_JOBID is not set"),
+        (vertex, {"CLUSTER_SPEC": "x"}, "CLUSTER_SPEC is 'x'; it must be a JSON object"),
+        (vertex, cluster_spec(task=None), "CLUSTER_SPEC is .*with the objects `cluster` and `task`"),
+        (vertex, cluster_spec(task={"type": "workerpool1", "index": 1}), "CLUSTER_SPEC: `task_index` is 1"),
+        (vertex, cluster_spec(task={"type": "workerpool9", "index": 0}), "CLUSTER_SPEC: `task_type` is 'workerpool9'"),
+        (vertex, cluster_spec(cluster={"workerpool7": ["a:1"]}), "CLUSTER_SPEC: `job` is 'workerpool7'"),
+    ],
+)
+def test_what_is_refused(resolver, environ, message):
+    with pytest.raises(ClusterConfigError, match=message):
+        resolver(environ)

@@ -147,7 +147,7 @@ class Program:
         self._seen.add(name)
         value = _unwrapped(there[name])
         is_of_ipython = _module_of(value).startswith("IPython.")
-        if is_of_ipython and name in _OF_IPYTHON or there is vars(builtins) and not is_of_ipython:
+        if (is_of_ipython and name in _OF_IPYTHON) or (there is vars(builtins) and not is_of_ipython):
             return
         definition = inspect.unwrap(value) if callable(value) else None
         if isinstance(value, ModuleType):

@@ -12,6 +12,7 @@ import optax
 
 from jdist.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.errors import StepError
+from jdist.leaf_table import tree_table
 
 PyTree = Any
 
@@ -159,6 +160,9 @@ class TrainState:
         extra = self.__dict__.get("extra", {})
         mend = f"; it is a collection: read `state.extra[{name!r}]`" if name in extra else ""
         raise AttributeError(f"a TrainState has no attribute {name!r}{mend}")
+
+    def _repr_html_(self) -> str:
+        return tree_table(self, title="TrainState")
 
     def _check_declared(self, extra: dict[str, PyTree]) -> None:
         for name in extra:

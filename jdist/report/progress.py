@@ -166,7 +166,7 @@ class NotebookBar:
         self._step, self._total, self._figures = step, total, _COMPILING
         self._notes: list[str] = []
         self._drawn_s = time.monotonic()
-        self._handle = display.display(self._output(), raw=True, display_id=True)
+        self._handle: Any = display.display(self._output(), raw=True, display_id=True)
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Move the bar."""

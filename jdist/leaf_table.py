@@ -13,29 +13,36 @@ from jdist.html_table import table
 
 PyTree = Any
 _MOST_LEAVES = 50
+_HEADER = ("leaf", "shape", "dtype", "where it lives")
+
+
+def has_arrays(tree: PyTree) -> bool:
+    """Whether there is something to say of a tree's leaves; a tree of other things may stand for one of arrays."""
+    return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
 
 
 def tree_table(tree: PyTree, *, title: str, whereabouts: str | None = None) -> str:
-    """Writes a tree as a table: leaf, shape, dtype, and where it lives; of large trees the first leaves.
+    """Writes a tree as a table in HTML: leaf, shape, dtype, and where it lives; of large trees the first leaves.
 
     Args:
         tree: of arrays, shapes, numbers or what else; arrays may have been donated.
         title: what it is.
         whereabouts: where all of it lives, if its leaves do not say.
     """
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: hasattr(type(node), "whereabouts"))
-    rows = [
-        (
-            jax.tree_util.keystr(path).removeprefix(".") or "itself",
-            _shape(leaf),
-            getattr(leaf, "dtype", type(leaf).__name__),
-            whereabouts or whereabouts_of(leaf),
-        )
-        for path, leaf in leaves[:_MOST_LEAVES]
-    ]
-    if len(leaves) > _MOST_LEAVES:
-        rows.append((f"… {len(leaves) - _MOST_LEAVES:,} more", "", "", ""))
-    return table(rows, header=("leaf", "shape", "dtype", "where it lives"), title=title)
+    return table(_rows(tree, whereabouts), header=_HEADER, title=title)
+
+
+def tree_text(tree: PyTree, *, title: str) -> str:
+    """Writes what `tree_table` does as text.
+
+    Args:
+        tree: as there.
+        title: what it is.
+    """
+    rows = [_HEADER, *_rows(tree, None)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n  ".join([title, *lines])
 
 
 def whereabouts_of(leaf: object) -> str:
@@ -50,10 +57,26 @@ def whereabouts_of(leaf: object) -> str:
     if isinstance(leaf, Tracer):
         return "traced: known when the program runs"
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return "only its shape is known" + ("" if leaf.sharding is None else f"; {_place(leaf.sharding, leaf.shape)}")
+        return "only its shape is known" if leaf.sharding is None else f"planned: {_place(leaf.sharding, leaf.shape)}"
     if isinstance(leaf, jax.Array):
         return ("deleted (donated to a step): was " if leaf.is_deleted() else "") + _place(leaf.sharding, leaf.shape)
     return "host, a NumPy array" if isinstance(leaf, np.ndarray | np.generic) else "host, a Python value"
+
+
+def _rows(tree: PyTree, whereabouts: str | None) -> list[tuple[str, ...]]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda node: hasattr(type(node), "whereabouts"))
+    rows = [
+        (
+            jax.tree_util.keystr(path).removeprefix(".") or "itself",
+            _shape(leaf),
+            str(getattr(leaf, "dtype", type(leaf).__name__)),
+            whereabouts or whereabouts_of(leaf),
+        )
+        for path, leaf in leaves[:_MOST_LEAVES]
+    ]
+    if len(leaves) > _MOST_LEAVES:
+        rows.append((f"… {len(leaves) - _MOST_LEAVES:,} more", "", "", ""))
+    return rows
 
 
 def _shape(leaf: object) -> str:
@@ -66,7 +89,7 @@ def _place(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
     kind = sharding.memory_kind
     memory = f", in {kind.replace('_', ' ')} memory" if kind is not None and kind.endswith("host") else ""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return f"to be laid out as {sharding.spec}{memory}"
+        return f"{sharding.spec} of an abstract mesh{memory}"
     devices = sharding.device_set
     (platform, *others) = sorted({device.platform for device in devices})
     if len(devices) == 1 and not others:

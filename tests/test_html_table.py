@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from IPython.lib.pretty import pretty
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jdist
@@ -55,6 +56,15 @@ def test_a_state_that_was_donated_is_shown_as_before():
     after = rows_of(state._repr_html_())
     assert [row[:3] for row in after] == [row[:3] for row in before]
     assert {row[3] for row in after[1:]} == {"deleted (donated to a step): was cpu:0"}
+    text = pretty(state).splitlines()  # which IPython makes beside the HTML
+    assert [line.split()[0] for line in text[:4]] == ["TrainState", "leaf", "step", "params['<b>']"]
+    assert text[3].split(maxsplit=1)[1] == "(8, 4)  float32   deleted (donated to a step): was cpu:0"
+
+
+def test_a_state_of_other_things_is_shown_as_they_are():
+    shapes = jax.tree.map(jnp.shape, create_state())
+    assert shapes._repr_html_() is None
+    assert pretty(shapes) == repr(shapes)
 
 
 def test_a_large_state_is_cut():
@@ -75,8 +85,8 @@ MESH = functools.partial(jax.make_mesh, (2, 2), ("x", "y"), axis_types=(jax.shar
         (lambda: jax.device_put(np.ones((4, 6)), _by("x")), "a part (2, 6) on each of 4 cpu devices"),
         (lambda: jax.device_put(np.ones(4), _by().with_memory_kind("unpinned_host")), "a copy on each of 4 cpu devices, in"),
         (lambda: jax.ShapeDtypeStruct((4,), "f4"), "only its shape is known"),
-        (lambda: jax.ShapeDtypeStruct((4,), "f4", sharding=_by("x")), "only its shape is known; a part (2,) on each of 4"),
-        (lambda: jax.ShapeDtypeStruct((4,), "f4", sharding=_abstract("x")), "only its shape is known; to be laid out as P"),
+        (lambda: jax.ShapeDtypeStruct((4,), "f4", sharding=_by("x")), "planned: a part (2,) on each of 4 cpu devices"),
+        (lambda: jax.ShapeDtypeStruct((4,), "f4", sharding=_abstract("x")), "planned: P"),
         (lambda: np.float32(1), "host, a NumPy array"),
         (lambda: "text", "host, a Python value"),
     ],

@@ -184,12 +184,8 @@ class DistributedDataset:
         else:
             steps = "endless" if self.num_steps is None else f"{self.num_steps:,}"
         rows += [("steps of a pass", steps), ("at step", f"{self.position:,}"), ("steps a call", calls)]
-        described = table(rows, title=type(self).__name__)
-        return (
-            described
-            if self._layout is None
-            else described + tree_table(self.element_spec, title="what a step receives")
-        )
+        received = "" if self._layout is None else tree_table(self.element_spec, title="what a step receives")
+        return table(rows, title=type(self).__name__) + received
 
     def _open(self) -> Iterator[Numbered | None]:
         """Prepared batches from the position on."""

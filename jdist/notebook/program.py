@@ -146,7 +146,7 @@ class Program:
             return  # what is nowhere is the same error there as here
         self._seen.add(name)
         value = _unwrapped(there[name])
-        is_of_ipython = _module_of(value).startswith("IPython.")
+        is_of_ipython = _module_of(value).startswith("IPython.")  # also where it is a builtin, as `display` is
         if (is_of_ipython and name in _OF_IPYTHON) or (there is vars(builtins) and not is_of_ipython):
             return
         definition = inspect.unwrap(value) if callable(value) else None
@@ -192,16 +192,15 @@ class Program:
 
 def _unwrapped(value: object) -> object:
     """What IPython has put a function of its own round, as it does with `open`; anything else as it is."""
-    return (
-        inspect.unwrap(value) if isinstance(value, FunctionType) and _module_of(value).startswith("IPython.") else value
-    )
+    is_of_ipython = isinstance(value, FunctionType) and _module_of(value).startswith("IPython.")
+    return inspect.unwrap(value) if is_of_ipython else value
 
 
 def _module_of(value: object) -> str:
     """The module whose code a value is, or its class: a wrapper says that it is of what it wraps."""
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
-    return value.__func__.__module__ if isinstance(value, MethodType) else type(value).__module__
+    return str(getattr(value.__func__, "__module__", "")) if isinstance(value, MethodType) else type(value).__module__
 
 
 def _import_of(value: object, name: str) -> str | None:

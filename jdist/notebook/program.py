@@ -192,8 +192,9 @@ class Program:
 
 def _unwrapped(value: object) -> object:
     """What IPython has put a function of its own round, as it does with `open`; anything else as it is."""
-    is_of_ipython = isinstance(value, FunctionType) and _module_of(value).startswith("IPython.")
-    return inspect.unwrap(value) if is_of_ipython else value
+    if isinstance(value, FunctionType) and _module_of(value).startswith("IPython."):
+        return inspect.unwrap(value)
+    return value
 
 
 def _module_of(value: object) -> str:

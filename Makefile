@@ -16,7 +16,7 @@ WORKERS ?= 2
 # The default suite compiles without LLVM's optimisations (tests/conftest.py), these targets with them.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: run test setup lint types types-newest docs pytest test-newest conformance full soak soak-ps bench bench-peers clean
+.PHONY: run test setup lint types types-newest docs notebooks pytest test-newest conformance full soak soak-ps bench bench-peers clean
 
 run: setup
 	$(BIN)/jdist run $(CONFIG)
@@ -63,6 +63,10 @@ test-newest:
 # The site, into build/site; a warning is an error. (The variable keeps the theme's makers' advertisement out.)
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Runs the notebooks, and stores what their cells show.
+notebooks: setup
+	$(BIN)/python notebooks/store_outputs.py
 
 pytest: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not full and not soak"

@@ -12,6 +12,7 @@ import optax
 
 from jdist.aggregation import Aggregation, aggregate, check_aggregation
 from jdist.errors import StepError
+from jdist.leaf_table import has_arrays, tree_table, tree_text
 
 PyTree = Any
 
@@ -159,6 +160,13 @@ class TrainState:
         extra = self.__dict__.get("extra", {})
         mend = f"; it is a collection: read `state.extra[{name!r}]`" if name in extra else ""
         raise AttributeError(f"a TrainState has no attribute {name!r}{mend}")
+
+    def _repr_html_(self) -> str | None:
+        return tree_table(self, title="TrainState") if has_arrays(self) else None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
+        printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
 
     def _check_declared(self, extra: dict[str, PyTree]) -> None:
         for name in extra:

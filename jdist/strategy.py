@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist import collect, context
 from jdist.errors import DeviceError
+from jdist.html_table import table
 from jdist.reduction import Reduction
 from jdist.values import PerReplica, Replicas, ValueContext, values_from_function
 
@@ -411,5 +411,4 @@ class Strategy:
                 "transform": self.transform,
                 "all-reduce": self.reduction.name,
             }
-        cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in rows.items())
-        return f"<table>{cells}</table>"
+        return table(rows.items())

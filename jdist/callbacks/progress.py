@@ -10,7 +10,7 @@ from jdist.report.progress import Meter, Reporter, figures, numbers, open_report
 
 
 def progress(console: Console | None = None) -> Callback:
-    """A bar with the newest figures on a terminal, plain lines anywhere else; of several processes the chief's.
+    """A bar with figures on a terminal or in a notebook, plain lines anywhere else; of several processes the chief's.
 
     Args:
         console: where to; standard output if None.

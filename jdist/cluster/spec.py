@@ -9,6 +9,7 @@ from typing import Any
 
 from jdist.cluster.check import JOBS, check_devices, check_jobs, check_task
 from jdist.errors import ClusterConfigError
+from jdist.html_table import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +137,18 @@ class ClusterSpec:
 
     def describe(self) -> str:
         """Several lines for people: the cluster, this process, and where each value came from."""
-        rows = [(name, _listed(addresses), "jobs") for name, addresses in self.jobs.items()]
-        rows += [("this process", self._place(), "task_index")]
-        devices = self.local_device_ids
-        rows += [("GPUs", "all" if devices is None else ", ".join(map(str, devices)), "local_device_ids")]
         lines = [f"cluster from {self.resolver}"]
-        for name, value, about in rows:
-            origin = self.origins.get(about)
+        for name, value, origin in self._rows():
             lines.append(f"  {name:<13} {value}" + (f"  [{origin}]" if origin else ""))
         return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Names, values, and where each came from, if that is known."""
+        devices = self.local_device_ids
+        rows = [(name, _listed(addresses), "jobs") for name, addresses in self.jobs.items()]
+        rows.append(("this process", self._place(), "task_index"))
+        rows.append(("GPUs", "all" if devices is None else ", ".join(map(str, devices)), "local_device_ids"))
+        return [(name, value, self.origins.get(about, "")) for name, value, about in rows]
 
     def _place(self) -> str:
         place = f"{self.task_type} {self.task_index}"
@@ -155,6 +159,9 @@ class ClusterSpec:
     def __repr__(self) -> str:
         tasks = ", ".join(f"{len(addresses)} {name}" for name, addresses in self.jobs.items())
         return f"ClusterSpec({self._place()}; cluster: {tasks}; from {self.resolver})"
+
+    def _repr_html_(self) -> str:
+        return table(self._rows(), header=("job", "addresses", "from"), title=f"cluster from {self.resolver}")
 
 
 def _listed(addresses: tuple[str | None, ...]) -> str:

@@ -14,6 +14,8 @@ from jdist.data.prefetch import Prefetcher, PushBack, Stop
 from jdist.data.reading import NumberedPart, Own, Whole
 from jdist.data.source import Resumable, read_state, resumable, write_state
 from jdist.errors import DatasetError
+from jdist.html_table import table
+from jdist.leaf_table import tree_table
 
 PyTree = Any
 
@@ -166,6 +168,24 @@ class DistributedDataset:
             f"DistributedDataset(global batch {self.global_batch:,}{padded} = {replicas} x "
             f"{rows // count:,}, {steps}{calls}, at step {self._position:,})"
         )
+
+    def _repr_html_(self) -> str:
+        count, calls = self._options.num_replicas, self._options.steps_per_call
+        rows: list[tuple[str, object]] = [("replicas", f"{count:,}")]
+        full = self._reader.full if self._layout is None else self._layout.full
+        if self.global_batch is None or full is None:
+            rows.append(("global batch", "known after the first batch"))
+        else:
+            padded = batching.padded_rows(full, num_replicas=count)
+            filled = f", padded to {padded:,}" if padded != self.global_batch else ""
+            rows.append(("global batch", f"{self.global_batch:,} rows{filled}: {padded // count:,} a replica"))
+        if self._reader.facts is None:
+            steps = "not known: a plain iterable"
+        else:
+            steps = "endless" if self.num_steps is None else f"{self.num_steps:,}"
+        rows += [("steps of a pass", steps), ("at step", f"{self.position:,}"), ("steps a call", calls)]
+        received = "" if self._layout is None else tree_table(self.element_spec, title="what a step receives")
+        return table(rows, title=type(self).__name__) + received
 
     def _open(self) -> Iterator[Numbered | None]:
         """Prepared batches from the position on."""

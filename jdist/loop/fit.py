@@ -84,7 +84,7 @@ def fit(
         callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.
-        progress: whether to draw a bar, or print lines where there is no terminal.
+        progress: whether to draw a bar, or print lines where there is neither terminal nor notebook.
         verify: compares the first step with one replica that sees its whole batch, and names what differs: "first" warns,
             "strict" raises, "off" compares nothing. It costs a compilation and a few steps; where one device cannot hold the
             batch, nothing is compared. What the step's own `verify` says comes before this. See `jdist.verify`.

@@ -62,6 +62,9 @@ def run(fn: Callable[..., Any], script: str) -> None:
     except KeyboardInterrupt:  # the notebook's, which says so itself
         ending.failed(exit_codes.INTERRUPTED)
         sys.exit(exit_codes.INTERRUPTED)
+    except EOFError as exc:
+        exc.add_note("Was this `input`? Here is no keyboard: ask in the notebook, and pass the answer by `args`.")
+        raise
     spec = tf_config(os.environ)
     if spec is not None and spec.process_index > 0:
         return

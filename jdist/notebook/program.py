@@ -8,6 +8,7 @@ other processes run, as if it had been in a file from the start; and it is then 
 from __future__ import annotations
 import __future__
 
+import builtins
 import inspect
 import os
 import shlex
@@ -15,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from jdist.errors import LaunchError
@@ -24,6 +25,10 @@ from jdist.notebook.child import given_file
 from jdist.notebook.names import NoSource, source_of
 
 _CHILD = "jdist.notebook.child"
+# Names that IPython gives every notebook. Elsewhere the first two are Python's own, and there is nothing for the third.
+_OF_IPYTHON = ("exit", "quit", "get_ipython")
+# What it makes of lines that begin with `!` or `%`.
+_MAGICS = {f"get_ipython().{name}" for name in ("system", "getoutput", "run_line_magic", "run_cell_magic")}
 _SCRIPT = """\
 # What `jdist.notebook_launch` ran in each process. To run it again: {command}
 {future}
@@ -136,10 +141,14 @@ class Program:
 
     def _add(self, user: str, name: str) -> None:
         """Adds what a name stands for, and what that needs at once; the rest waits."""
-        if name in self._seen or name not in self._namespace or name.startswith("__"):
-            return  # what the notebook does not have is a builtin, or the same error there as here
+        there = self._namespace if name in self._namespace else vars(builtins)
+        if name in self._seen or name not in there or name.startswith("__"):
+            return  # what is nowhere is the same error there as here
         self._seen.add(name)
-        value = self._namespace[name]
+        value = _unwrapped(there[name])
+        is_of_ipython = _module_of(value).startswith("IPython.")  # also where it is a builtin, as `display` is
+        if (is_of_ipython and name in _OF_IPYTHON) or (there is vars(builtins) and not is_of_ipython):
+            return
         definition = inspect.unwrap(value) if callable(value) else None
         if isinstance(value, ModuleType):
             self.imports.add(
@@ -159,6 +168,8 @@ class Program:
     def _define(self, user: str, name: str, value: object, definition: FunctionType | type) -> None:
         try:
             source = source_of(definition, self._cells)
+            if _MAGICS & source.attributes:
+                raise NoSource("has a line that begins with `!` or `%`, which only IPython knows; write it in Python")
             if definition.__name__ != name:
                 raise NoSource(f"is another name of `{definition.__name__}`; use that one")
             if value is not definition and not source.is_decorated:
@@ -177,6 +188,20 @@ class Program:
         self.imports |= {f"import {module}" for module in _submodules(source.attributes, self._namespace)}
         if isinstance(definition, FunctionType):
             self.future |= bool(definition.__code__.co_flags & __future__.annotations.compiler_flag)
+
+
+def _unwrapped(value: object) -> object:
+    """What IPython has put a function of its own round, as it does with `open`; anything else as it is."""
+    if isinstance(value, FunctionType) and _module_of(value).startswith("IPython."):
+        return inspect.unwrap(value)
+    return value
+
+
+def _module_of(value: object) -> str:
+    """The module whose code a value is, or its class: a wrapper says that it is of what it wraps."""
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__", ""))
+    return str(getattr(value.__func__, "__module__", "")) if isinstance(value, MethodType) else type(value).__module__
 
 
 def _import_of(value: object, name: str) -> str | None:

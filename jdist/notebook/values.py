@@ -71,7 +71,7 @@ def kind(value: object) -> str:
         return "a jax.Array"
     of = type(value)
     name = of.__qualname__ if of.__module__ in ("builtins", "__main__") else f"{of.__module__}.{of.__qualname__}"
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 def is_jax_array(value: object) -> bool:

@@ -29,7 +29,7 @@ from jdist.strategies.topology import parse_topology
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What one optimiser step of a config needs on each device of a target.
 
@@ -98,6 +98,18 @@ class Plan:
         for made, check in zip(values["checks"], self.checks, strict=True):
             made["error"] = check.error
         return values
+
+    def __repr__(self) -> str:
+        fits = {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
+        return (
+            f"Plan({self.target}: {self.num_devices:,} {self.device_kind} devices, global batch {self.global_batch:,}, {fits}; "
+            "`jdist.plan.show` has all of it)"
+        )
+
+    def _repr_html_(self) -> str:
+        from jdist.plan.table import show_html  # above this file
+
+        return show_html(self)
 
 
 def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) -> Plan:

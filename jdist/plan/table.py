@@ -1,23 +1,66 @@
-"""A plan as text."""
+"""A plan as text, and as tables of a notebook."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from jdist.html_table import paragraph, table
 from jdist.plan import roofline
 from jdist.plan.plan import Plan
 from jdist.report.progress import size
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    """A part of a plan.
+
+    Attributes:
+        title: what it is about.
+        header: names of the columns; none where rows are names and values.
+        rows: the columns.
+        notes: lines below.
+    """
+
+    title: str
+    header: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    notes: Sequence[str] = ()
+
+
 def show(plan: Plan) -> str:
     """The whole plan, some thirty lines."""
-    lines = [*plan.summary.splitlines(), "", *_memory(plan)]
+    lines = plan.summary.splitlines()
+    for section in _sections(plan):
+        rows = [section.header, *section.rows] if section.header else section.rows
+        lines += ["", section.title]
+        lines += [f"  {line}" for line in [*(_aligned(rows) if rows else ()), *section.notes]]
     if plan.memory is not None:
-        lines += ["", *_work(plan), "", *_collectives(plan), "", *_model(plan)]
-        lines += ["", *_checks(plan)] if plan.checks else []
-        lines += ["", f"compiled in {plan.compile_s:.1f} s"]
+        lines += ["", _compiled(plan)]
     return "\n".join(lines)
+
+
+def show_html(plan: Plan) -> str:
+    """The whole plan as a notebook shows it: a table a section."""
+    parts = [paragraph(plan.summary)]
+    for section in _sections(plan):
+        notes = "\n".join(section.notes)
+        parts.append(
+            table(section.rows, header=section.header, title=section.title) + (paragraph(notes) if notes else "")
+        )
+    return "".join(parts) + (paragraph(_compiled(plan)) if plan.memory is not None else "")
+
+
+def _sections(plan: Plan) -> list[_Section]:
+    if plan.memory is None:
+        return [_memory(plan)]
+    checks = [_checks(plan)] if plan.checks else []
+    return [_memory(plan), _work(plan), _collectives(plan), _model(plan), *checks]
+
+
+def _compiled(plan: Plan) -> str:
+    return f"compiled in {plan.compile_s:.1f} s"
 
 
 def show_sweep(plans: Sequence[Plan]) -> str:
@@ -45,51 +88,51 @@ def _cells(plan: Plan) -> tuple[str, str, str, str]:
     return f"{plan.global_batch:,}", size(plan.memory.total), "" if free is None else size(free), verdict
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: Plan) -> _Section:
     title = f"memory of each of {plan.num_devices:,} {plan.device_kind} devices"
     if plan.memory is None:
         assert plan.refusal is not None  # a plan has the one or the other
-        lines = [title, f"  does not fit; the compiler: {plan.refusal.message}"]
+        notes = [f"does not fit; the compiler: {plan.refusal.message}"]
         if plan.refusal.needed is not None and plan.refusal.available is not None:
             over, what = (
                 plan.refusal.needed - plan.refusal.available,
                 "temporaries alone" if plan.refusal.partly else "it",
             )
-            lines.append(
-                f"  {what} would need {size(plan.refusal.needed)} of {size(plan.refusal.available)}, {size(over)} too much"
+            notes.append(
+                f"{what} would need {size(plan.refusal.needed)} of {size(plan.refusal.available)}, {size(over)} too much"
             )
-        return [*lines, *_remedies(plan)]
+        return _Section(title=title, notes=[*notes, *_remedies(plan)])
     m = plan.memory
     rows = [
-        ("  arguments", size(m.arguments), "state and batch"),
-        ("  outputs", size(m.outputs), f"{size(m.aliased)} of it in place of donated arguments"),
+        ("arguments", size(m.arguments), "state and batch"),
+        ("outputs", size(m.outputs), f"{size(m.aliased)} of it in place of donated arguments"),
         (
-            "  temporaries",
+            "temporaries",
             size(m.temporaries),
             "activations, gradients, buffers; a TPU keeps small ones on the chip, not here",
         ),
-        ("  program", size(m.code), ""),
-        ("  host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
-        ("  total", size(m.total), _verdict(plan)),
+        ("program", size(m.code), ""),
+        ("host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
+        ("total", size(m.total), _verdict(plan)),
     ]
-    return [title, *_aligned(rows), *([] if plan.fits is not False else _remedies(plan))]
+    return _Section(title=title, rows=rows, notes=[] if plan.fits is not False else _remedies(plan))
 
 
 def _remedies(plan: Plan) -> list[str]:
     """What would need less, of what this plan can still change."""
     if plan.capacity is not None and plan.state_bytes > plan.capacity:
         return [
-            f"  the state alone is {size(plan.state_bytes)} and each device holds all of it, so no batch fits in "
+            f"the state alone is {size(plan.state_bytes)} and each device holds all of it, so no batch fits in "
             f"{size(plan.capacity)}:",
-            "  strategy.name=central_storage keeps it in host memory, strategy.name=parameter_server on servers; or a device "
+            "strategy.name=central_storage keeps it in host memory, strategy.name=parameter_server on servers; or a device "
             "with more memory, an optimiser that keeps less (sgd, adafactor), a smaller model",
         ]
     if plan.rows == 1:
         return [
-            "  each device computes with one row at a time, so no batch is smaller: train.precision=bf16, `jax.checkpoint` "
+            "each device computes with one row at a time, so no batch is smaller: train.precision=bf16, `jax.checkpoint` "
             "in the model, or a device with more memory need less"
         ]
-    return ["  a smaller train.global_batch, more devices, or train.accumulate=2 need less"]
+    return ["a smaller train.global_batch, more devices, or train.accumulate=2 need less"]
 
 
 def _verdict(plan: Plan) -> str:
@@ -101,44 +144,37 @@ def _verdict(plan: Plan) -> str:
     return f"{of}: fits, {size(free)} free" if free >= 0 else f"{of}: does not fit, {size(-free)} too much"
 
 
-def _work(plan: Plan) -> list[str]:
-    return [
-        "work of a device in one step",
-        *_aligned(
-            [
-                ("  FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
-                (
-                    "  bytes",
-                    f"{plan.bytes_moved:,.4g}",
-                    "to and from its memory, by the compiler's count; loops scaled",
-                ),
-            ]
-        ),
+def _work(plan: Plan) -> _Section:
+    rows = [
+        ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
+        ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, by the compiler's count; loops scaled"),
     ]
+    return _Section(title="work of a device in one step", rows=rows)
 
 
-def _collectives(plan: Plan) -> list[str]:
+def _collectives(plan: Plan) -> _Section:
     if not plan.collectives:
-        return ["collectives in one step: none"]
-    rows = [("  kind", "count", "bytes", "mesh axis", "groups")]
+        return _Section(title="collectives in one step: none")
+    rows = []
     for c in plan.collectives:
         sure = "" if c.certain else " at least: a loop's trips could not be read"
         groups = f"{c.groups:,} of {c.group_size:,}{sure}" if c.group_size else sure.strip()
-        rows.append((f"  {c.kind}", f"{c.count:,}", f"{c.bytes:,}", c.axes, groups))
-    return ["collectives in one step", *_aligned(rows)]
+        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, groups))
+    header = ("kind", "count", "bytes", "mesh axis", "groups")
+    return _Section(title="collectives in one step", header=header, rows=rows)
 
 
-def _model(plan: Plan) -> list[str]:
+def _model(plan: Plan) -> _Section:
     if plan.chip is None:
-        return [f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}"]
-    rows = [("  chips", "device", "exchange", "host", "step", "exchange / step", "bound by")]
+        return _Section(title=f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}")
+    rows = []
     for e in plan.estimates:
         times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.device_s)]
         bound = max(times, key=lambda named: named[1] or 0.0)[0]
         exchange, host, step = ("?" if s is None else duration(s) for s in (e.exchange_s, e.host_s, e.step_s))
         rows.append(
             (
-                f"  {e.chips:,}",
+                f"{e.chips:,}",
                 duration(e.device_s),
                 exchange,
                 host,
@@ -147,15 +183,19 @@ def _model(plan: Plan) -> list[str]:
                 bound if e.step_s is not None else "no public figure of the " + _unknown(e),
             )
         )
-    formula = textwrap.wrap(roofline.FORMULA, 110, initial_indent="  ", subsequent_indent="  ")
-    missing = [f"  not in the model: {what}" for what in plan.not_in_model]
+    formula = textwrap.wrap(roofline.FORMULA, 108)
+    missing = [f"not in the model: {what}" for what in plan.not_in_model]
     peaks = (
-        f"  {plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
+        f"{plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
         f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
         f"d = {plan.domain_chips:,} chips{_host_link(plan)} ({plan.chip.source})"
     )
-    title = "time of a step: a model from public peaks, not a measurement"
-    return [title, *_aligned(rows), *missing, *formula, peaks]
+    return _Section(
+        title="time of a step: a model from public peaks, not a measurement",
+        header=("chips", "device", "exchange", "host", "step", "exchange / step", "bound by"),
+        rows=rows,
+        notes=[*missing, *formula, peaks],
+    )
 
 
 def _host_link(plan: Plan) -> str:
@@ -167,13 +207,14 @@ def _unknown(estimate: roofline.Estimate) -> str:
     return "network" if estimate.exchange_s is None else "host's link"
 
 
-def _checks(plan: Plan) -> list[str]:
-    rows = [("  what", "predicted", "measured", "error")]
-    rows += [(f"  {c.what}", f"{c.predicted:,}", f"{c.measured:,}", f"{c.error:+.2%}") for c in plan.checks]
-    lines = ["memory: predicted, and measured in one real step (bytes of a device)", *_aligned(rows)]
-    if not any("peak" in c.what for c in plan.checks):
-        lines.append("  this device has no allocator that counts, so the temporaries are not compared")
-    return lines
+def _checks(plan: Plan) -> _Section:
+    counted = any("peak" in c.what for c in plan.checks)
+    return _Section(
+        title="memory: predicted, and measured in one real step (bytes of a device)",
+        header=("what", "predicted", "measured", "error"),
+        rows=[(c.what, f"{c.predicted:,}", f"{c.measured:,}", f"{c.error:+.2%}") for c in plan.checks],
+        notes=[] if counted else ["this device has no allocator that counts, so the temporaries are not compared"],
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.global_arrays import is_key
+from jdist.leaf_table import tree_table
 from jdist.remote import RemoteTree
 from jdist.static_leaves import unpack
 
@@ -25,6 +26,9 @@ class Job(Protocol):
 
 class OnServers(RemoteTree):
     """What lives on parameter servers and is asked for by `strategy.fetch`."""
+
+    def _repr_html_(self) -> str:
+        return tree_table(self.shapes, title=type(self).__name__, whereabouts="on the parameter servers")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

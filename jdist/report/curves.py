@@ -12,6 +12,7 @@ from jdist.report.files import write_atomically
 
 NOT_MEASURED = {"step", "epoch", "examples", "time_s"}
 EVAL, EPOCH = "eval/", "epoch/"
+NO_MATPLOTLIB = "no curves drawn, matplotlib is not installed: pip install matplotlib"
 _MOST_PANELS = 6
 
 
@@ -101,7 +102,7 @@ def as_png(rows: Sequence[Mapping[str, Any]], *, title: str) -> bytes | str:
         return "no curves drawn, nothing was measured"
     figure = new_figure(len(names))
     if figure is None:
-        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
+        return NO_MATPLOTLIB
     for panel, name in zip(figure.panels, names, strict=True):
         for label, column, style in (
             ("training", name, {"color": "C0", "alpha": 0.6, "linewidth": 1}),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import ConfigError
+from jdist.html_table import paragraph
 from jdist.near import did_you_mean
-from jdist.report.curves import NOT_MEASURED, as_png
+from jdist.report.curves import NO_MATPLOTLIB, NOT_MEASURED, as_png, new_figure
 from jdist.report.files import write_atomically
 
 # What rows hold besides metrics, whose names are others; and how those begin of which there is one a pass, not one a step.
@@ -83,6 +84,11 @@ class History:
     def _repr_png_(self) -> bytes | None:
         picture = as_png(self.rows, title="")
         return None if isinstance(picture, str) else picture
+
+    def _repr_html_(self) -> str | None:
+        if new_figure(1) is not None:
+            return None  # where there is HTML, a notebook would not show the picture
+        return paragraph(f"{self!r}\n{NO_MATPLOTLIB}")
 
     def _of(self, prefix: str) -> list[dict[str, Any]]:
         found = []

@@ -1,9 +1,11 @@
-"""How a run shows that it moves: a bar on a terminal, plain lines anywhere else."""
+"""How a run shows that it moves: a bar on a terminal or in a notebook, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 _COMPILING = "compiling the first step"
+_NOTES = 10  # that a notebook shows at a time
+_REDRAW_S = 0.2  # a notebook's reader sees no more, and each costs a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +127,7 @@ class Lines:
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Print one line."""
-        done = f"step {step}" if self._total is None else f"step {step:>{len(str(self._total))}}/{self._total}"
-        self.note("  ".join([done, *_parts(metrics, speed)]))
+        self.note("  ".join([_done(step, self._total), *_parts(metrics, speed)]))
 
 
 class Bar:
@@ -154,14 +157,65 @@ class Bar:
         self._progress.stop()
 
 
+class NotebookBar:
+    """A bar in a notebook, with the newest figures beside it and notes below: one output, drawn anew in its place."""
+
+    def __init__(self, *, step: int, total: int | None) -> None:
+        from IPython import display  # a notebook's kernel has it
+
+        self._step, self._total, self._figures = step, total, _COMPILING
+        self._notes: list[str] = []
+        self._drawn_s = time.monotonic()
+        self._handle: Any = display.display(self._output(), raw=True, display_id=True)
+
+    def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
+        """Move the bar."""
+        self._figures = "  ".join(_parts(metrics, speed))
+        self.move(step)
+
+    def move(self, step: int) -> None:
+        """Move the bar, the figures as they were; there were none before the first step had been compiled."""
+        self._step = step
+        self._figures = "" if self._figures == _COMPILING else self._figures
+        if time.monotonic() - self._drawn_s >= _REDRAW_S:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        """Print below the bar; of many notes the newest are shown."""
+        self._notes.append(text)
+        self._draw()
+
+    def close(self) -> None:
+        """Draw what came last; the bar stays as it is."""
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_s = time.monotonic()
+        self._handle.update(self._output(), raw=True)
+
+    def _output(self) -> dict[str, str]:
+        done = _done(self._step, self._total)
+        left_out = len(self._notes) - _NOTES
+        notes = [f"({left_out:,} earlier)"] * (left_out > 0) + self._notes[-_NOTES:]
+        bar = "" if self._total is None else f'<progress value="{self._step}" max="{self._total}"></progress> '
+        line = f"{html.escape(done)} {bar}{html.escape(self._figures)}"
+        below = "".join(f"\n{html.escape(note)}" for note in notes)
+        return {
+            "text/plain": "\n".join([f"{done}  {self._figures}".rstrip(), *notes]),
+            "text/html": f"<pre>{line}{below}</pre>",
+        }
+
+
 def open_report(console: Console, *, step: int, total: int | None) -> Reporter:
     """The way to report that suits where the output goes; to be closed.
 
     Args:
-        console: where to write; a bar is drawn if it is a terminal.
+        console: where to write; a bar is drawn if it is a terminal, or a notebook's.
         step: steps done already.
         total: steps of the whole run; None: not known.
     """
+    if console.is_jupyter and console.file is sys.stdout:
+        return NotebookBar(step=step, total=total)
     if not console.is_terminal:
         return Lines(total, console.file)
     digits = len(str(step if total is None else total))
@@ -210,6 +264,10 @@ def duration(seconds: float) -> str:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _done(step: int, total: int | None) -> str:
+    return f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
 
 
 def _parts(metrics: Mapping[str, float], speed: Speed) -> Iterator[str]:

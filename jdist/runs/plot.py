@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdist.report.curves import EPOCH, EVAL, NOT_MEASURED, new_figure, png, points_of
+from jdist.report.curves import EPOCH, EVAL, NO_MATPLOTLIB, NOT_MEASURED, new_figure, png, points_of
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import Row
 
@@ -44,7 +44,7 @@ def plot_runs(
         return "no curves drawn, nothing was measured"
     figure = new_figure(len(metrics))
     if figure is None:
-        return "no curves drawn, matplotlib is not installed: pip install 'jdist[examples]'"
+        return NO_MATPLOTLIB
     many = len(runs) > _DISTINCT
     legend, faint = {}, False
     for panel, metric in zip(figure.panels, metrics, strict=True):

@@ -50,6 +50,14 @@ class Spread:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def whereabouts(self) -> str:
+        """Where it lives, in words, for what notebooks show of a state."""
+        if not isinstance(self.stored, jax.Array):
+            return "only its shape is known"
+        gone = "deleted (donated to a step): was " * self.stored.is_deleted()
+        return f"{gone}{self.stored.sharding.num_devices} parts in host memory"
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = restored(np.array(self.stored), self.shape)  # a copy, whatever `copy` asks for
         return whole if dtype is None else whole.astype(dtype)

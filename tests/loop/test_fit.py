@@ -19,7 +19,7 @@ from flax import nnx
 
 import jdist
 from jdist import callbacks
-from jdist.errors import BatchError, DatasetError, NonFiniteError, StepError, StrategyError
+from jdist.errors import BatchError, ConfigError, DatasetError, NonFiniteError, StepError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_programs import DATA, HELD_OUT, by_numpy, create_state, errors, eval_step, train_step
@@ -331,6 +331,16 @@ class TestHistory:
         history.plot(tmp_path / "curves.png")
         assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
         assert history._repr_png_()[:4] == b"\x89PNG"
+        assert history._repr_html_() is None  # a notebook would show it in place of the picture
+
+    def test_without_matplotlib_it_says_what_to_install(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        history = jdist.History([{"step": 1, "epoch": 0, "loss": 2.0}])
+        told = "no curves drawn, matplotlib is not installed: pip install matplotlib"
+        with pytest.raises(ConfigError, match=rf"curves\.png: {told}$"):
+            history.plot(tmp_path / "curves.png")
+        assert history._repr_png_() is None
+        assert history._repr_html_() == f"<p>{history!r}<br>{told}</p>"
 
     def test_metrics_of_several_steps_in_a_call_are_those_of_the_last(self):
         def run(steps_per_call: int) -> list[float]:

@@ -261,6 +261,44 @@ jdist.notebook_launch(work, args=(np.arange(3),))
 
 
 @in_kernel
+def test_what_ipython_puts_in_the_place_of_python_s_own(kernel):
+    """A notebook's `open`, `exit` and `display` are IPython's, and its `input` asks the notebook's reader."""
+    text, error = kernel.run("""
+import jdist
+also = open
+class Keeper:
+    make = open
+def in_notebook():
+    try:
+        return bool(get_ipython())
+    except NameError:
+        return False
+def work(file, default=open):
+    with open(file, "w") as written:
+        written.write("kept")
+    display(__name__)
+    print(*(opens(file).read() for opens in (default, also, Keeper.make)), in_notebook())
+    exit(0)
+print(jdist.notebook_launch(work, ("file.txt",), processes=1), in_notebook())
+""")
+    assert error is None, text
+    assert text.splitlines()[1:] == ["[0] __main__", "[0] kept kept kept False", "None True"]
+    text, error = kernel.run("def ask(): return input()\njdist.notebook_launch(ask, processes=1)")
+    assert error == "ProcessFailedError"
+    assert "Here is no keyboard: ask in the notebook, and pass the answer by `args`." in text
+    for line in ("!ls", "%time 1", "x = !ls", "x = %who_ls"):
+        text, error = kernel.run(f"def magic():\n    {line}\njdist.notebook_launch(magic, processes=1)")
+        assert error == "LaunchError", text
+        assert "`magic` has a line that begins with `!` or `%`, which only IPython knows; write it in Python." in text
+    text, error = kernel.run(
+        "page = type('page', (), {'__module__': 'IPython.mine'})()\n"
+        "def shows(): return page\njdist.notebook_launch(shows, processes=1)"
+    )
+    assert error == "LaunchError", text
+    assert "`shows` uses `page`, an IPython.mine.page, which stays in this process." in text
+
+
+@in_kernel
 def test_an_interrupt_ends_the_run_and_nothing_else(kernel):
     kernel.run("""
 import os, time, jdist

@@ -135,9 +135,10 @@ class PeerLostError(ClusterError):
         address: where it was, "host:port".
         last_step: the last step that any process told of.
         cause: how that was noticed, as a clause.
+        places: where one keeps the others waiting: of each process its `process`, `step`, `phase` and `stack`.
     """
 
-    def __init__(self, process: int, address: str, last_step: int, cause: str):
+    def __init__(self, process: int, address: str, last_step: int, cause: str, places: tuple[Any, ...] = ()):
         super().__init__(
             f"process {process} ({address}) is lost: {cause}. The last step was {last_step}. Nothing is saved from here on; "
             "start all processes again, and they go on from the last checkpoint."
@@ -146,6 +147,7 @@ class PeerLostError(ClusterError):
         self.address = address
         self.last_step = last_step
         self.cause = cause
+        self.places = places
 
 
 class PeerFailedError(ClusterError):

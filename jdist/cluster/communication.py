@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jdist.errors import StrategyError
 
@@ -21,6 +21,10 @@ class CommunicationOptions:
         timeout_s: a process that was not heard of for so long is lost, and all others end, with exit code 75. Also how long
             others may wait for a process whose program has ended. Python code must not hold the interpreter's lock so long.
         start_timeout_s: how long to wait until all processes have come.
+        progress_timeout_s: how long processes wait for one that is alive and does not come to the same step, as its data loader
+            or a collective is stuck; then all end with exit code 75, and say where each was. Not counted is while it compiles,
+            saves, evaluates, or is `strategy.cluster.busy(...)`. "auto": ten times as long as 95 of 100 calls of a step take,
+            at least a minute; half an hour for the first 20 calls. None: without end.
         implementation: "auto" leaves it to JAX (NCCL on GPU, the interconnect on TPU, gloo on CPU); "nccl" insists on NCCL;
             "ring" passes gradients round a ring of replicas, step by step.
 
@@ -38,6 +42,7 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_s: float = 10.0
     start_timeout_s: float = 300.0
+    progress_timeout_s: float | Literal["auto"] | None = "auto"
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
@@ -49,6 +54,12 @@ class CommunicationOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
                 raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds, 1 or more.")
+        value = self.progress_timeout_s
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < math.inf
+        if value not in (None, "auto") and not number:
+            raise StrategyError(
+                f'`progress_timeout_s` is {value!r}; it must be "auto", a number of seconds, 1 or more, or None for no end.'
+            )
         if self.implementation not in get_args(Implementation):
             allowed = ", ".join(map(repr, get_args(Implementation)))
             raise StrategyError(f"`implementation` is {self.implementation!r}; allowed are {allowed}.")
@@ -57,3 +68,13 @@ class CommunicationOptions:
                 '`bytes_per_pack` packs what JAX all-reduces; `implementation` "ring" sends all gradients as one. Leave one '
                 "of them out."
             )
+
+    @property
+    def timeouts(self) -> dict[str, Any]:
+        """Those that `runtime.start` takes."""
+        progress_timeout_s = math.inf if self.progress_timeout_s is None else self.progress_timeout_s
+        return {
+            "timeout_s": self.timeout_s,
+            "start_timeout_s": self.start_timeout_s,
+            "progress_timeout_s": progress_timeout_s,
+        }

@@ -29,8 +29,13 @@ def folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def say(lost: PeerLostError, noticed_by: int) -> None:
-    """Two lines on standard error, for people and for programs: not by `print`, as a blocked thread may hold its lock."""
-    os.write(2, f"jdist: PeerLostError: {lost}\njdist: peer lost {json.dumps(_record(lost, noticed_by))}\n".encode())
+    """Lines on standard error, for people and for programs: not by `print`, as a blocked thread may hold its lock."""
+    lines = [f"jdist: PeerLostError: {lost}"]
+    for place in lost.places:
+        lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
+        lines += [f"jdist:     {frame}" for frame in place["stack"]]
+    lines.append(f"jdist: peer lost {json.dumps(_record(lost, noticed_by))}")
+    os.write(2, ("\n".join(lines) + "\n").encode())
 
 
 def write(lost: PeerLostError, noticed_by: int, where: Path) -> None:
@@ -49,6 +54,7 @@ def _record(lost: PeerLostError, noticed_by: int) -> dict[str, object]:
         "address": lost.address,
         "last_step": lost.last_step,
         "cause": lost.cause,
+        "places": list(lost.places),
         "noticed_by": noticed_by,
         "time": time.time(),
     }

@@ -9,11 +9,12 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -28,10 +29,13 @@ from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
+from jdist.cluster.watch.whereabouts import whereabouts
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
+_CALLS, _ENOUGH_CALLS = 200, 20  # of a step, from which it is known how long one takes
+_LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 60.0, 1800.0
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
 # A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
 _STATUS = re.compile(
@@ -48,8 +52,12 @@ class Runtime:
         timeout_s: a process that is not heard of for so long is lost.
     """
 
-    def __init__(self, spec: ClusterSpec, timeout_s: float):
-        self.spec, self.timeout_s = spec, timeout_s
+    def __init__(self, spec: ClusterSpec, timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"):
+        self.spec, self.timeout_s, self._progress_timeout_s = spec, timeout_s, progress_timeout_s
+        self._calls_s: deque[float] = deque(maxlen=_CALLS)  # from one call of a step to the next
+        self._called_s: float | None = None
+        self._busy: list[str] = []
+        self._thread = threading.get_ident()
         self._watch: Watch | None = None
         self._switchboard: Switchboard | None = None
         self._leaving: Leaving | None = None
@@ -98,6 +106,10 @@ class Runtime:
             result: an array that they compute and that is never donated. While it is not ready this process waits for the
                 others, if they do not wait for it.
         """
+        now_s = time.monotonic()
+        if self._called_s is not None:
+            self._calls_s.append(now_s - self._called_s)
+        self._called_s, self._thread = now_s, threading.get_ident()
         self._newest = result
         self.at_step(self._step + steps)
 
@@ -159,6 +171,24 @@ class Runtime:
         finally:
             self._blocked.pop()
 
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Says that this process does something long on its own, for which the others wait as long as it takes.
+
+        Args:
+            what: as a phrase, for what is told of it: "downloading".
+
+        Example:
+            >>> import jdist
+            >>> with jdist.multi_worker().cluster.busy("counting words"):
+            ...     words = len("a long text".split())
+        """
+        self._busy.append(what)
+        try:
+            yield
+        finally:
+            self._busy.pop()
+
     def failed(self, code: int) -> None:
         """Notes that this program ends with an error that it has reported itself, by `sys.exit(code)` for instance."""
         self._failed = code
@@ -213,6 +243,18 @@ class Runtime:
         newest: Any = self._newest  # `is_ready` is public, but not in JAX's type stubs
         return bool(self._blocked) or (newest is not None and not newest.is_ready())
 
+    def _patience_s(self) -> float:
+        """How long this process waits for others at one step."""
+        if isinstance(self._progress_timeout_s, int | float):
+            return self._progress_timeout_s
+        calls = sorted(self._calls_s)
+        if len(calls) < _ENOUGH_CALLS:
+            return _PATIENCE_AT_FIRST_S
+        return max(_LEAST_PATIENCE_S, 10 * calls[int(0.95 * (len(calls) - 1))])
+
+    def _where(self) -> dict[str, Any]:
+        return whereabouts(self._thread, self._busy[-1] if self._busy else None, waits=self._waits())
+
     def _wait_for_the_end(self, watch: Watch) -> None:
         """Keeps this thread from doing anything more once a process is lost: the watch's thread ends the process."""
         if watch.lost is not None and self._leaving is not None:
@@ -236,13 +278,16 @@ _lock = threading.Lock()
 _started: Runtime | None = None
 
 
-def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Runtime:
+def start(
+    spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"
+) -> Runtime:
     """Brings this process into its cluster; a second call with the same cluster gives the same, with the times of the first.
 
     Args:
         spec: the cluster.
         timeout_s: a process that is not heard of for so long is lost; this one then ends, with exit code 75.
         start_timeout_s: how long to wait until all processes have come.
+        progress_timeout_s: how long processes wait for one that is alive and does not go on; see `CommunicationOptions`.
 
     Raises:
         ClusterTimeoutError: not all came in time.
@@ -258,7 +303,7 @@ def start(spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float) -> Run
                 )
             return _started
         failpoints.arm(spec.process_index, os.environ)
-        runtime = Runtime(spec, timeout_s)
+        runtime = Runtime(spec, timeout_s, progress_timeout_s)
         if spec.num_processes > 1:
             _start(runtime, start_timeout_s, os.environ)
             _started = runtime
@@ -310,6 +355,8 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
             silence_s=timeout_s,
             on_lost=runtime._end_with,
             is_waiting=runtime._waits,
+            patience_s=runtime._patience_s,
+            where=runtime._where,
         )
         failpoints.reached(Point.AFTER_CONNECT)
         atexit.register(runtime.end)

@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,6 +90,10 @@ class Engine:
         self._error: JDistError | None = None
         self._replaced: JobReplacedError | None = None
         self._on_replaced = on_replaced
+        self._went_on_s, self._stands = (
+            time.monotonic(),
+            False,
+        )  # since when no closure has finished; whether that was told
         self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
         self._rounds_skipped = 0
@@ -200,6 +205,7 @@ class Engine:
                 case Tell():
                     self._telling.tell(command)
                 case Finish():
+                    self._went_on_s, self._stands = time.monotonic(), False
                     if self.closures.finish(command, self._error):
                         self.snapshots.due()
                 case Rerun():
@@ -397,8 +403,28 @@ class Engine:
                 self.fail(error)
 
     def check_workers(self) -> None:
-        """Fails what is scheduled if there has been no worker for long."""
+        """Fails what is scheduled if there has been no worker for long; says for whom all wait if no closure finishes."""
         with self.lock:
+            self._tell_of_standstill()
             error = self.attendance.missing(self.dispatch.workers.values(), is_idle=self.is_idle)
             if error is not None and self._error is None:
                 self.fail(error)
+
+    def _tell_of_standstill(self) -> None:
+        now_s, known = time.monotonic(), self.dispatch.workers
+        if self.is_idle:
+            self._went_on_s = now_s
+        if self._stands or now_s - self._went_on_s < self._times.standstill_s:
+            return
+        self._stands = True
+        waits = [
+            f"worker {w} at {self._links[w].address}, {'which has' if each.state == 'ready' else 'which was lost with'} "
+            f"{len(each.closures)} closures, the first of them {min(each.closures)}"
+            for w, each in sorted(known.items())
+            if each.closures
+        ]
+        _LOG.warning(
+            "no closure has finished for %.0f s; waiting for %s",
+            now_s - self._went_on_s,
+            "; ".join(waits) or "a worker to come",
+        )

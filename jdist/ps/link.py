@@ -63,9 +63,15 @@ class WorkerLink:
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
+        self._address = "an address not tried yet"
         # One for each link: what one is assigned, the others need not hear of.
         self._news = threading.Condition(hub.mutex)
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where the worker is, once it was first reached for."""
+        return self._address
 
     def start(self) -> None:
         """Starts its thread."""
@@ -91,6 +97,7 @@ class WorkerLink:
         hub = self._hub
         while True:
             channel, hopeless = self._connect(), False
+            self._address = channel.peer
             try:
                 with hub.lock:
                     if hub.closed:
@@ -270,6 +277,7 @@ class WorkerLink:
                     said, _ = channel.call("status", self._briefing.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
                     is_lost = said["waiting_s"] > WAITS_S and self._is_cut_off(channel)
+                    self._hub.check_workers()
                 except CallFailed:
                     is_lost = time.monotonic() - last > self._times.lost_after_s
                 if is_lost:

@@ -21,6 +21,7 @@ class Times:
         max_losses: how often a worker may be lost within `losses_within_s` before it is not used any more.
         losses_within_s: see `max_losses`.
         no_worker_timeout_s: without any worker, after which the job fails.
+        standstill_s: without a closure that finishes, after which a warning says for whom all wait.
         ps_timeout_s: for a parameter server that does not answer, or for another in its place.
     """
 
@@ -32,6 +33,7 @@ class Times:
     max_losses: int = 8
     losses_within_s: float = 600.0
     no_worker_timeout_s: float = 300.0
+    standstill_s: float = 60.0
     ps_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

@@ -75,7 +75,7 @@ def multi_worker(
     if spec.task_type == "evaluator":  # takes no part in the job: its own devices, and nobody to wait for
         joined = runtime.alone()
     else:
-        joined = runtime.start(spec, timeout_s=options.timeout_s, start_timeout_s=options.start_timeout_s)
+        joined = runtime.start(spec, **options.timeouts)
     with joined.blocked():  # each process tells the others of its devices
         devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     failpoints.reached(Point.AFTER_INIT)

@@ -69,7 +69,7 @@ def tpu(
         return dataclasses.replace(made, topology=topology)
     spec, waits, cluster = resolve(os.environ), CommunicationOptions(), None
     if spec.num_processes > 1:
-        cluster = runtime.start(spec, timeout_s=waits.timeout_s, start_timeout_s=waits.start_timeout_s)
+        cluster = runtime.start(spec, **waits.timeouts)
     devices = attached_tpu_devices(spec.num_processes)
     made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
     return dataclasses.replace(made, cluster=cluster)

@@ -29,6 +29,14 @@ def after(hub, *said, now_s=1.0):
     return hub, told
 
 
+def beat(step, waits_s=0.0, patience_s=60.0):
+    return {"type": "beat", "step": step, "waits_s": waits_s, "patience_s": patience_s}
+
+
+def at(phase="its own code", *, may_last=False, stack=("loader.py:3 read",)):
+    return {"type": "at", "phase": phase, "may_last": may_last, "stack": list(stack)}
+
+
 def hello(process, count=2):
     return {"type": "hello", "process": process, "count": count}
 
@@ -77,15 +85,17 @@ def test_those_that_did_not_come_in_time_are_named_once():
 
 
 def test_a_broken_connection_is_a_loss_told_once():
-    hub, _ = after(full(), (0, {"type": "beat", "step": 7}))
+    hub, _ = after(full(), (0, beat(7)))
     hub, tells = hubs.disconnected(hub, 1)
     cause = "its connection broke: it was killed, or has crashed"
-    assert tells == [Tell(None, {"type": "lost", "process": 1, "address": "n1:1", "step": 7, "cause": cause})]
+    assert tells == [
+        Tell(None, {"type": "lost", "process": 1, "address": "n1:1", "step": 7, "cause": cause, "places": []})
+    ]
     assert hubs.disconnected(hub, 0)[1] == []
 
 
 def test_silence_is_a_loss():
-    hub, _ = after(full(), (0, {"type": "beat", "step": 1}), now_s=5.0)
+    hub, _ = after(full(), (0, beat(1)), now_s=5.0)
     assert hubs.ticked(hub, SILENCE_S)[1] == [Tell(None, {"type": "beat"})]
     (tell,) = hubs.ticked(hub, SILENCE_S + 0.1)[1]
     assert (tell.message["process"], tell.message["cause"]) == (1, "nothing was heard of it for 10 s: it stands still")
@@ -112,7 +122,7 @@ def test_process_0_that_runs_is_not_lost():
 def test_after_its_end_a_process_is_watched_until_it_has_parted():
     hub, _ = after(full(), (1, {"type": "bye"}))
     assert hubs.disconnected(hub, 1)[0].lost == 1
-    hub, _ = after(hub, (1, {"type": "gone"}), (0, {"type": "beat", "step": 1}), now_s=50.0)
+    hub, _ = after(hub, (1, {"type": "gone"}), (0, beat(1)), now_s=50.0)
     assert hubs.disconnected(hub, 1) == (hub, [])
     assert hubs.ticked(hub, 50.0 + SILENCE_S)[0].lost is None
 
@@ -331,3 +341,64 @@ def test_who_waits_in_vain_hears_of_those_that_were_refused():
         hub = hubs.refused(hub, f"10.0.0.2:{port}", "its JDIST_TOKEN is not that of process 0")
     _, (told,) = hubs.ticked(hub, 6.0)
     assert told.message["refused"] == ["one from 10.0.0.2 was refused: its JDIST_TOKEN is not that of process 0"]
+
+
+# ---- alive, and stuck
+
+
+def asked(*beats):
+    """A hub in which all were asked where they are, as one has waited for too long."""
+    hub, _ = after(full(len(beats)), *enumerate(beats), now_s=5.0)
+    hub, tells = hubs.ticked(hub, 6.0)
+    assert Tell(None, {"type": "where"}) in tells
+    return hub
+
+
+def test_who_keeps_the_others_waiting_for_too_long_is_lost_and_it_is_said_where_all_are():
+    hub = asked(beat(8, waits_s=61.0), beat(7), beat(8, waits_s=20.0))
+    assert [tell.message["type"] for tell in hubs.ticked(hub, 7.0)[1]] == ["beat"]  # once
+    waiting = at("waiting for the others", stack=["step.py:9 call"])
+    hub, told = after(hub, (0, waiting), (1, at()))
+    assert told == []
+    hub, (told,) = after(hub, (2, waiting))
+    assert (told.message["process"], told.message["address"]) == (1, "n1:1")
+    assert (
+        told.message["cause"] == "the others have waited for it for 61 s, and it is in its own code, loader.py:3 read"
+    )
+    assert [(p["process"], p["step"], p["phase"]) for p in told.message["places"]] == [
+        (0, 8, "waiting for the others"),
+        (1, 7, "its own code"),
+        (2, 8, "waiting for the others"),
+    ]
+
+
+def test_a_collective_that_never_ends_is_told_by_the_process_at_the_lowest_step():
+    hub = asked(beat(8, waits_s=61.0), beat(7, waits_s=61.0))
+    _, (told,) = after(hub, (0, at()), (1, at()))
+    assert told.message["process"] == 1
+    assert told.message["cause"].startswith("all wait for each other since 61 s, at a collective that does not end")
+
+
+def test_what_may_last_is_waited_for_and_asked_again():
+    hub = asked(beat(8, waits_s=61.0), beat(7))
+    hub, told = after(hub, (0, at()), (1, at("compiling", may_last=True)))
+    assert told == []
+    hub, _ = after(hub, (0, beat(8, waits_s=72.0)), (1, beat(7)), now_s=17.0)
+    hub, tells = hubs.ticked(hub, 17.0)
+    assert Tell(None, {"type": "where"}) in tells
+    hub, (told,) = after(hub, (0, at()), (1, at()))
+    assert told.message["process"] == 1
+
+
+def test_nobody_is_asked_or_lost_while_all_go_on():
+    hub, _ = after(full(), (0, beat(8, waits_s=59.0)), (1, beat(7)), now_s=5.0)
+    assert hubs.ticked(hub, 6.0)[1] == [Tell(None, {"type": "beat"})]
+    hub = asked(beat(8, waits_s=61.0), beat(7))
+    hub, _ = after(hub, (1, beat(8)), (0, beat(9)))  # it has come meanwhile
+    assert after(hub, (0, at()), (1, at()))[1] == []
+
+
+def test_who_has_left_is_not_asked():
+    hub, _ = after(full(), (0, {"type": "bye"}), (1, beat(7, waits_s=99.0)), now_s=5.0)
+    hub, _ = hubs.ticked(hub, 6.0)
+    assert after(hub, (1, at("saving", may_last=True)))[1] == []

@@ -34,6 +34,7 @@ from jdist.ps.transport.seam import Method
 from jdist.ps.worker import WorkerServer
 
 sys.path.insert(0, str(Path(__file__).parent))
+from real_cluster import wait_until
 from test_ps_keeper import fail_at, program
 from test_ps_layout import raw
 from test_ps_program import BATCH, apart, create, train_step
@@ -560,3 +561,26 @@ def test_a_server_lost_between_the_last_closure_and_the_snapshot_costs_the_fetch
         job.coordinator.snapshot = losing
         assert steps_of(job, job.coordinator.state().kept) == [12, 12]
         assert next(losses, None) is None
+
+
+def test_it_is_said_once_for_whom_all_wait(caplog):
+    hold, release, begun = threading.Event(), threading.Event(), threading.Event()
+
+    def held(method, header):
+        if hold.is_set() and method == "say" and any(m["is"] in ("Push", "Stage") for m in header["say"]):
+            begun.set()
+            release.wait(20)
+
+    with Job(1, 1, fault=held, times=dataclasses.replace(TIMES, standstill_s=0.3, lost_after_s=20)) as job:
+        job.schedule().wait(60)
+        caplog.clear()  # the first one was compiled for
+        hold.set()
+        pending = [job.schedule() for _ in range(3)]
+        assert begun.wait(20)
+        wait_until(lambda: "no closure has finished for" in caplog.text)
+        release.set()
+        for each in pending:
+            each.wait(60)
+        job.coordinator.join(60)
+        assert caplog.text.count("no closure has finished for") == 1
+        assert "waiting for worker 0 at worker0, which has 3 closures, the first of them 1" in caplog.text

@@ -5,7 +5,9 @@ No clock, socket or lock: `switchboard.py` has these. Messages are dicts that JS
 A process says                              It is told
     hello   once, when it comes                 welcome     once all have come
                                                 absent      not all came in time; all give up
-    beat    every so often, with its step       beat        every so often
+    beat    every so often, with its step,      beat        every so often
+            and since when it waits for others
+    at      where it is: phase and stack        where       some have waited for too long: say where you are
     value   its part of an exchange             values      everyone's, once all have said theirs
                                                 void        one of them takes no part any more
     forget  takes no part in exchanges whose
@@ -20,12 +22,14 @@ A process says                              It is told
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
+_ASK_AGAIN_S = 10.0  # after those who are waited for said that what they do may last
 _MOST_REFUSED = 4  # that are told of
 _MOST_OPEN = 100  # exchanges that some have said their part of and others have not; a correct job has a few
 
@@ -45,6 +49,8 @@ class Member:
         address: where it is.
         heard_s: when it was last heard of.
         step: the last step that it told of.
+        waits_s, patience_s: how long it has waited for others at that step, and how long that may be.
+        place: where it is, as far as it has said since all were asked.
         passed: the last step after which it went on, told once all are to stop; it goes past no other until it knows
             when to stop.
         left: whether its program has come to an end.
@@ -54,6 +60,9 @@ class Member:
     address: str
     heard_s: float
     step: int = 0
+    waits_s: float = 0.0
+    patience_s: float = math.inf
+    place: Message | None = None
     passed: int | None = None
     left: bool = False
     gone: bool = False
@@ -73,6 +82,7 @@ class Hub:
         forgotten: beginnings of keys, and who takes no part in such exchanges any more; until nobody does.
         stopping: why all are to stop; None if nobody wishes it.
         stop_at: the step after which they do; None until all have said which one they passed.
+        asked_s: when all were asked where they are.
         lost: the process that was lost first; all ends with it.
         given_up: whether not all came in time.
         refused: who came and could not be taken in, and why, each once.
@@ -87,6 +97,7 @@ class Hub:
     forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stopping: str | None = None
     stop_at: int | None = None
+    asked_s: float = -math.inf
     lost: int | None = None
     given_up: bool = False
     refused: tuple[str, ...] = ()
@@ -141,8 +152,10 @@ def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
     """A process has said something; what makes no sense is passed over."""
     member = replace(hub.members[process], heard_s=now_s)
     match message:
-        case {"type": "beat", "step": int(step)}:
-            member = replace(member, step=step)
+        case {"type": "beat", "step": int(step), "waits_s": float(waits_s), "patience_s": float(patience_s)}:
+            member = replace(member, step=step, waits_s=waits_s, patience_s=patience_s)
+        case {"type": "at", "phase": str(), "may_last": bool(), "stack": list()}:
+            return _found(_with(hub, process, replace(member, place=message)))
         case {"type": "value", "key": str(key), "value": value}:
             return _exchanged(_with(hub, process, member), process, key, value)
         case {"type": "forget", "prefix": str(prefix)}:
@@ -190,14 +203,37 @@ def ticked(hub: Hub, now_s: float) -> Next:
         return replace(hub, given_up=True), [
             Tell(None, {"type": "absent", "processes": hub.absent, "refused": list(hub.refused)})
         ]
-    return hub, [Tell(None, {"type": "beat"})]
+    tells = [Tell(None, {"type": "beat"})]
+    too_long = any(member.waits_s > member.patience_s for member in hub.members.values() if not member.left)
+    if too_long and now_s - hub.asked_s > _ASK_AGAIN_S:
+        members = {i: replace(member, place=None) for i, member in hub.members.items()}
+        return replace(hub, members=members, asked_s=now_s), [*tells, Tell(None, {"type": "where"})]
+    return hub, tells
 
 
 def _with(hub: Hub, process: int, member: Member) -> Hub:
     return replace(hub, members={**hub.members, process: member})
 
 
-def _lose(hub: Hub, process: int, cause: str) -> Next:
+def _found(hub: Hub) -> Next:
+    """Once all have said where they are: who is behind is lost, unless what it does may last."""
+    members = {i: member for i, member in hub.members.items() if not member.left}
+    places = {i: member.place for i, member in members.items() if member.place is not None}
+    waited_s = max(member.waits_s for member in members.values())
+    if len(places) < len(members) or not any(member.waits_s > member.patience_s for member in members.values()):
+        return hub, []
+    if any(place["may_last"] for place in places.values()):
+        return hub, []
+    behind = [i for i, member in members.items() if not member.waits_s]
+    guilty = min(behind or members, key=lambda i: (members[i].step, i))
+    where = f"{places[guilty]['phase']}, {(places[guilty]['stack'] or ['no frame'])[-1]}"
+    cause = f"the others have waited for it for {waited_s:.0f} s, and it is in {where}"
+    if not behind:
+        cause = f"all wait for each other since {waited_s:.0f} s, at a collective that does not end; it is at {where}"
+    return _lose(hub, guilty, cause, [{"process": i, "step": members[i].step, **places[i]} for i in sorted(places)])
+
+
+def _lose(hub: Hub, process: int, cause: str, places: Sequence[Message] = ()) -> Next:
     if hub.lost is not None or hub.given_up:  # all end for that reason
         return hub, []
     lost = {
@@ -206,6 +242,7 @@ def _lose(hub: Hub, process: int, cause: str) -> Next:
         "address": hub.members[process].address,
         "step": max(member.step for member in hub.members.values()),
         "cause": cause,
+        "places": list(places),
     }
     return replace(hub, lost=process), [Tell(None, lost)]
 

@@ -6,12 +6,13 @@ uses the connection; the program leaves it messages, and may do so from a signal
 
 from __future__ import annotations
 
+import math
 import queue
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist.cluster import failpoints
@@ -23,6 +24,7 @@ from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
+_FOR_EVER_S = 1e9  # JSON has no infinity
 _QUIET_S = 5.0  # who waits longer for the others to come says so
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
@@ -36,6 +38,8 @@ class Watch:
         silence_s: a process that is not heard of for so long is lost.
         on_lost: called once, from the thread, when a process is lost; the program is to end.
         is_waiting: whether the program waits for other processes now; one that has left will never come.
+        patience_s: how long it may wait at one step.
+        where: where the program is; see `whereabouts`.
 
     Attributes:
         exchanges: what the processes say to all.
@@ -53,8 +57,12 @@ class Watch:
         silence_s: float,
         on_lost: Callable[[PeerLostError], None],
         is_waiting: Callable[[], bool] = lambda: False,
+        patience_s: Callable[[], float] = lambda: math.inf,
+        where: Callable[[], Mapping[str, Any]] = dict,
     ):
         self.place, self._silence_s, self._on_lost, self._is_waiting = place, silence_s, on_lost, is_waiting
+        self._patience_s, self._where = patience_s, where
+        self._waits_since, self._waits_at = None, 0
         self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._tell)
         self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -230,7 +238,7 @@ class Watch:
         while not self._closed and self._no_start is None:
             if (now_s := time.monotonic()) - told_s >= self._beat_s:
                 told_s = now_s
-                self._outbox.put({"type": "beat", "step": self._step})
+                self._outbox.put(self._beat(now_s))
             self.exchanges.tell_forgotten()
             while not self._outbox.empty():
                 self._line.say(self._outbox.get())
@@ -269,6 +277,16 @@ class Watch:
                 self._outbox.put({"type": "misses", "process": min(left)})  # all hear of it then, this one too
         return None
 
+    def _beat(self, now_s: float) -> dict[str, Any]:
+        step = self._step
+        if not self._is_waiting():
+            self._waits_since = None
+        elif self._waits_since is None or step != self._waits_at:
+            self._waits_since, self._waits_at = now_s, step
+        waits_s = 0.0 if self._waits_since is None else max(now_s - self._waits_since, 1e-3)
+        patience_s = float(min(self._patience_s(), _FOR_EVER_S))
+        return {"type": "beat", "step": step, "waits_s": waits_s, "patience_s": patience_s}
+
     def _take(self, message: dict[str, Any]) -> PeerLostError | None:
         """Notes what was said; the loss, if it was one."""
         with self._changed:
@@ -291,6 +309,8 @@ class Watch:
                     "process": int(),
                 }:
                     self.exchanges.take(message)
+                case {"type": "where"}:
+                    self._outbox.put({"type": "at", **self._where()})
                 case {"type": "stopping", "reason": str(reason)}:
                     self._stopping = reason
                     self._outbox.put({"type": "passed", "step": self._passed})
@@ -304,8 +324,9 @@ class Watch:
                     "address": str(address),
                     "step": int(step),
                     "cause": str(cause),
+                    "places": list(places),
                 }:
-                    return PeerLostError(process, address, max(step, self._step), cause)
+                    return PeerLostError(process, address, max(step, self._step), cause, tuple(places))
             self._changed.notify_all()
         return None
 

@@ -1,0 +1,96 @@
+"""Processes that are alive and do not go on: the job ends with 75, and says who kept the others waiting, and where."""
+
+import sys
+import threading
+
+import pytest
+from fault_jobs import BOUND_S, STEPS, TIMEOUT_S, Job
+
+from jdist import CommunicationOptions
+from jdist.cluster.runtime import Runtime, alone
+from jdist.cluster.watch.whereabouts import HOST, WAITING, whereabouts
+from jdist.errors import StrategyError
+
+PATIENT_S = 4.0  # for one that does not go on
+IMPATIENT = STEPS.replace('"start_timeout_s": 60', f'"start_timeout_s": 60, "progress_timeout_s": {PATIENT_S}')
+assert IMPATIENT != STEPS
+
+
+def test_a_data_loader_that_never_returns_is_named(tmp_path):
+    body = """
+def next_batch():
+    if index == 1:
+        time.sleep(3600)
+train(3)
+next_batch()
+train(3)
+"""
+    with Job(tmp_path, IMPATIENT + body) as job:
+        assert job.codes(within_s=60 + BOUND_S) == [75, 75], job.out(0) + job.out(1)
+        for index in (0, 1):
+            record = job.record(index)
+            assert record["process"] == 1
+            assert "the others have waited for it for" in record["cause"]
+            assert record["cause"].endswith("program.py:28 next_batch") or "next_batch" in record["cause"]
+            (waits, stuck) = record["places"]
+            assert (waits["process"], waits["phase"]) == (0, WAITING)
+            assert (stuck["process"], stuck["step"], stuck["phase"]) == (1, 3, HOST)
+            assert any("next_batch" in frame for frame in stuck["stack"])
+            assert "jdist: process 1, step 3: the program's own code" in job.out(index)
+
+
+def test_a_process_that_is_busy_is_waited_for(tmp_path):
+    body = f"""
+train(3)
+if index == 1:
+    with joined.busy("downloading"):
+        time.sleep({3 * PATIENT_S})
+train(3)
+print("done", flush=True)
+"""
+    with Job(tmp_path, IMPATIENT + body) as job:
+        assert job.codes(within_s=60 + BOUND_S) == [0, 0], job.out(0) + job.out(1)
+
+
+def test_what_nobody_waits_for_may_take_its_time(tmp_path):
+    body = f"train(3)\ntime.sleep({2 * PATIENT_S + TIMEOUT_S})\ntrain(3)\n"
+    with Job(tmp_path, IMPATIENT + body) as job:
+        assert job.codes(within_s=60 + BOUND_S) == [0, 0], job.out(0) + job.out(1)
+
+
+def test_patience_follows_from_how_long_steps_take():
+    runtime = alone()
+    assert runtime._patience_s() == 1800.0  # nothing is known yet
+    runtime._calls_s.extend([0.1] * 20)
+    assert runtime._patience_s() == 60.0
+    runtime._calls_s.extend([20.0] * 10)
+    assert runtime._patience_s() == 200.0
+    assert Runtime(runtime.spec, 10.0, 7.0)._patience_s() == 7.0
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", True, float("nan")])
+def test_a_time_that_is_none_is_refused(value):
+    with pytest.raises(StrategyError, match=r'`progress_timeout_s` is .*; it must be "auto", a number of seconds'):
+        CommunicationOptions(progress_timeout_s=value)
+    assert CommunicationOptions(progress_timeout_s=None).timeouts["progress_timeout_s"] == float("inf")
+
+
+def test_a_stack_tells_the_phase():
+    def compile_something():
+        import jax
+
+        def slow(x):
+            found.append(whereabouts(threading.get_ident(), None, waits=True))
+            return x
+
+        jax.jit(slow)(1.0)
+
+    found = []
+    compile_something()
+    assert (found[0]["phase"], found[0]["may_last"]) == ("tracing", True)
+    here = whereabouts(threading.get_ident(), None, waits=False)
+    assert (here["phase"], here["may_last"]) == (HOST, False)
+    assert here["stack"][-2].endswith("test_a_stack_tells_the_phase")
+    assert whereabouts(threading.get_ident(), "downloading", waits=True)["phase"] == "downloading"
+    assert whereabouts(-1, None, waits=True)["stack"] == []
+    assert sys._current_frames()

@@ -20,7 +20,6 @@ _HERE = {
     "validation_data": "`eval_data`, with `eval_step`",
     "validation_split": "`eval_data`, with `eval_step`: split the arrays before",
     "validation_freq": "`eval_every`, a number of steps",
-    "steps_per_epoch": "`steps`, of the whole run",
     "steps_per_execution": "`steps_per_call`",
     "initial_epoch": "`jdist.callbacks.checkpoint(folder)`, which goes on where a run ended",
     "shuffle": "`shuffle_seed`, a number",

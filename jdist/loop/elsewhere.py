@@ -32,6 +32,11 @@ _HERE = {
 }
 
 
+def _is_keras_model(value: object) -> bool:
+    """Known by its classes' names, as importing Keras takes seconds."""
+    return any(each.__name__ == "Model" and "keras" in each.__module__.split(".") for each in type(value).__mro__)
+
+
 def explained(call: Callable[P, R], /) -> Callable[P, R]:
     """The function itself, which says what to write instead of another library's arguments."""
 
@@ -44,6 +49,12 @@ def explained(call: Callable[P, R], /) -> Callable[P, R]:
                 f"jdist.{call.__name__} takes a step, a state and the data by position, it got {len(args)} arguments. The data "
                 'is one tree, {"x": x, "y": y}; all else is given by name.'
             )
+        for value in (*args[:2], kwargs.get("step"), kwargs.get("state")):
+            if _is_keras_model(value):
+                raise StepError(
+                    f"jdist.{call.__name__} got a Keras model ({type(value).__name__}). It takes a step, a function of the "
+                    "model's variables that `model.stateless_call` makes of a Keras 3 model; docs/keras.md has one to copy."
+                )
         if len(args) > 1 and callable(args[1]) and not callable(args[0]) and not isinstance(args[0], Task):
             raise StepError(
                 f"jdist.{call.__name__} got a {type(args[0]).__name__} as the step, and a function as the state: the two seem "

@@ -15,6 +15,7 @@ from jdist.data.prefetch import Prefetcher, PushBack, Stop
 from jdist.data.reading import NumberedPart, Own, Whole
 from jdist.data.source import Resumable, read_state, resumable, write_state
 from jdist.errors import DatasetError
+from jdist.tracebacks import without_own_frames
 
 PyTree = Any
 
@@ -120,6 +121,7 @@ class DistributedDataset:
         return self._position
 
     @property
+    @without_own_frames
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`.
 
@@ -185,6 +187,7 @@ class DistributedDataset:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""
         self._end_active(None)
 
+    @without_own_frames
     def __iter__(self) -> DatasetIterator:
         self._end_active("another `iter` of the same dataset has started")
         if self._prefetcher is not None:

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 from jdist.errors import StepError
 from jdist.loop.task import Task
 from jdist.near import did_you_mean
+from jdist.tracebacks import without_own_frames
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,7 @@ def explained(call: Callable[P, R], /) -> Callable[P, R]:
 
     known = inspect.signature(call).parameters
 
+    @without_own_frames
     @functools.wraps(call)
     def explaining(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > 3:

@@ -29,6 +29,7 @@ from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.strategy import Strategy
+from jdist.tracebacks import hide_own_frames, without_own_frames
 from jdist.transforms.apart import Apart
 from jdist.transforms.calls import Call, Signature, Step, as_taken, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
@@ -192,6 +193,7 @@ class DistributedStep(Distributed):
         with contextlib.nullcontext() if self.strategy.cluster is None else self.strategy.cluster.blocked():
             self._window.drain()
 
+    @without_own_frames
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it.
 
@@ -219,6 +221,7 @@ class DistributedStep(Distributed):
             self._explain(exc, call, state, batches, others)
             raise
 
+    @without_own_frames
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The state as a call takes and returns it: in its place, with a loss scale or residuals where a step keeps them.
 
@@ -361,9 +364,16 @@ class DistributedStep(Distributed):
             self._results = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:  # what `without_own_frames` does, without a call more in each step
+            return self._called(args, kwargs) if self.strategy.cluster is not None else self._call(args, kwargs)[0]
+        except Exception as exc:
+            hide_own_frames(exc)
+            raise
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call as one of the job's processes."""
         cluster = self.strategy.cluster
-        if cluster is None:
-            return self._call(args, kwargs)[0]
+        assert cluster is not None
         failpoints.reached(Point.BEFORE_STEP)
         with cluster.blocked():
             result, num_updates, token = self._call(args, kwargs)

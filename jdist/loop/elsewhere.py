@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from jdist.errors import StepError
 from jdist.loop.task import Task
 from jdist.near import did_you_mean
-from jdist.tracebacks import without_own_frames
+from jdist.tracebacks import hide_own_frames
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,9 +43,16 @@ def explained(call: Callable[P, R], /) -> Callable[P, R]:
 
     known = inspect.signature(call).parameters
 
-    @without_own_frames
     @functools.wraps(call)
     def explaining(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:  # here, as what `fit` warns of counts the calls to the user's own
+            check(args, kwargs)
+            return call(*args, **kwargs)
+        except Exception as exc:
+            hide_own_frames(exc)
+            raise
+
+    def check(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if len(args) > 3:
             raise StepError(
                 f"jdist.{call.__name__} takes a step, a state and the data by position, it got {len(args)} arguments. The data "
@@ -67,6 +74,5 @@ def explained(call: Callable[P, R], /) -> Callable[P, R]:
                 raise StepError(f"jdist.{call.__name__} has no argument `{name}`; here it is {_HERE[name]}.")
             if meant := did_you_mean(name, known):
                 raise StepError(f"jdist.{call.__name__} has no argument `{name}`.{meant}")
-        return call(*args, **kwargs)
 
     return explaining

@@ -364,24 +364,21 @@ class DistributedStep(Distributed):
             self._results = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:  # what `without_own_frames` does, without a call more in each step
-            return self._called(args, kwargs) if self.strategy.cluster is not None else self._call(args, kwargs)[0]
+        cluster = self.strategy.cluster
+        try:  # what `without_own_frames` does, without one call more in each step
+            if cluster is None:
+                return self._call(args, kwargs)[0]
+            failpoints.reached(Point.BEFORE_STEP)
+            with cluster.blocked():
+                result, num_updates, token = self._call(args, kwargs)
+            failpoints.reached(Point.IN_STEP)
+            cluster.advance(num_updates, token)
+            if failpoints.armed():
+                jax.block_until_ready(token)
+                failpoints.reached(Point.AFTER_STEP)
         except Exception as exc:
             hide_own_frames(exc)
             raise
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call as one of the job's processes."""
-        cluster = self.strategy.cluster
-        assert cluster is not None
-        failpoints.reached(Point.BEFORE_STEP)
-        with cluster.blocked():
-            result, num_updates, token = self._call(args, kwargs)
-        failpoints.reached(Point.IN_STEP)
-        cluster.advance(num_updates, token)
-        if failpoints.armed():
-            jax.block_until_ready(token)
-            failpoints.reached(Point.AFTER_STEP)
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, jax.Array]:

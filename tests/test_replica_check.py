@@ -336,6 +336,17 @@ class TestMovingAverages:
         state, _ = step(FOUR.init(lambda: self.create(**options)), batch)
         np.testing.assert_allclose(state.extra["batch_stats"]["var"], 0.9)
 
+    def test_gradients_that_were_never_brought_together_are_told_of_as_such(self, compiled):
+        def step(state, batch):
+            loss, grads = jax.value_and_grad(lambda p: ((batch["x"] @ p["w"] - 1) ** 2).mean())(state.params)
+            return state.apply_gradients(grads=grads), {"loss": loss}
+
+        state = FOUR.init(lambda: jdist.TrainState.create(params={"w": jnp.ones(3)}, tx=optax.adam(0.1)))
+        compiled.clear()
+        with pytest.raises(ReplicaDivergenceError, match=r"mu\['w'\].*Take gradients by `jdist\.value_and_grad`"):
+            jdist.distribute(step, FOUR)(state, {"x": np.ones((16, 3), np.float32)})
+        assert compiled == []
+
     def test_the_global_view_and_one_replica_have_one_average(self):
         for strategy in (jdist.mirrored(FOUR.devices, transform="jit"), jdist.one_device()):
             (batch,) = strategy.distribute_dataset(jdist.data.from_arrays(self.DATA, global_batch=16))

@@ -62,11 +62,22 @@ def check_averages_combined(
         return
     (name, slope), *others = moving
     more = f", and {len(others)} more like it," if others else ""
+    # Parameters that differ as well are those of an optimiser whose gradients differ: it keeps moving averages of these.
+    if len(moving) < len(own):
+        remedy = (
+            "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "
+            'other averages together by `jdist.aggregate(new, "mean")`.'
+        )
+    else:
+        remedy = (
+            'Bring it together: `jdist.aggregate(new, "mean")`, or `aggregation={"batch_stats": "mean"}` of '
+            "`jdist.TrainState.create`; or give the layer the rows of all replicas, "
+            "`BatchNorm(axis_name=jdist.replica_axes())`."
+        )
     raise ReplicaDivergenceError(
         f"state leaf {name}{more} becomes {slope:.6g} times its old value and something computed from a replica's own rows: a "
-        "moving average, such as batch normalisation keeps, which the replicas would hold different values of. Bring it "
-        'together: `jdist.aggregate(new, "mean")`, or `aggregation={"batch_stats": "mean"}` of `jdist.TrainState.create`; or '
-        "give the layer the rows of all replicas, `BatchNorm(axis_name=jdist.replica_axes())`.",
+        "moving average, such as batch normalisation and optimisers keep, which the replicas would hold different values of. "
+        f"{remedy}",
         tuple(name for name, _ in moving),
         tuple(tuple(range(sizes[0])) for _ in moving),
     )

@@ -13,6 +13,7 @@ from jdist.collective import Collective, alone, emit, gradient_of
 from jdist.errors import StepError
 from jdist.mixed_precision import InUse
 from jdist.replica import check_op, combine, num_replicas, replica_axes, replica_id
+from jdist.tracebacks import without_own_frames
 
 PyTree = Any
 GradientOp = Literal["mean", "sum"]
@@ -98,6 +99,7 @@ def value_and_grad(
             lowered, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
         )
 
+    @without_own_frames
     def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = local(*args, **kwargs)
         value, aux = value if has_aux else (value, None)
@@ -128,6 +130,7 @@ def grad(
     """
     both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, op=op, using=using)
 
+    @without_own_frames
     def grad_of_all(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads

@@ -26,6 +26,7 @@ from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
 from jdist.near import did_you_mean
 from jdist.strategy import Strategy
+from jdist.tracebacks import without_own_frames
 from jdist.transforms.calls import check_no_batch
 from jdist.transforms.distribute import distribute as distribute_pure
 from jdist.transforms.step import DistributedStep
@@ -197,6 +198,7 @@ class NNXStep:
         self._check_undeclared(args, rest, kwargs)
         return self._distributed.lower(static, state, *rest, **kwargs)
 
+    @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._by_position(args, kwargs)
         static, state, rest, objects = _split(args)

@@ -13,6 +13,7 @@ from jdist import collect, context
 from jdist.errors import DeviceError
 from jdist.html_table import table
 from jdist.reduction import Reduction
+from jdist.tracebacks import without_own_frames
 from jdist.values import PerReplica, Replicas, ValueContext, values_from_function
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Strategy:
         """The sharding of a global batch, rows spread over the replicas; None under default."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(self.axes))
 
+    @without_own_frames
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Creates a state in the strategy's own layout.
 
@@ -143,6 +145,7 @@ class Strategy:
         self.need_devices("init")
         return self.operations.init(self, fn, args)
 
+    @without_own_frames
     def fetch(self, state: PyTree) -> PyTree:
         """The whole state on the host, after the steps in flight are done and the replicas were compared.
 
@@ -159,6 +162,7 @@ class Strategy:
         self.need_devices("fetch")
         return self.operations.fetch(self, state)
 
+    @without_own_frames
     def check(self, state: PyTree) -> None:
         """Waits for the steps in flight and compares the replicas' copies of `state` bit by bit; call it before every save.
 
@@ -169,6 +173,7 @@ class Strategy:
         self.need_devices("check")
         self.operations.check(self, state)
 
+    @without_own_frames
     def run(self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls `fn` once on every replica.
 
@@ -198,6 +203,7 @@ class Strategy:
         """
         return collect.local_results(value, self.replicas)
 
+    @without_own_frames
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """Makes a value for each replica.
 
@@ -221,6 +227,7 @@ class Strategy:
         self.need_devices("distribute_values_from_function")
         return values_from_function(fn, self.replicas)
 
+    @without_own_frames
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates what the replicas hold, on the host.
 
@@ -236,6 +243,7 @@ class Strategy:
         """
         return collect.gather(value, axis, self.replicas)
 
+    @without_own_frames
     def reduce(self, op: collect.HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None = None) -> PyTree:
         """Reduces what the replicas hold to one value, on the host.
 
@@ -260,6 +268,7 @@ class Strategy:
         """
         return collect.reduce(op, value, axis, self.replicas)
 
+    @without_own_frames
     def distribute_dataset(
         self,
         dataset: Iterable[PyTree],
@@ -305,6 +314,7 @@ class Strategy:
         self.need_devices("distribute_dataset")
         return self.operations.distribute_dataset(self, dataset, given)
 
+    @without_own_frames
     def distribute_datasets_from_function(
         self,
         fn: Callable[[InputContext], Iterable[PyTree] | RandomAccessSource],

@@ -10,6 +10,7 @@ import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JDIST_TRACEBACK_FILTERING", "off")  # a failing test shows where in jdist
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:

@@ -1,8 +1,11 @@
 """Replicas that differ are found, named, and told apart from those that do not."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,3 +262,93 @@ class TestInAStep:
         strategy = jdist.one_device()
         monkeypatch.setattr(step_module, "compare_replicas", lambda strategy, state: pytest.fail("checked"))
         jdist.distribute(lambda w, b: (w + 1, {}), strategy, check_replicas=1)(0.0, {"x": np.ones(2)})
+
+
+class TestMovingAverages:
+    """Batch statistics that nobody brought together are known from the traced step."""
+
+    @staticmethod
+    def create(**options):
+        params, stats = {"w": jnp.ones(3)}, {"mean": jnp.zeros(3), "var": jnp.ones(3)}
+        return jdist.TrainState.create(params=params, tx=optax.sgd(0.1), batch_stats=stats, **options)
+
+    @staticmethod
+    def step(state, batch, together=lambda x: x):
+        def loss_fn(params):
+            x = together(batch["x"].mean(axis=0)), together(batch["x"].var(axis=0))
+            new = {
+                name: 0.9 * old + 0.1 * x
+                for (name, old), x in zip(sorted(state.extra["batch_stats"].items()), x, strict=True)
+            }
+            return jdist.mean((batch["x"] @ params["w"]) ** 2, batch["mask"]), new
+
+        (loss, new), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=new), {"loss": loss}
+
+    DATA: ClassVar = {"x": rng.normal(size=(16, 3)).astype(np.float32)}
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    @pytest.mark.parametrize(
+        "strategy",
+        [FOUR, jdist.mirrored(FOUR.devices, transform="pmap"), jdist.central_storage(FOUR.devices)],
+        ids=["shard_map", "pmap", "central_storage"],
+    )
+    def test_they_are_refused_before_anything_is_compiled(self, strategy, accumulate, compiled):
+        state = strategy.init(self.create)
+        (batch,) = strategy.distribute_dataset(jdist.data.from_arrays(self.DATA, global_batch=16))
+        step = jdist.distribute(self.step, strategy, accumulate=accumulate)
+        compiled.clear()
+        with pytest.raises(
+            ReplicaDivergenceError, match=r"\['batch_stats'\]\['mean'\], and 1 more .* 0\.9 times"
+        ) as exc:
+            step(state, batch)
+        assert compiled == []
+        assert exc.value.leaves == (".extra['batch_stats']['mean']", ".extra['batch_stats']['var']")
+        assert exc.value.replicas == ((0, 1, 2, 3),) * 2
+
+    def test_fit_refuses_them_before_anything_is_compiled(self, compiled):
+        state = FOUR.init(self.create)
+        compiled.clear()
+        with pytest.raises(ReplicaDivergenceError, match="moving average"):
+            jdist.fit(self.step, state, self.DATA, strategy=FOUR, global_batch=16, progress=False, log_to=None)
+        assert compiled == []
+
+    @pytest.mark.parametrize(
+        ("options", "together"),
+        [
+            ({"aggregation": {"batch_stats": "mean"}}, lambda x: x),
+            ({}, lambda x: jdist.all_reduce(x, "mean")),
+            ({}, lambda x: jax.lax.pmean(x, jdist.replica_axes())),
+            # By hand, round a ring: that this is a sum over all cannot be seen.
+            (
+                {},
+                lambda x: (
+                    sum(jax.lax.ppermute(x, "replica", [(i, (i + n) % 4) for i in range(4)]) for n in range(4)) / 4
+                ),
+            ),
+        ],
+        ids=["declared", "jdist", "jax", "by hand"],
+    )
+    def test_what_was_brought_together_is_not(self, options, together):
+        step = jdist.distribute(lambda state, batch: self.step(state, batch, together), FOUR, check_replicas=1)
+        zeros = {"x": np.zeros((16, 3), np.float32)}  # of which sums are the same in every order
+        (batch,) = FOUR.distribute_dataset(jdist.data.from_arrays(zeros, global_batch=16))
+        state, _ = step(FOUR.init(lambda: self.create(**options)), batch)
+        np.testing.assert_allclose(state.extra["batch_stats"]["var"], 0.9)
+
+    def test_gradients_that_were_never_brought_together_are_told_of_as_such(self, compiled):
+        def step(state, batch):
+            loss, grads = jax.value_and_grad(lambda p: ((batch["x"] @ p["w"] - 1) ** 2).mean())(state.params)
+            return state.apply_gradients(grads=grads), {"loss": loss}
+
+        state = FOUR.init(lambda: jdist.TrainState.create(params={"w": jnp.ones(3)}, tx=optax.adam(0.1)))
+        compiled.clear()
+        with pytest.raises(ReplicaDivergenceError, match=r"mu\['w'\].*Take gradients by `jdist\.value_and_grad`"):
+            jdist.distribute(step, FOUR)(state, {"x": np.ones((16, 3), np.float32)})
+        assert compiled == []
+
+    def test_the_global_view_and_one_replica_have_one_average(self):
+        for strategy in (jdist.mirrored(FOUR.devices, transform="jit"), jdist.one_device()):
+            (batch,) = strategy.distribute_dataset(jdist.data.from_arrays(self.DATA, global_batch=16))
+            state, _ = jdist.distribute(self.step, strategy)(strategy.init(self.create), batch)
+            np.testing.assert_allclose(state.extra["batch_stats"]["mean"], 0.1 * self.DATA["x"].mean(0), rtol=1e-5)

@@ -116,8 +116,7 @@ def checkpoint(
         if restored.data is None:
             _warn(
                 folder,
-                f"step {restored.step} was saved without a position in the data, which a plain iterable does not have; the "
-                "data begins anew.",
+                f"step {restored.step} was saved without a position in the data, which begins anew.",
             )
         return Resume(state=state, step=restored.step, data=restored.data, notes={**restored.metadata, "rows": rows})
 

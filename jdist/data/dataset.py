@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from jdist.data import batching
+from jdist.data.arrays import ArraySource
 from jdist.data.batching import BatchLayout
 from jdist.data.iterator import DatasetIterator
 from jdist.data.pipeline import Numbered, Options, learn_layout, prepare
@@ -16,6 +17,7 @@ from jdist.data.source import Resumable, read_state, resumable, write_state
 from jdist.errors import DatasetError
 from jdist.html_table import table
 from jdist.leaf_table import tree_table
+from jdist.tracebacks import without_own_frames
 
 PyTree = Any
 
@@ -45,6 +47,7 @@ class DistributedDataset:
         self._hand_over = hand_over
         self._position = 0
         self._finished = False
+        self._skip = self._skipped = 0  # batches of a plain iterable that the next pass, and this one, leave out
         self._layout: BatchLayout | None = None
         self._stop = Stop()  # of the pass that was opened last
         self._peeked: Iterator[NumberedPart | None] | None = None  # of a plain iterable, only looked at
@@ -54,8 +57,58 @@ class DistributedDataset:
 
     @property
     def num_steps(self) -> int | None:
-        """How many batches one pass has; None: without end, or a plain iterable, which does not tell."""
+        """How many batches one pass has; None: without end, or a plain iterable."""
         return None if self._reader.facts is None else self._reader.facts.num_steps
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is known that a pass does not end."""
+        return self._reader.facts is not None and self._reader.facts.num_steps is None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether `state` and `restore` work: not of a plain iterable."""
+        return self._reader.facts is not None
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """How many steps a whole pass makes; None: not known. An iterable's `len()` is taken at its word."""
+        if self._reader.facts is not None:
+            numbers_what_is_left = isinstance(self._reader, Whole) and isinstance(self._reader.source, ArraySource)
+            leaves_out = self._options.partial == "drop" and not numbers_what_is_left
+            return None if leaves_out else self._reader.facts.num_steps
+        if self._options.partial == "drop" or not (isinstance(self._reader, Whole) and isinstance(self._source, Sized)):
+            return None
+        try:
+            return len(self._source)
+        except TypeError:  # a loader or a `tf.data.Dataset` that does not know it
+            return None
+
+    def __len__(self) -> int:
+        """How many global batches a whole pass hands out; with `steps_per_call` above 1, how many stacks of them.
+
+        Raises:
+            TypeError: that is not known.
+
+        Example:
+            >>> import jdist, numpy as np
+            >>> source = jdist.data.from_arrays(np.arange(10), global_batch=5)
+            >>> len(jdist.one_device().distribute_dataset(source))
+            2
+        """
+        if (steps := self.steps_per_pass) is None:
+            drops = (
+                ', of which partial="drop" leaves out those that are short' if self._options.partial == "drop" else ""
+            )
+            why = "is without end" if self.is_endless else "does not tell how many batches it has"
+            raise TypeError(
+                f"this dataset has no len(): its source, a {type(self._source).__name__}, {why}{drops}. Count in steps, as "
+                "`jdist.fit(..., steps_per_epoch=...)` does, or give a source with `num_steps` or `len()`."
+            )
+        return -(-steps // self._options.steps_per_call)
+
+    def __bool__(self) -> bool:
+        return True  # a dataset is there, whether or not it has a len()
 
     @property
     def global_batch(self) -> int | None:
@@ -70,6 +123,7 @@ class DistributedDataset:
         return self._position
 
     @property
+    @without_own_frames
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`.
 
@@ -121,11 +175,21 @@ class DistributedDataset:
         """Goes to the beginning: the next loop gets every row, wherever the last one was left; of an iterator what is left."""
         if self._reader.facts is not None and self._position:
             self.go_to(0)
+        elif self._finished:
+            self._position, self._finished = 0, False
+
+    def skip(self, count: int) -> None:
+        """Has the next loop begin `count` batches behind the beginning of a plain iterable, which are read and left out.
+
+        The loop raises a `DatasetError` if there are fewer.
+        """
+        self._skip = count
 
     def close(self) -> None:
         """Ends an iteration that is under way; waits at most 2 s for its thread. The position stays."""
         self._end_active(None)
 
+    @without_own_frames
     def __iter__(self) -> DatasetIterator:
         self._end_active("another `iter` of the same dataset has started")
         if self._prefetcher is not None:
@@ -193,13 +257,17 @@ class DistributedDataset:
         if self._reader.facts is not None:
             numbered = self._parts(start)
         elif self._stream is not None and not self._stream.ended:
-            self._stop.asked = False
+            self._stop.asked, self._skipped = False, 0
             return self._stream
         else:
-            start = self._position = 0
+            start = 0
             numbered, self._peeked = self._peeked or self._parts(0), None
         if self._layout is None:
             numbered = self._learn(numbered, start=start)
+        if self._reader.facts is None:
+            self._position = self._skipped = self._skip
+            self._skip = 0
+            numbered = _behind(numbered, self._skipped, type(self._source).__name__) if self._skipped else numbered
         if not isinstance(self._source, Iterator):
             return self._prepared(numbered)
         self._stream = PushBack(self._prepared(numbered))
@@ -249,7 +317,7 @@ class DistributedDataset:
 
     def _came_to_end(self, count: int) -> None:
         self._finished = True
-        if count:
+        if count or self._skipped:
             return
         if isinstance(self._source, Iterator):
             raise DatasetError(
@@ -264,3 +332,20 @@ class DistributedDataset:
                 f"more), or partial={self._options.partial!r} left out every batch as short of "
                 f"{self.global_batch} rows"
             )
+
+
+def _behind(numbered: Iterator[NumberedPart | None], count: int, kind: str) -> Iterator[NumberedPart | None]:
+    """What comes behind the first batches of a plain iterable."""
+    position = 0
+    for one in numbered:
+        if one is None:
+            yield None
+            continue
+        position = one[0]
+        if position > count:
+            yield one
+    if position < count:
+        raise DatasetError(
+            f"the {kind} ended after {position:,} batches, but {count:,} of this pass were trained on before. To go on, it has "
+            "to give the same batches in the same order as then; or begin anew, in another folder."
+        )

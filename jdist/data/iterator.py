@@ -10,6 +10,7 @@ from jdist.data.padding import hand_on_real_rows
 from jdist.data.pipeline import Numbered
 from jdist.data.prefetch import Prefetcher
 from jdist.errors import DatasetError
+from jdist.tracebacks import hide_own_frames
 
 PyTree = Any
 
@@ -66,12 +67,14 @@ class DatasetIterator(Iterator[PyTree]):
                 self._done = True
                 self._came_to_end(self._count)
             raise
-        except BaseException:
+        except BaseException as exc:
             # An interrupt too: the position still tells which batch was handed out last; `iter` goes on
             # there.
             self._done = True
             if isinstance(self._batches, Prefetcher):
                 self._batches.abandon()
+            if isinstance(exc, Exception):
+                hide_own_frames(exc)
             raise
         self._count += 1
         self._handed(position)

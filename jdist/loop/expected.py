@@ -12,6 +12,7 @@ from jdist.loop.feed import Feed
 from jdist.loop.tally import Metrics, Tally
 from jdist.near import did_you_mean
 from jdist.report.history import PREFIXES
+from jdist.train import CheckpointWarning
 from jdist.transforms.distributed import Distributed
 
 PyTree = Any
@@ -81,6 +82,28 @@ def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: 
                 f"`metrics` has {name!r}, which no step returns; they return {', '.join(map(repr, there))}."
                 f"{did_you_mean(name, there)} Let one return `{{{name!r}: metric.update(...)}}`, or leave it out."
             )
+
+
+def check_resumes(callbacks: Sequence[Callback], feed: Feed) -> None:
+    """Tells what it costs to go on with a run on data that has no position.
+
+    Args:
+        callbacks: all of the run.
+        feed: of the train step.
+
+    Warns:
+        CheckpointWarning: one of the callbacks goes on with runs, and the data cannot.
+    """
+    names = [callback.name for callback in callbacks if callback.on_resume is not None]
+    if names and not feed.has_position:
+        warnings.warn(
+            f"{names[0]}: `data` is {feed.kind}, whose position cannot be saved. A run that goes on reads the pass again from "
+            "its beginning, up to where it was, and leaves those batches out: that takes as long as reading them, and each row "
+            "counts once only if they come in the same order as before. To go on at once give arrays, "
+            "`jdist.data.from_arrays(...)`, or a source with `num_steps`, `global_batch`, `fingerprint` and `batch_at(step)`.",
+            CheckpointWarning,
+            stacklevel=4,
+        )
 
 
 def check_watched(

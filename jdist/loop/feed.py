@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,35 +29,68 @@ class Batches(Protocol):
     def __iter__(self) -> Any: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+_PASSED = "passed"
+
+
+@dataclass(kw_only=True)
 class Feed:
     """Batches for the calls of a step, and where epochs begin among them.
 
     Attributes:
         batches: once through them is a *pass*.
+        kind: what the user gave, for messages.
         steps_per_epoch: how many steps an epoch has, where a pass may be several; None: each pass is an epoch.
         num_steps: how many steps all that was asked for has; None: not known before.
         pads: whether batches will have to be filled up, as far as that is known before.
+        is_begun: whether data without a position was read from before, so that it goes on where that has ended.
     """
 
     batches: Batches
+    kind: str
     steps_per_epoch: int | None
     num_steps: int | None
     pads: bool = False
+    is_begun: bool = False
+    _passed: int = 0  # batches of the pass that a worker's dataset has handed out
+    _skip: int = 0  # of its next pass
 
-    def state(self) -> dict[str, Any] | None:
-        """The position in the pass, to save; None of data that cannot go on where it was."""
+    @property
+    def has_position(self) -> bool:
+        """Whether the data can go on at any batch without reading those before it."""
+        return isinstance(self.batches, DistributedDataset) and self.batches.is_resumable
+
+    def one_pass(self) -> Iterator[PyTree]:
+        """The batches from the position to the end of the pass."""
+        skip, self._skip, self._passed = self._skip, 0, 0
+        for batch in self.batches:
+            self._passed += 1
+            if self._passed > skip:
+                yield batch
+            del batch  # whether a worker's batch is still wanted is of interest
+
+    def end_pass(self) -> None:
+        """The pass has come to its end: a position that is saved now is the beginning of the next one."""
+        self._passed = 0
+        if isinstance(self.batches, DistributedDataset):
+            self.batches.rewind()
+
+    def state(self) -> dict[str, Any]:
+        """The position in the pass, to save; of data that has none, how many batches of it were handed out."""
         if not isinstance(self.batches, DistributedDataset):
-            return None
-        try:
-            return self.batches.state()
-        except DatasetError:  # a plain iterable: it says so where it is asked to go on
-            return None
+            return {_PASSED: self._passed}
+        return self.batches.state() if self.has_position else {_PASSED: self.batches.position}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on where `state` says; of data that cannot, it begins anew."""
-        if state is not None and isinstance(self.batches, DistributedDataset):
-            self.batches.restore(state)
+        """Goes on where `state` says; data without a position is read up to there once more, unless it is begun."""
+        if state is None:
+            return
+        if self.has_position or _PASSED not in state:
+            if isinstance(self.batches, DistributedDataset):
+                self.batches.restore(state)
+        elif not self.is_begun and isinstance(self.batches, DistributedDataset):
+            self.batches.skip(state[_PASSED])
+        elif not self.is_begun:
+            self._skip = state[_PASSED]
 
 
 def open_feed(
@@ -67,6 +101,7 @@ def open_feed(
     steps: int | None,
     global_batch: int | None,
     shuffle_seed: int | None,
+    steps_per_epoch: int | None = None,
     steps_per_call: int = 1,
     batch_axis: Any = 0,
 ) -> Feed:
@@ -79,12 +114,14 @@ def open_feed(
         steps: how many steps to make; at most one of both is given, none is one pass.
         global_batch: rows of a step, of arrays.
         shuffle_seed: seed of the order, of arrays.
+        steps_per_epoch: how many steps an epoch has, whatever a pass has; `steps` is given then.
         steps_per_call: how many batches a call takes.
         batch_axis: the axis of a batch's rows, as the step has it.
 
     Raises:
         DatasetError: `data` is nothing to train on, or an option does not go with it.
     """
+    kind = "arrays" if is_arrays(data) else _kind(data)
     if is_arrays(data):
         if global_batch is None:
             raise DatasetError(
@@ -112,7 +149,8 @@ def open_feed(
         batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
         return Feed(
             batches=batches,
-            steps_per_epoch=data.steps_per_epoch,
+            kind=kind,
+            steps_per_epoch=steps_per_epoch or data.steps_per_epoch,
             num_steps=data.num_steps,
             pads=has_to_fill_up(data, strategy, steps),
         )
@@ -125,12 +163,24 @@ def open_feed(
         )
     else:
         batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
-    one_pass = batches.num_steps if isinstance(batches, DistributedDataset) else None
+    if epochs is not None and isinstance(batches, DistributedDataset) and batches.is_endless:
+        raise DatasetError(
+            f"`epochs` is {epochs}, but `data` is a {type(data).__name__} without end, of which no epoch ends. Give "
+            "`steps_per_epoch`, how many steps are one, or `steps` in the place of `epochs`."
+        )
+    num_steps = None
+    if isinstance(batches, DistributedDataset) and batches.steps_per_pass is not None:
+        num_steps = batches.steps_per_pass * (epochs or 1) - batches.position % batches.steps_per_pass
     return Feed(
-        batches=batches,
-        steps_per_epoch=None,
-        num_steps=None if one_pass is None or epochs is None else one_pass * epochs,
+        batches=batches, kind=kind, steps_per_epoch=steps_per_epoch, num_steps=num_steps, is_begun=_is_begun(data)
     )
+
+
+def _is_begun(data: Any) -> bool:
+    """Whether what has no position was read from before, by this program."""
+    if inspect.isgenerator(data):
+        return inspect.getgeneratorstate(data) != inspect.GEN_CREATED
+    return isinstance(data, DistributedDataset) and not data.is_resumable and data.position > 0
 
 
 def _check_is_data(data: Any) -> None:

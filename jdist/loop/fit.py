@@ -19,7 +19,7 @@ from jdist.data.dataset import DistributedDataset
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
 from jdist.loop.elsewhere import explained
 from jdist.loop.evaluation import Evaluation
-from jdist.loop.expected import check_returned, check_watched, names_of
+from jdist.loop.expected import check_resumes, check_returned, check_watched, names_of
 from jdist.loop.feed import Feed, is_arrays, open_feed
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
@@ -44,6 +44,7 @@ def fit(
     strategy: Strategy | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    steps_per_epoch: int | None = None,
     global_batch: int | None = None,
     shuffle_seed: int | None = None,
     steps_per_call: int | None = None,
@@ -71,6 +72,8 @@ def fit(
         epochs: how often to go through the data; or give `steps`. Neither: once.
         steps: how many optimiser updates to make, in as many passes over the data as it takes; with `steps_per_call` up to
             a call more, where passes that are no multiple of it end in shorter calls.
+        steps_per_epoch: how many steps make an epoch, in as many passes over the data as they take; for data without end, or
+            for epochs that are no passes. None: a pass is an epoch.
         global_batch: rows of a step over all replicas, if `data` is arrays; the last of an epoch may have fewer, which are
             filled up and masked.
         shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
@@ -103,6 +106,7 @@ def fit(
 
     Warns:
         VerificationWarning: the first step is another than on one replica, and `verify` is "first".
+        CheckpointWarning: a callback resumes runs, and the data has no position to go on at.
         UserWarning: a step returns the state as it was given, or never reads the mask of arrays whose batches are filled up.
 
     Example:
@@ -119,12 +123,20 @@ def fit(
     """
     check_verify(verify)
     log_every = _count("log_every", log_every)
-    counts = {"epochs": epochs, "steps": steps, "steps_per_call": steps_per_call, "eval_every": eval_every}
-    epochs, steps, steps_per_call, eval_every = (
+    counts = {
+        "epochs": epochs,
+        "steps": steps,
+        "steps_per_epoch": steps_per_epoch,
+        "steps_per_call": steps_per_call,
+        "eval_every": eval_every,
+    }
+    epochs, steps, steps_per_epoch, steps_per_call, eval_every = (
         None if value is None else _count(name, value) for name, value in counts.items()
     )
     if epochs is not None and steps is not None:
         raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
+    if steps_per_epoch is not None and steps is None:
+        epochs, steps = None, (epochs or 1) * steps_per_epoch
     strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
     metrics = metrics_of(step, metrics)
@@ -134,6 +146,7 @@ def fit(
         strategy,
         epochs=epochs,
         steps=steps,
+        steps_per_epoch=steps_per_epoch,
         global_batch=global_batch,
         shuffle_seed=shuffle_seed,
         steps_per_call=per_call,
@@ -164,13 +177,15 @@ def fit(
         trained = names_of(train_step, state, feed, metrics)
         evaluated = frozenset() if evaluation is None else evaluation.names(state)
         check_returned(metrics, trained, evaluated)
+        check_resumes(told, feed)
         check_watched(told, trained=trained, evaluated=evaluated, evaluates=evaluation is not None)
         run.start(state)
         first = run.step
         if steps is not None and (left := max(steps - run.step, 0)) % per_call:
+            given = "`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`"
             raise StepError(
-                f"`steps` is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose other "
-                "`steps`, or another `steps_per_call`."
+                f"{given} is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose another "
+                "number of steps, or another `steps_per_call`."
             )
         passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
 
@@ -179,7 +194,7 @@ def fit(
 
         try:
             while not is_over():
-                for batch in feed.batches:
+                for batch in feed.one_pass():
                     run.call(batch)
                     if is_over():
                         break
@@ -200,8 +215,8 @@ def fit(
 
 def _is_enough(run: Run, feed: Feed, steps: int | None, passes: int | None) -> bool:
     """Whether no further pass over the data is wanted."""
-    if steps is not None and run.step >= steps:
-        return True
+    if steps is not None:
+        return run.step >= steps
     if feed.steps_per_epoch is not None:
         return feed.num_steps is not None and run.step >= feed.num_steps
     return passes is not None and run.epoch >= passes

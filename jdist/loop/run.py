@@ -133,6 +133,7 @@ class Run:
 
     def end_pass(self) -> None:
         """The data has come to its end; where each pass is an epoch, so has that."""
+        self._feed.end_pass()
         if self._feed.steps_per_epoch is None:
             self._before = self.step  # no step is told of twice
             self._settle((self.epoch,))

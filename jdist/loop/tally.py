@@ -147,7 +147,7 @@ class Tally:
         for epoch, totals in sorted(self._epochs.items()):
             weight, sums = totals.together(cluster)
             contributed = {name: _kept(self._metrics[name].zero, total) for name, total in totals.contributed.items()}
-            notes[str(epoch)] = {"weight": weight, "sums": to_plain(sums), "contributed": contributed}
+            notes[str(epoch)] = {"weight": to_plain(weight), "sums": to_plain(sums), "contributed": contributed}
         return notes
 
     def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
@@ -155,7 +155,7 @@ class Tally:
         is_one = cluster is None or cluster.is_chief  # each has a part of the sums, one has all of this
         for epoch, note in notes.items():
             totals = self._epochs[int(epoch)] = _Totals()
-            totals.weight = note["weight"] if is_one else 0.0
+            totals.weight = from_plain(note["weight"]) if is_one else 0.0
             totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
             totals.contributed = {
                 name: _found(self._metrics[name].zero, kept)

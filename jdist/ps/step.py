@@ -28,6 +28,7 @@ from jdist.ps.traced import Traced
 from jdist.remote import fetched
 from jdist.static_leaves import pack, with_static_leaves
 from jdist.strategy import Strategy
+from jdist.tracebacks import without_own_frames
 from jdist.transforms import results
 from jdist.transforms.calls import Call, Signature, Step, is_same_state
 from jdist.transforms.distributed import Distributed, check_axis_bound
@@ -89,6 +90,7 @@ class PsStep(Distributed):
         self._traced: dict[Any, tuple[Traced, results.Traced]] = {}
         self._adopted: tuple[PyTree, RemoteState] | None = None  # what was joined or brought there, and its handle
 
+    @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check_not_mixed(self.strategy)
         call, state, passed, others = self._signature.bind(args, kwargs)

@@ -15,6 +15,7 @@ from jdist.collective import Collective
 from jdist.context import ReplicaTrace, Residuals, tracing
 from jdist.strategy import Strategy
 from jdist.transforms.loops import scan
+from jdist.transforms.own_averages import check_averages_combined
 from jdist.transforms.results import LOCAL, METRIC, ROWS, check_means, rows_of
 
 PyTree = Any
@@ -40,6 +41,17 @@ class Plan:
     parts: Split
     kinds: list[str]
 
+    def check_averages_combined(self) -> None:
+        """Refuses replicas that would keep moving averages of their own rows.
+
+        Raises:
+            ReplicaDivergenceError: names the leaves.
+        """
+        traced = self.parts.traced
+        state = jax.tree.unflatten(self.parts.state_treedef, traced.new_state)
+        sizes = self.strategy.num_replicas, self.k
+        check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, sizes)
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -64,6 +76,8 @@ def accumulated(
     batches: PyTree,
     others: PyTree,
     residuals: Residuals | None = None,
+    *,
+    compares_replicas: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """One step over `k` microbatches.
 
@@ -75,6 +89,7 @@ def accumulated(
         batches: one replica's rows.
         others: further arguments.
         residuals: what the all-reduce keeps of each gradient.
+        compares_replicas: whether the state must be the same on all replicas.
 
     Returns:
         `(new state, outputs)`, as `pure` on `k` times as many replicas gives them; per-replica outputs lead with an
@@ -82,8 +97,11 @@ def accumulated(
 
     Raises:
         BoundaryError: the step cannot be split.
+        ReplicaDivergenceError: replicas would keep moving averages of their own.
     """
     plan = make_plan(strategy, pure, k, state, batches, others)
+    if compares_replicas:
+        plan.check_averages_combined()
     with tracing(ReplicaTrace(strategy, residuals=residuals)):
         made = gradient_part(plan, state, batches, others, all_reduced(strategy))
         new_leaves, late = plan.parts.update(state, others, made.combined, made.carried)

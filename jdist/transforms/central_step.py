@@ -104,6 +104,8 @@ class _CentralStep:
             others,
             otherwise="use `jdist.mirrored()`, which does not split a step",
         )
+        if self.spec.compares_replicas:
+            plan.check_averages_combined()
 
         def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
             with tracing(ReplicaTrace(self.strategy)):

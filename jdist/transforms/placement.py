@@ -153,8 +153,19 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
     Raises:
         ReplicaDivergenceError: names the leaves and the replicas that differ.
     """
+    if (found := hash_replicas(strategy, state)) is not None:
+        hashes, paths, _ = found
+        compare(hashes, paths)
+
+
+def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[str], list[jax.Array]] | None:
+    """Hashes each replica's copy of every replicated leaf.
+
+    Returns:
+        `(hashes [replicas, leaves], the leaves' paths, the leaves)`; None where there is nothing to compare.
+    """
     if strategy.num_replicas == 1:
-        return
+        return None
     sharding = strategy.replicated_sharding
     found = [
         (jax.tree_util.keystr(path) or "the state", leaf)
@@ -162,11 +173,11 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
         if isinstance(leaf, jax.Array) and leaf.size and leaf.sharding == sharding
     ]
     if not found:
-        return
+        return None
+    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
     if strategy not in _checks:
         _checks[strategy] = make_check(strategy)
-    hashes = _checks[strategy]([leaf for _, leaf in found])
-    compare(to_host(hashes), [path for path, _ in found])
+    return to_host(_checks[strategy](leaves)), paths, leaves
 
 
 def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:

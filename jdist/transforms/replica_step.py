@@ -22,6 +22,7 @@ from jdist.transforms.calls import Call, Step
 from jdist.transforms.guard import Flags, Watched, guarded, token_of_steps, token_size, was_left_out
 from jdist.transforms.loops import scan
 from jdist.transforms.options import NonFinite, StepOptions
+from jdist.transforms.own_averages import check_averages_combined
 from jdist.transforms.residuals import Opened, has_residuals
 from jdist.transforms.results import LOCAL, METRIC, Traced, check_means, differs, kinds_of, rows_of, sort_results
 from jdist.transforms.trees import check_same_state, check_state
@@ -61,6 +62,13 @@ class ProgramSpec:
     def donate(self) -> bool:
         """Whether the old state's buffers may be reused for the new state."""
         return self.options.donate and self.options.may_update_state
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether the state must be the same on all replicas, each of which sees rows of its own."""
+        strategy, options = self.strategy, self.options
+        several = strategy.num_replicas > 1 and strategy.transform != "jit"
+        return several and options.may_update_state and bool(options.check_replicas)
 
     @property
     def policy(self) -> NonFinite:
@@ -145,6 +153,12 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
             jax.tree.structure(shapes),
             dataflow.run(dataflow.forwarded(closed, collectives=True), jax.tree.leaves(arguments)),
         )
+        if spec.compares_replicas and "state" in traced.returns:
+            variables = dataflow.body_of(closed)
+            places = jax.tree.unflatten(jax.tree.structure(arguments), variables.invars)
+            old, own = jax.tree.leaves(places[0]), jax.tree.leaves(places[1])
+            new = variables.outvars[: len(jax.tree.leaves(shapes[0]))]
+            check_averages_combined(closed, old, new, own, shapes[0], (strategy.num_replicas, 1))
         rows = rows_of(batches) if bound else None  # of one replica nothing is averaged
         metrics = averaged_metrics(closed, shapes, jax.tree.structure(arguments), kinds, rows)
         with tracing(ReplicaTrace(strategy)):
@@ -159,7 +173,14 @@ def replica_step(spec: ProgramSpec) -> ReplicaFunction:
         seen: list[Flags] = []
         state, residuals = Opened.of(strategy, name, state)
         new_state, (*outputs, finite) = accumulated(
-            strategy, spec.splittable(seen), options.accumulate, state, batches, others, residuals
+            strategy,
+            spec.splittable(seen),
+            options.accumulate,
+            state,
+            batches,
+            others,
+            residuals,
+            compares_replicas=spec.compares_replicas,
         )
         return (
             (residuals.close(new_state) if residuals else new_state),

@@ -29,6 +29,7 @@ from jdist.global_arrays import check_not_donated, put, to_host
 from jdist.loss_scale import loss_scale_of, with_loss_scale
 from jdist.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.strategy import Strategy
+from jdist.tracebacks import hide_own_frames, without_own_frames
 from jdist.transforms.apart import Apart
 from jdist.transforms.calls import Call, Signature, Step, as_taken, is_same_state, split_states
 from jdist.transforms.distributed import Distributed, Preview, check_axis_bound
@@ -41,6 +42,7 @@ from jdist.transforms.placement import (
     check_rows,
     check_stacking,
     compare_replicas,
+    hash_replicas,
     place_batches,
     rows_sharding,
     rows_shardings,
@@ -48,6 +50,7 @@ from jdist.transforms.placement import (
 from jdist.transforms.replica_step import ProgramSpec, replica_step
 from jdist.transforms.residuals import check_fit
 from jdist.transforms.results import Traced, returned
+from jdist.transforms.same_program import check_same_program, check_same_state_of_processes
 from jdist.transforms.spread import Spread, is_spread, map_leaves
 from jdist.transforms.trees import check_not_traced
 from jdist.values import WithResiduals, kinds_around, without_residuals
@@ -143,6 +146,8 @@ class DistributedStep(Distributed):
         self.verification: Any = None
         self._verify: Verify = options.verify or "off"
         self._verify_pads = False
+        self._several = strategy.cluster is not None and strategy.cluster.num_processes > 1
+        self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
     @property
@@ -188,6 +193,7 @@ class DistributedStep(Distributed):
         with contextlib.nullcontext() if self.strategy.cluster is None else self.strategy.cluster.blocked():
             self._window.drain()
 
+    @without_own_frames
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it.
 
@@ -215,6 +221,7 @@ class DistributedStep(Distributed):
             self._explain(exc, call, state, batches, others)
             raise
 
+    @without_own_frames
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The state as a call takes and returns it: in its place, with a loss scale or residuals where a step keeps them.
 
@@ -358,16 +365,20 @@ class DistributedStep(Distributed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cluster = self.strategy.cluster
-        if cluster is None:
-            return self._call(args, kwargs)[0]
-        failpoints.reached(Point.BEFORE_STEP)
-        with cluster.blocked():
-            result, num_updates, token = self._call(args, kwargs)
-        failpoints.reached(Point.IN_STEP)
-        cluster.advance(num_updates, token)
-        if failpoints.armed():
-            jax.block_until_ready(token)
-            failpoints.reached(Point.AFTER_STEP)
+        try:  # what `without_own_frames` does, without one call more in each step
+            if cluster is None:
+                return self._call(args, kwargs)[0]
+            failpoints.reached(Point.BEFORE_STEP)
+            with cluster.blocked():
+                result, num_updates, token = self._call(args, kwargs)
+            failpoints.reached(Point.IN_STEP)
+            cluster.advance(num_updates, token)
+            if failpoints.armed():
+                jax.block_until_ready(token)
+                failpoints.reached(Point.AFTER_STEP)
+        except Exception as exc:
+            hide_own_frames(exc)
+            raise
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, jax.Array]:
@@ -438,6 +449,8 @@ class DistributedStep(Distributed):
             if self.strategy.keeps_residuals and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self._program(call)
+            if self._several and call not in self._agreed:
+                self._agree(call, program, state, batches, others)
             box = self._results
             self._results_hold_state = self.options.may_update_state
             try:
@@ -455,6 +468,21 @@ class DistributedStep(Distributed):
         self._results_hold_state = "state" in traced.returns
         self._take_results()
         return box[0], self._last_state, traced, given, call.batch_axes
+
+    def _agree(self, call: Call, program: Program, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        """Compares program and state with those of the other processes, before they are compiled, or run.
+
+        Raises:
+            ClusterError: a process has traced another step.
+            ReplicaDivergenceError: a process begins with another state.
+        """
+        cluster = self.strategy.cluster
+        assert cluster is not None
+        if not self._agreed and self.options.check_replicas and (found := hash_replicas(self.strategy, state)):
+            processes = [device.process_index for device in self.strategy.devices]
+            check_same_state_of_processes(*found, processes, self.__name__, cluster)
+        check_same_program(program.trace(self._token, state, batches, others).jaxpr, self.__name__, cluster)
+        self._agreed.add(call)
 
     def _warn_of_loss(self, state: PyTree) -> None:
         """Warns of a state that was made of the one that the step returned, without what that had beside it."""

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -421,13 +422,72 @@ class TestCheckpoint:
         measured = jdist.evaluate(eval_step, restored.state, HELD_OUT, global_batch=16)
         assert measured["loss"] == pytest.approx(min(losses), rel=1e-6)
 
-    def test_data_without_a_position_begins_anew_with_a_warning(self, tmp_path):
+    @pytest.mark.parametrize("source", ["list", "generator", "random access"])
+    @pytest.mark.parametrize(
+        "at", [2, 4, 9, 10, 12]
+    )  # of passes of four: within one, at the end of one, at each of a late one
+    def test_a_run_over_batches_goes_on_in_the_epoch_that_it_was_in(self, source, at, tmp_path):
+        class ByNumber:
+            num_steps, global_batch, fingerprint = 4, 25, "rows=100"
+
+            def batch_at(self, step: int) -> Any:
+                return {name: x[step * 25 : (step + 1) * 25] for name, x in DATA.items()}
+
+        batches = [ByNumber().batch_at(i) for i in range(4)]
+        many = {"list": batches, "generator": None, "random access": ByNumber()}[source]
+
+        def run(*told: Any) -> tuple[Any, jdist.History]:
+            # A generator has one pass, in which the numbers of steps are the epochs.
+            epochs: dict[str, Any] = {"epochs": 5} if many is not None else {"epochs": 5, "steps_per_epoch": 4}
+            data = many if many is not None else (batch for _ in range(5) for batch in batches)
+            return jdist.fit(train_step, create_state(), data, callbacks=told, **epochs, **QUIET)
+
+        whole, history = run()
+        stop = lambda moment: callbacks.Stop("here") if moment.step == at else None  # noqa: E731 - a function, as users write one
+        with warnings.catch_warnings():
+            if source != "random access":
+                warnings.filterwarnings("ignore", "checkpoint: `data` is a", CheckpointWarning)
+            assert int(run(callbacks.checkpoint(tmp_path), stop)[0].step) == at
+            state, again = run(callbacks.checkpoint(tmp_path))
+        assert int(state.step) == 20
+        assert [(row["step"], row["epoch"]) for row in again.epochs] == [(4, 1), (8, 2), (12, 3), (16, 4), (20, 5)]
+        np.testing.assert_allclose([row["loss"] for row in again.epochs], [row["loss"] for row in history.epochs], 1e-6)
+        np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+
+    def test_data_without_a_position_is_told_of_before_the_first_step(self, tmp_path):
         batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
-        jdist.fit(train_step, create_state(), batches, steps=2, callbacks=[callbacks.checkpoint(tmp_path)], **QUIET)
-        with pytest.warns(CheckpointWarning, match="without a position in the data"):
-            state, _ = jdist.fit(
-                train_step, create_state(), batches, steps=6, callbacks=[callbacks.checkpoint(tmp_path)], **QUIET
+        told: list[int] = []
+        with pytest.warns(
+            CheckpointWarning, match="checkpoint: `data` is a list of batches, whose position cannot"
+        ) as seen:
+            jdist.fit(
+                train_step,
+                create_state(),
+                batches,
+                callbacks=[
+                    callbacks.checkpoint(tmp_path),
+                    callbacks.Callback(on_start=lambda moment: told.append(len(seen))),
+                ],
+                **QUIET,
             )
+        assert told == [1]
+        assert seen[0].filename == __file__
+        jdist.fit(train_step, create_state(), batches, **QUIET)  # nothing is told where nothing is saved
+
+    @pytest.mark.filterwarnings("ignore:checkpoint. `data` is a")
+    def test_data_that_has_become_shorter_is_refused(self, tmp_path):
+        batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
+        options: dict[str, Any] = {"callbacks": [callbacks.checkpoint(tmp_path)], **QUIET}
+        jdist.fit(train_step, create_state(), batches, steps=2, **options)
+        with pytest.raises(DatasetError, match="the list ended after 1 batches, but 2 of this pass were trained on"):
+            jdist.fit(train_step, create_state(), batches[:1], steps=4, **options)
+
+    @pytest.mark.filterwarnings("ignore:checkpoint. `data` is a")
+    def test_a_generator_that_is_still_there_goes_on_where_it_is(self, tmp_path):
+        batches = ({name: x[i : i + 25] for name, x in DATA.items()} for i in [0, 25, 50, 75] * 3)
+        options: dict[str, Any] = {"callbacks": [callbacks.checkpoint(tmp_path)], **QUIET}
+        for steps in (2, 6):  # of the twelve, a few were made ahead for the first two steps
+            state, _ = jdist.fit(train_step, create_state(), batches, steps=steps, **options)
         assert int(state.step) == 6
 
     def test_anew_although_there_is_one(self, tmp_path):

@@ -242,3 +242,33 @@ def test_things_that_are_no_sources_are_refused(source, message):
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(DatasetError, match=message):
         feed([{"x": np.arange(2)}], **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "length"),
+    [
+        (from_arrays({"x": np.arange(9)}, global_batch=4), {}, 3),
+        (from_arrays({"x": np.arange(9)}, global_batch=4, epochs=2), {}, 6),
+        (from_arrays({"x": np.arange(9)}, global_batch=4, epochs=2), {"partial": "drop"}, 4),
+        (from_arrays({"x": np.arange(9)}, global_batch=2), {"steps_per_call": 2}, 3),
+        ([{"x": np.arange(4)}] * 5, {}, 5),
+    ],
+)
+def test_the_length_is_how_many_batches_a_pass_hands_out(source, options, length):
+    dataset = feed(source, **options)
+    assert len(dataset) == length == len(list(dataset))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "why"),
+    [
+        (from_arrays({"x": np.arange(9)}, global_batch=4, epochs=None), {}, "ArraySource, is without end"),
+        (({"x": np.arange(4)} for _ in range(5)), {}, "generator, does not tell how many batches it has"),
+        ([{"x": np.arange(4)}, {"x": np.arange(3)}], {"partial": "drop"}, 'of which partial="drop" leaves out'),
+    ],
+)
+def test_a_length_that_is_not_known_is_a_type_error(source, options, why):
+    dataset = feed(source, **options)
+    with pytest.raises(TypeError, match=f"this dataset has no len.*{why}"):
+        len(dataset)
+    assert dataset  # its truth needs no length

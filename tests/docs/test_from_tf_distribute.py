@@ -37,6 +37,12 @@ def test_every_row_says_what_it_is_in_jdist():
             assert re.search(r"`|none|the strings", second), first
 
 
+def test_keras_loop_is_the_loop_of_jdist():
+    ours = {first: second for first, second in ROWS if ".fit" in first}
+    assert len(ours) == 2  # among the ways to write a program, and among the names
+    assert all("jdist.fit" in second and "none" not in second for second in ours.values())
+
+
 def test_every_counterpart_exists():
     assert "jdist.mirrored" in NAMED
     assert not {name for name in NAMED if not exists(name)}

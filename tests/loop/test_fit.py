@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -121,6 +122,50 @@ class TestEpochs:
             np.testing.assert_allclose(
                 [row["loss"] for row in history.epochs], by_numpy(2, global_batch=25)[1], rtol=1e-5
             )
+
+    @pytest.mark.parametrize("data", ["arrays", "list", "endless"])
+    def test_steps_per_epoch_are_an_epoch_whatever_a_pass_has(self, data):
+        batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
+        options: dict[str, Any] = {"global_batch": 25} if data == "arrays" else {}
+        given = {"arrays": DATA, "list": batches, "endless": itertools.cycle(batches)}[data]
+        told = []
+        state, history = jdist.fit(
+            train_step,
+            create_state(),
+            given,
+            epochs=3,
+            steps_per_epoch=5,
+            callbacks=[callbacks.Callback(on_start=lambda moment: told.append(moment.total_steps))],
+            **options,
+            **QUIET,
+        )
+        assert int(state.step) == 15
+        assert told == [15]
+        assert [(row["step"], row["epoch"]) for row in history.epochs] == [(5, 1), (10, 2), (15, 3)]
+        state, history = jdist.fit(train_step, create_state(), given, steps_per_epoch=5, **options, **QUIET)
+        assert int(state.step) == 5  # neither epochs nor steps: one epoch
+        state, history = jdist.fit(train_step, create_state(), given, steps_per_epoch=2, steps=5, **options, **QUIET)
+        assert [row["step"] for row in history.epochs] == [2, 4]
+
+    def test_epochs_of_data_without_end_are_refused(self):
+        class Endless:
+            num_steps, global_batch, fingerprint = None, 25, "rows=100"
+
+            def batch_at(self, step: int) -> Any:
+                return {name: x[:25] for name, x in DATA.items()}
+
+        with pytest.raises(DatasetError, match="Endless without end, of which no epoch ends"):
+            jdist.fit(train_step, create_state(), Endless(), epochs=2, **QUIET)
+        state, _ = jdist.fit(train_step, create_state(), Endless(), epochs=2, steps_per_epoch=3, **QUIET)
+        assert int(state.step) == 6
+
+    def test_the_bar_knows_how_long_a_list_is(self):
+        batches = [{name: x[i : i + 25] for name, x in DATA.items()} for i in (0, 25, 50, 75)]
+        told = []
+        note = callbacks.Callback(on_start=lambda moment: told.append(moment.total_steps))
+        for epochs in (None, 2):
+            jdist.fit(train_step, create_state(), batches, epochs=epochs, callbacks=[note], **QUIET)
+        assert told == [4, 8]
 
     def test_steps_that_a_call_passes_over_end_it_too(self):
         batches = [{name: x[i : i + 20] for name, x in DATA.items()} for i in (0, 20, 40, 60, 80)]
@@ -460,6 +505,12 @@ class TestErrors:
             ({"epochs": 0}, StepError, "`epochs` is 0"),
             ({"steps": True}, StepError, "`steps` is True"),
             ({"steps": 5, "steps_per_call": 2}, StepError, "no multiple of steps_per_call=2"),
+            (
+                {"epochs": 3, "steps_per_epoch": 5, "steps_per_call": 2},
+                StepError,
+                "`epochs` times `steps_per_epoch` is 15",
+            ),
+            ({"steps_per_epoch": -1}, StepError, "`steps_per_epoch` is -1"),
             ({"steps": np.float32(3)}, StepError, r"`steps` is np.float32\(3.0\)"),
             ({"log_every": 0}, StepError, "`log_every` is 0"),
             ({"log_every": None}, StepError, "`log_every` is None"),

@@ -112,6 +112,23 @@ def test_a_loop_over_workers_datasets_ends_when_every_share_is_done(strategy):
     assert int(strategy.fetch(state).step) == len(rows) == 14
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. `data` is a")
+def test_a_run_over_workers_datasets_goes_on_in_the_epoch_that_it_was_in(strategy, tmp_path):
+    def run(*callbacks):
+        given = {"epochs": 3, "progress": False, "log_to": None, "verify": "off"}
+        state = strategy.init(lambda: create(optax.sgd(0.05)))
+        data = strategy.distribute_datasets_from_function("my_data:arrays")
+        return jdist.fit(train_step, state, data, strategy=strategy, callbacks=callbacks, **given)
+
+    stop = lambda moment: jdist.callbacks.Stop("here") if moment.step == 20 else None  # noqa: E731 - as users write one
+    run(jdist.callbacks.checkpoint(tmp_path), stop)
+    ended = []
+    note = jdist.callbacks.Callback(on_epoch=lambda moment: ended.append((moment.step, moment.epoch)))
+    state, _ = run(jdist.callbacks.checkpoint(tmp_path), note)
+    assert int(strategy.fetch(state).step) == 3 * 14
+    assert ended == [(28, 2), (42, 3)]
+
+
 def test_shares_of_different_length(strategy):
     dataset = strategy.coordinator.create_per_worker_dataset("my_data:unequal")
     found = [strategy.coordinator.schedule(numbers, (batch,)) for batch in dataset]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import jax
 
 from jdist.cluster.spec import ClusterSpec
-from jdist.errors import ClusterError
+from jdist.errors import ClusterError, DeviceError
 
 
 def check_unused() -> None:
@@ -61,3 +64,18 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=bind_address,
     )
+
+
+def check_devices(devices: Sequence[jax.Device]) -> None:
+    """Refuses processes with different numbers of devices, as rows are shared out by process.
+
+    Raises:
+        DeviceError: they have.
+    """
+    found = Counter(device.process_index for device in devices)
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"process {i} has {found[i]}" for i in sorted(found))
+        raise DeviceError(
+            f"the processes have different numbers of devices: {listed}. Each process reads as many rows as any other, so start "
+            "each with as many devices: on GPUs CUDA_VISIBLE_DEVICES says which of them a process sees."
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from jdist.cluster import ending
+from jdist.cluster.address import split
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
@@ -175,6 +176,17 @@ def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
         time.sleep(min(_RETRY_S, timeout_s))
 
 
+def _has_ended(address: str) -> bool:
+    """Whether a machine says that nothing listens there."""
+    try:
+        socket.create_connection(split(address), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # silent, or not to be found: nobody knows
+        return False
+    return False
+
+
 class _Telling:
     """Tells servers that it is over, once. The connections are made before: at its exit Python starts no thread."""
 
@@ -188,11 +200,27 @@ class _Telling:
         self.close()
 
     def end(self) -> None:
-        """Tells all; one that is gone, or does not listen, ends after its grace period."""
-        end = time.monotonic() + _TELLING_S
-        for channel in self._channels:
-            with contextlib.suppress(CallFailed):
-                channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
+        """Tells all, again and again; who has not heard is named, and ends after its grace period."""
+        end, unheard = time.monotonic() + _TELLING_S, list(self._channels)
+        while unheard and time.monotonic() < end:
+            missed = []
+            for channel in unheard:
+                try:
+                    channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
+                except CallFailed:
+                    if not _has_ended(channel.peer):
+                        missed.append(channel)
+            unheard = missed
+            if unheard:
+                time.sleep(_RETRY_S)
+        if unheard:
+            named = ", ".join(channel.peer for channel in unheard)
+            print(
+                f"jdist: {named} did not hear that the job is over, and ends by itself when nobody has asked for anything for "
+                "its `jdist serve --grace-s`",
+                file=sys.stderr,
+                flush=True,
+            )
         self.close()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import jax
 from jdist.cluster import failpoints, runtime
 from jdist.cluster.communication import CommunicationOptions
 from jdist.cluster.failpoints import Point
+from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import DeviceError, StrategyError
@@ -78,6 +79,7 @@ def multi_worker(
         joined = runtime.start(spec, **options.timeouts)
     with joined.blocked():  # each process tells the others of its devices
         devices = tuple(sorted(jax.devices(), key=lambda device: device.process_index))
+    check_devices(devices)
     failpoints.reached(Point.AFTER_INIT)
     if jax.process_count() != joined.num_processes:
         raise StrategyError(

@@ -8,6 +8,7 @@ from typing import get_args
 
 from jdist.cluster import runtime
 from jdist.cluster.communication import CommunicationOptions
+from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.errors import StrategyError
 from jdist.reduction import make_reduction
@@ -71,6 +72,7 @@ def tpu(
     if spec.num_processes > 1:
         cluster = runtime.start(spec, **waits.timeouts)
     devices = attached_tpu_devices(spec.num_processes)
+    check_devices(devices)
     made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
     return dataclasses.replace(made, cluster=cluster)
 

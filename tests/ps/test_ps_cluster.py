@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -237,6 +238,13 @@ class TestEnding:
         assert main(["serve", "--role", "ps", "--address", "nonsense"]) == 2
         assert ending._notes == ["exit code 2"]
         assert "must be host:port" in capsys.readouterr().err
+
+    def test_a_server_that_does_not_hear_that_it_is_over_is_named(self, monkeypatch, capsys):
+        monkeypatch.setattr(ps_servers, "_TELLING_S", 1.0)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            ps_servers._Telling([address, "127.0.0.1:1"], Security()).end()
+        assert f"jdist: {address} did not hear that the job is over, and ends by itself" in capsys.readouterr().err
 
     def test_servers_that_are_gone_keep_nobody(self):
         telling = ps_servers._Telling(["127.0.0.1:1"], Security())

@@ -76,6 +76,6 @@ def check_devices(devices: Sequence[jax.Device]) -> None:
     if len(set(found.values())) > 1:
         listed = ", ".join(f"process {i} has {found[i]}" for i in sorted(found))
         raise DeviceError(
-            f"the processes have different numbers of devices: {listed}. Each process reads as many rows as any other, so start "
-            "each with as many devices: on GPUs CUDA_VISIBLE_DEVICES says which of them a process sees."
+            f"the processes have different numbers of devices: {listed}. Each process reads as many rows as any other, so "
+            "start each with as many devices: on GPUs CUDA_VISIBLE_DEVICES says which of them a process sees."
         )

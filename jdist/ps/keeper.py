@@ -22,6 +22,7 @@ from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
 from jdist.ps.artifact import unpack
 from jdist.ps.keeping import KEEPING, Keeping, program_spec, result_spec, specs
+from jdist.ps.memory import LARGE_BYTES, let_go
 from jdist.ps.messages import (
     TRAVELLING,
     Apply,
@@ -72,6 +73,7 @@ class Keeper:
         self._cut: list[np.ndarray] = []
         self._cut_of: tuple[Any, Any] = 0, 0  # its generation and version
         self._answers: dict[int, Any] = {}
+        self._holds_applied = False  # memory of gradients that were applied
         self._begun_by = ""  # the coordinator of its history
         self._left: set[int] = set()  # calls that are not answered yet, and whose callers have gone
 
@@ -141,6 +143,9 @@ class Keeper:
         result = result_spec(size)
         with self._lock:
             keeping = self._keeping
+            holds, self._holds_applied = self._holds_applied, False
+        if holds:
+            let_go()
         said = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
         views = [(m["is"], m.get("view")) for m in said if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:
@@ -167,6 +172,7 @@ class Keeper:
             for message in messages:
                 answer = self._ask(message, arrays, deadline)
                 answers.append(self._told(message, answer, sent))
+            arrays.clear()  # the caller's list: what is kept of them, `_held` has
         return {"answers": answers}, sent
 
     def _ask(self, message: Message, arrays: list[np.ndarray], deadline: float) -> Any:
@@ -237,6 +243,7 @@ class Keeper:
                 case Apply():
                     scalars = [] if command.scalars is None else self._held[command.scalars]
                     gradients = [(self._held[ref], weight) for ref, weight in command.gradients]
+                    self._holds_applied = sum(x.nbytes for (_, arrays), _ in gradients for x in arrays) > LARGE_BYTES
                     try:
                         self._apply(gradients, scalars)
                     except BaseException:

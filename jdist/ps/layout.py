@@ -188,10 +188,10 @@ class Layout:
         return [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.kept] for shard in self.shards]
 
     def put_together(self, kept: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[np.ndarray]:
-        """Whole leaves, from what each server keeps; `leaves` has those that no server keeps."""
+        """Whole leaves, arrays of the caller's own, from what each server keeps; `leaves` has those that no server keeps."""
         known = {rows.of for shard in self.shards for rows in shard.kept}
         found = [
-            np.empty(shape.shape, shape.dtype) if i in known else np.asarray(leaves[i])
+            np.empty(shape.shape, shape.dtype) if i in known else np.array(leaves[i])
             for i, shape in enumerate(self.shapes)
         ]
         for shard, arrays in zip(self.shards, kept, strict=True):

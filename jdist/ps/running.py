@@ -196,7 +196,7 @@ class PsJob:
         self.join()
         with self._lock:
             if self._coordinator is None or self._layout is None or state is not self._state:
-                return [np.asarray(x) for x in _leaves_here(state)]
+                return [np.array(x) for x in _leaves_here(state)]
             return self._layout.put_together(self._coordinator.state().kept, state.leaves)
 
     def num_skipped(self) -> int:

@@ -157,7 +157,7 @@ class ShardCopy(Keeper):
                 said = to_plain(dataclasses.replace(message, settled=self._shard.settled))
                 refused = isinstance(self._answers.get(call), Refused)
                 carries = isinstance(message, Push) or (isinstance(message, Commit) and message.as_one)
-                given = arrays if carries and not refused else []
+                given = [*arrays] if carries and not refused else []
                 entry = {"say": said, "result": given[-1].size if given else None}
                 self._forwarding.add(self._standing.number, entry, given)
         return call
@@ -166,7 +166,7 @@ class ShardCopy(Keeper):
         self, keeping: Keeping | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
     ) -> None:
         super()._put(keeping, kept, programs, packed)
-        self._packed = packed
+        self._packed = [np.array(x) for x in packed]  # what came is one block with the arrays, which are soon replaced
         if self._standing.role == "leads":
             self._standing = standings.changed(self._standing)
             if self._forwarding is not None:
@@ -217,7 +217,8 @@ class ShardCopy(Keeper):
             if took == "taken":
                 self._follow_nobody()
                 super()._put(state.keeping, state.kept, programs, state.packed)
-                self._packed, self._held, self._shard = state.packed, dict(state.held), state.shard
+                self._packed = [np.array(x) for x in state.packed]  # as above
+                self._held, self._shard = dict(state.held), state.shard
                 self._next_ref = max([self._next_ref, *self._held])
                 self._answers.clear()
                 self._lock.notify_all()

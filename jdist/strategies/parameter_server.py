@@ -32,7 +32,7 @@ from jdist.ps.step import PsStep
 from jdist.ps.times import Times
 from jdist.ps.transport.rpc import RpcChannel
 from jdist.reduction import psum
-from jdist.remote import fetched
+from jdist.remote import RemoteTree, fetched
 from jdist.static_leaves import pack, unpack
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.ps_options import Mode, settled
@@ -153,6 +153,8 @@ def _strategy(job: PsJob) -> Strategy:
         return RemoteState(job, jax.device_get(jax.jit(lambda *args: pack(fn(*args)))(*args)))
 
     def fetch(strategy: Strategy, state: PyTree) -> PyTree:
+        if isinstance(state, RemoteTree):
+            return state.fetch()  # arrays of the caller's own
         return unpack(jax.tree.map(to_host, pack(fetched(state))))
 
     def check(strategy: Strategy, state: PyTree) -> None:

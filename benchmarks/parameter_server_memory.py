@@ -4,8 +4,8 @@
     python benchmarks/parameter_server_memory.py --steps 300 --floats 25000000   # large ones: the server
     python benchmarks/parameter_server_memory.py --steps 11 --floats 128000000 --workers 1   # how many times the state each has
 
-Prints the resident memory of the program and of the server while workers train, at ten moments after a first tenth; and at the end,
-after a snapshot and a fetch, the most that each process ever had above what it had for a tiny state, as a multiple of the state.
+Prints the resident memory of the program and of the server while workers train, at ten moments after a first tenth; and at
+the end, after a snapshot and a fetch, the most that each process ever had above what a tiny state took, in states.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from jdist.errors import (
     CheckpointError,
     ClosureError,
@@ -18,6 +20,7 @@ from jdist.errors import (
 
 FINISHED = 0
 FAILED = 1  # training failed: a NaN, replicas that differ, an exception
+CANNOT_WRITE = 74  # EX_IOERR of sysexits.h: the disk is full, or may not be written; trying again leads to the same
 USAGE = 2  # what was asked for is not right; trying again leads to the same
 PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h: another process was lost, failed or did not come; nothing was saved since
 INTERRUPTED = 130  # 128 + SIGINT: saved and left
@@ -31,9 +34,13 @@ def of(error: BaseException) -> int:
     Example:
         >>> of(PeerFailedError("process 1: no such key", exit_code=USAGE)), of(OSError("disk gone"))
         (2, 1)
+        >>> of(OSError(errno.ENOSPC, "No space left on device"))
+        74
     """
-    if isinstance(error, PeerFailedError) and error.exit_code == USAGE:
-        return USAGE  # then starting again helps nowhere
+    if isinstance(error, PeerFailedError) and error.exit_code in (USAGE, CANNOT_WRITE):
+        return error.exit_code  # then starting again helps nowhere
+    if _cannot_write(error):
+        return CANNOT_WRITE
     if isinstance(error, _LOST):
         return PEER_LOST
     if isinstance(error, JDistError) and not isinstance(
@@ -41,3 +48,12 @@ def of(error: BaseException) -> int:
     ):
         return USAGE
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+
+
+def _cannot_write(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, says that a disk takes nothing more."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -39,8 +39,8 @@ def launch(
       jdist launch --workers 2 --ps 2 -- train.py
 
     When a process fails, the others are ended. With restarts left all are then started again, each time after
-    a longer wait, and go on from their last checkpoint; an exception (exit code 1) counts, as a lost peer or a
-    full disk ends in one, too. Only exit code 2 does not. With MIN:MAX the next attempt does without the process
+    a longer wait, and go on from their last checkpoint; an exception (exit code 1) counts, as a lost peer
+    ends in one, too. Only exit codes 2 and 74 do not. With MIN:MAX the next attempt does without the process
     that failed, and those killed with it; after --regrow-s all are asked to save and leave, and MAX go on. If
     that fails within --regrow-s, the job goes back to fewer, uses up no restart, and waits twice as long
     before it tries again.
@@ -53,7 +53,7 @@ def launch(
 
     Exit codes: 0 all ended well; 130 or 143 stopped by Ctrl-C or SIGTERM; else that of the process that failed
     first, 128 plus the signal's number if it was killed. 75 is that of a process which lost a peer and names no
-    other; 2 means that what was asked for is not right.
+    other; 2 means that what was asked for is not right, 74 that a disk is full.
 
     Args:
         command: what each process runs.

@@ -32,9 +32,9 @@ def run(
       jdist run --replay runs/digits
 
     Ctrl-C finishes the running step, saves, and leaves with exit code 130; SIGTERM the same with 143; a
-    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ, a full
-    disk), or a replay differs; 2 what was asked for is not right; 75 another process of the job was lost, or did not
-    come in time. JDIST_TRACEBACK=1 shows where in the code an error arose.
+    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ), or a
+    replay differs; 2 what was asked for is not right; 74 a disk is full; 75 another process of the job was lost, or did
+    not come in time. JDIST_TRACEBACK=1 shows where in the code an error arose.
 
     In several processes (strategy.name=multi_worker) process 0 alone reports and writes metrics. In the evaluator of
     a TF_CONFIG it evaluates the checkpoints of the job that trains, into eval.jsonl.

@@ -59,7 +59,7 @@ class WorkerLink:
         self._registered, self._lost_at = False, collections.deque[float]()
         self._gave_up = False  # whether it was lost only in so far as it gave its closures up
         self._told = False  # of a loss
-        self._cut = ""  # what is known of a way that it does not have
+        self._cut = ""  # why it was cut off from here
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
@@ -280,6 +280,8 @@ class WorkerLink:
                     self._hub.check_workers()
                 except CallFailed:
                     is_lost = time.monotonic() - last > self._times.lost_after_s
+                    if is_lost:
+                        self._cut = f"it has not answered for {self._times.lost_after_s:g} s"
                 if is_lost:
                     lost.set()
                     busy.close()

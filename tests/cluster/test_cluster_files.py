@@ -92,7 +92,7 @@ def test_exit_codes_1_and_2_end_the_job_and_others_start_it_again(name):
     (replicated,) = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [1, 2])
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [1, 2, 74])
     (container,) = job["template"]["spec"]["containers"]
     assert rule["onExitCodes"]["containerName"] == container["name"]
     assert job["template"]["spec"]["restartPolicy"] == "Never", "Kubernetes demands it with a podFailurePolicy"

@@ -37,6 +37,19 @@ def test_the_last_traceback():
         (CHAINED, "KeyError: 'k'"),
         (GROUP, "ExceptionGroup: two (2 sub-exceptions)"),
         ("jdist: no such config\n\n", "jdist: no such config"),
+        (
+            "killed by hand\n"
+            "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+            "F0000 00:00:1795443783.681930   32019 client.cc:80] Terminating process because the JAX distributed service\n"
+            "*** Check failure stack trace: ***\n    @     0x7f11  absl::LogMessage::SendToLog()\n",
+            "killed by hand",
+        ),
+        (
+            "jdist: PeerLostError: process 1 (n1:2222) is lost: it stands still.\njdist: process 1, step 3: its own code\n"
+            'jdist:     loader.py:3 read\njdist: peer lost {"error": "PeerLostError"}\n',
+            "jdist: PeerLostError: process 1 (n1:2222) is lost: it stands still.",
+        ),
+        ("E1123 12:00:00.1 1 xla.cc:1] out\n", "E1123 12:00:00.1 1 xla.cc:1] out"),
         ("", ""),
         ("Traceback (most recent call last):\n", ""),
     ],

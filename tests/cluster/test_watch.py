@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jdist.cluster import exit_codes
 from jdist.cluster.watch import switchboard as switchboards
 from jdist.cluster.watch.lines import MOST_BYTES
 from jdist.cluster.watch.place import Place
@@ -141,6 +142,16 @@ def test_all_are_told_who_is_missing(job):
         assert str(error).startswith(
             "not all of the 3 processes came in time; missing: process 1 (n1:1). Look at their logs"
         )
+
+
+def test_one_of_a_job_of_another_size_is_no_matter_of_time(job):
+    """To start all again leads to the same: exit code 2, where one that only came too late would be 75."""
+    made = job(2, silence_s=5.0, start_timeout_s=2.0)
+    larger = {"addresses": ("n0:1", "n1:1", "n2:1")}
+    errors = each(lambda i: made.watch(i, **(larger if i else {})), [0, 1])
+    assert "process 0 (n0:1) refused process 1: it was started as one of 3 processes, process 0" in str(errors[1])
+    assert "missing: process 1 (n1:1). But one from" in str(errors[0])
+    assert [exit_codes.of(errors[i]) for i in (0, 1)] == [exit_codes.USAGE] * 2
 
 
 def test_a_port_that_nobody_listens_on():

@@ -1,3 +1,4 @@
+import errno
 import importlib.metadata
 import subprocess
 import sys
@@ -82,12 +83,24 @@ def test_the_module_is_the_command(tmp_path):
     assert done.stderr == f"jdist: {tmp_path}/none.yaml: no such config file.\n"
 
 
+def because(error, cause):
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (errors.ConfigError("a typo"), 2),
         (errors.ClusterError("JAX was used already"), 2),
-        (errors.CheckpointError("No space left on device"), 1),  # starting again may help, once there is room
+        (errors.CheckpointError("a part of it is missing"), 1),
+        (
+            because(
+                errors.CheckpointError("step 7: cannot be written"), OSError(errno.ENOSPC, "No space left on device")
+            ),
+            74,
+        ),
+        (errors.PeerFailedError("process 1: No space left on device", exit_code=74), 74),
         (errors.NonFiniteError("a NaN", "w", 1), 1),
         (errors.ClusterTimeoutError("not all came in time"), 75),
         (errors.PeerFailedError("process 1: disk gone", exit_code=1), 75),

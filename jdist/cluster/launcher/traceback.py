@@ -5,6 +5,13 @@ from __future__ import annotations
 import re
 
 _HEADER = re.compile(r"\s*(\+ Exception Group )?Traceback \(most recent call last\):")
+# What XLA and its libraries write round an error of somebody else's: log lines of absl, banners, traces of their own.
+_NOISE = re.compile(
+    r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
+    r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
+)
+_SAID = "jdist: "  # how a message of jdist's begins; a record for programs, and a frame of a stack, do not explain
+_NO_REASON = re.compile(r"jdist: (peer lost \{|    |process \d+, step )")
 LONGEST = 30  # lines
 LINES_WITHOUT = 8
 
@@ -21,7 +28,8 @@ def explanation(stderr: str) -> list[str]:
     lines = [line.rstrip() for line in stderr.splitlines()]
     header = max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
     if header is None:
-        return [line for line in lines if line][-LINES_WITHOUT:]
+        lines = [line for line in lines if line]
+        return (_without_noise(lines) or lines)[-LINES_WITHOUT:]
     message = _message(lines, header)
     frames, said = lines[header:message], lines[message : message + LINES_WITHOUT]
     if len(frames) + len(said) > LONGEST:
@@ -34,13 +42,19 @@ def explanation(stderr: str) -> list[str]:
 
 
 def cause(stderr: str) -> str:
-    """One line: the exception and its message's first line, or else the last line; empty if nothing was said."""
+    """One line: the exception and its message's first line, or else jdist's last line, or the last; empty if there is none."""
     lines = stderr.splitlines()
     header = max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
     if header is not None:
         message = _message(lines, header)
         return lines[message].strip("| ") if message < len(lines) else ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    lines = [line.strip() for line in lines if line.strip()]
+    reasons = [line for line in lines if line.startswith(_SAID) and not _NO_REASON.match(line)]
+    return (reasons or _without_noise(lines) or lines or [""])[-1]
+
+
+def _without_noise(lines: list[str]) -> list[str]:
+    return [line for line in lines if not _NOISE.match(line)]
 
 
 def _message(lines: list[str], header: int) -> int:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jdist.cluster.exit_codes import FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
+from jdist.cluster.exit_codes import CANNOT_WRITE, FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
 
 WORKER, EVALUATOR, CHIEF = "worker", "evaluator", "chief"
 _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
@@ -107,8 +107,8 @@ def exit_code(end: End) -> int:
 
 
 def mendable(end: End) -> bool:
-    """Whether starting again may help: not if what was asked for is not right, or cannot be started at all."""
-    return end.code not in (USAGE, *_CANNOT_BE_STARTED)
+    """Whether starting again may help: not if what was asked for is not right, cannot be started, or nothing can be written."""
+    return end.code not in (USAGE, CANNOT_WRITE, *_CANNOT_BE_STARTED)
 
 
 def how(end: End) -> str:
@@ -124,7 +124,8 @@ def how(end: End) -> str:
     if end.code < 0:
         return f"was killed by {signal_name(-end.code)}"
     remark = {Kind.PEER_LOST: " (it lost a peer)", Kind.LEFT: " (asked to stop, not by the launcher)"}
-    return f"ended with exit code {end.code}{remark.get(meaning, '')}"
+    more = " (a disk is full, or may not be written)" if end.code == CANNOT_WRITE else remark.get(meaning, "")
+    return f"ended with exit code {end.code}{more}"
 
 
 def signal_name(number: int) -> str:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 
 _ASK_AGAIN_S = 10.0  # after those who are waited for said that what they do may last
+OTHER_COUNT = "it was started as one of"  # how a refusal begins that lasts until somebody mends a setting
 _MOST_REFUSED = 4  # that are told of
 _MOST_OPEN = 100  # exchanges that some have said their part of and others have not; a correct job has a few
 
@@ -115,7 +116,7 @@ def refusal(hub: Hub, hello: Message) -> str | None:
     """Why a process that says hello cannot take part, as a clause; None if it can."""
     process, count = hello.get("process"), hello.get("count")
     if count != hub.count:
-        return f"it was started as one of {count!r} processes, process 0 as one of {hub.count}"
+        return f"{OTHER_COUNT} {count!r} processes, process 0 as one of {hub.count}"
     if isinstance(process, bool) or not isinstance(process, int) or not 0 <= process < hub.count:
         return f"process index {process!r} is not among 0 to {hub.count - 1}"
     if process in hub.members:

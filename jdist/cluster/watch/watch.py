@@ -20,6 +20,7 @@ from jdist.cluster.address import join
 from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.bell import Bell
 from jdist.cluster.watch.exchanges import Exchanges
+from jdist.cluster.watch.hub import OTHER_COUNT
 from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
@@ -299,10 +300,13 @@ class Watch:
                 case {"type": "absent", "processes": list(absent), "refused": list(refused)}:
                     names = ", ".join(map(self.place.label, absent))
                     came = f" But {'; '.join(map(str, refused))}." if refused else ""
-                    self._no_start = ClusterTimeoutError(
+                    told = (
                         f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}.{came} Look at "
                         "their logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
                     )
+                    # Where some were started for a job of another size, to start all again leads to the same.
+                    lasts = any(OTHER_COUNT in str(each) for each in refused)
+                    self._no_start = ClusterError(told) if lasts else ClusterTimeoutError(told)
                 case {"type": "values", "key": str(), "values": list()} | {
                     "type": "void",
                     "key": str(),

@@ -81,9 +81,9 @@ full: setup
 soak: setup
 	$(OPTIMIZED) $(BIN)/python -m pytest -n $(WORKERS) -m soak
 
-# Ten minutes of the parameter server, while its processes are killed and its messages lost.
+# 200 schedules of faults of the parameter server (killed, stopped, cut off, out of files), and its longest random tests: an hour.
 soak-ps: setup
-	$(OPTIMIZED) JDIST_SOAK_S=600 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
+	$(OPTIMIZED) JDIST_SOAK_S=600 JDIST_SOAK_SCHEDULES=200 $(BIN)/python -m pytest -n $(WORKERS) -m soak tests/ps
 
 bench: setup
 	$(BIN)/python benchmarks/start.py

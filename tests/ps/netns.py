@@ -14,6 +14,7 @@ import pytest
 from real_cluster import Cluster
 
 _SUBNETS = itertools.count(os.getpid() % 120)
+COORDINATOR = "coordinator"
 _NOBODY = "02:00:00:00:00:99"
 
 
@@ -35,7 +36,7 @@ class Hosts:
     """
 
     def __init__(self, number):
-        subnet = f"198.18.{100 + next(_SUBNETS) % 120}"
+        self._subnet = subnet = f"198.18.{100 + next(_SUBNETS) % 120}"
         made = f"jd{os.getpid()}-{subnet.rpartition('.')[2]}"
         self.names = [f"{made}-{i}" for i in range(number)]
         self.addresses = [f"{subnet}.{i + 1}" for i in range(number)]
@@ -54,14 +55,34 @@ class Hosts:
             ip("-n", name, "link", "set", "lo", "up")
 
     def cut(self, i, j):
-        """Nothing goes from one host to the other any more, nor back."""
-        for name, to in ((self.names[i], self.addresses[j]), (self.names[j], self.addresses[i])):
-            ip("-n", name, "neighbour", "replace", to, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
+        """Nothing goes from one host to the other any more, nor back; number -1 is the host of this process."""
+        for of, to in ((i, j), (j, i)):
+            ip(
+                *self._of(of),
+                "neighbour",
+                "replace",
+                self.address(to),
+                "lladdr",
+                _NOBODY,
+                *self._card(of),
+                "nud",
+                "permanent",
+            )
 
     def mend(self, i, j):
         """The link is there again."""
-        for name, to in ((self.names[i], self.addresses[j]), (self.names[j], self.addresses[i])):
-            ip("-n", name, "neighbour", "delete", to, "dev", "eth0")
+        for of, to in ((i, j), (j, i)):
+            with contextlib.suppress(OSError):  # two cuts, and this is the second to end
+                ip(*self._of(of), "neighbour", "delete", self.address(to), *self._card(of))
+
+    def address(self, i):
+        return f"{self._subnet}.{254 if i < 0 else i + 1}"
+
+    def _of(self, i):
+        return () if i < 0 else ("-n", self.names[i])
+
+    def _card(self, i):
+        return ("dev", self._bridge if i < 0 else "eth0")
 
     def close(self):
         for name in self.names:
@@ -95,12 +116,15 @@ class SpreadCluster(Cluster):
         return super().strategy(insecure=True, **options)
 
     def cut(self, one, other):
-        """Cuts the link between two servers, `(role, number)` each."""
-        self.hosts.cut(self._who.index(one), self._who.index(other))
+        """Cuts the link between two servers, `(role, number)` each, or one and the `COORDINATOR`."""
+        self.hosts.cut(self._host(one), self._host(other))
 
     def mend(self, one, other):
         """Mends the link."""
-        self.hosts.mend(self._who.index(one), self._who.index(other))
+        self.hosts.mend(self._host(one), self._host(other))
+
+    def _host(self, who):
+        return -1 if who == COORDINATOR else self._who.index(who)
 
     def close(self):
         super().close()

@@ -1,10 +1,14 @@
-"""A long run while workers and servers are killed, stopped and resumed at random; the count must be exact at the end.
+"""Random schedules of faults while a job runs: nothing is lost, doubled or mixed, and nothing hangs.
 
-It takes JDIST_SOAK_S seconds, 60 unless that is set; JDIST_SOAK_SEED says what happens.
+Each schedule kills, stops and starves of file descriptors any of the servers, and cuts the links of any pair, the
+coordinator's too. JDIST_SOAK_SCHEDULES says how many there are, 10 unless that is set; JDIST_SOAK_SEED says what happens.
 """
 
+import collections
+import contextlib
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -14,77 +18,125 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_ps_faults as faults
-from real_cluster import BOUND_S, Cluster
+from netns import COORDINATOR, spread
+from real_cluster import BOUND_S
 
-SOAK_S = float(os.environ.get("JDIST_SOAK_S", "60"))
+SCHEDULES = int(os.environ.get("JDIST_SOAK_SCHEDULES", "10"))
 SEED = int(os.environ.get("JDIST_SOAK_SEED", "0"))
-MOST_UNDER_WAY = 2000
+WORKERS = PS = 2
+CALLS = 40  # between two faults
 
 
-class Chaos:
-    """What is done to the servers, one thing after the other.
+class Schedule:
+    """Faults that overlap, each for some seconds, one after the other begun.
 
     Args:
         cluster: the servers.
-        seed: of what happens.
+        chance: what happens.
     """
 
-    def __init__(self, cluster, seed):
-        self._cluster, self._random, self._over = cluster, random.Random(seed), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chaos")
-        self.done, self.error = [], None
+    def __init__(self, cluster, chance):
+        self._cluster, self._chance = cluster, chance
+        self._undo, self.done = [], []
 
-    def __enter__(self):
-        self._thread.start()
-        return self
+    def next(self):
+        """Does the next thing, and undoes what has lasted long enough."""
+        now = time.monotonic()
+        for end, undo in [entry for entry in self._undo if entry[0] < now]:
+            self._undo.remove((end, undo))
+            undo()
+        what = self._chance.choice([self._kill, self._kill, self._stop, self._cut, self._cut, self._starve])
+        name, undo = what()
+        self.done.append(name)
+        if undo is not None:
+            self._undo.append((time.monotonic() + self._chance.uniform(0.2, 12.0), undo))
 
-    def __exit__(self, *_):
-        self._over.set()
-        self._thread.join(BOUND_S)
+    def close(self):
+        """Mends all."""
+        for _, undo in self._undo:
+            undo()
+        self._undo.clear()
         self._cluster.ready()
 
-    def _run(self):
-        try:
-            while not self._over.wait(self._random.uniform(0, 3)):
-                self._do()
-        except BaseException as exc:
-            self.error = exc
-            raise
+    def _one(self):
+        return self._chance.choice(sorted(self._cluster.processes))
 
-    def _do(self):
-        chance, cluster = self._random, self._cluster
-        who = chance.sample(sorted(cluster.processes), chance.choice([1, 1, 1, 2, 3]))
-        what = chance.choice(["kill", "kill", "stop"])
-        self.done.append((what, *who))
-        if what == "kill":
-            cluster.kill(*who)
-            self._over.wait(chance.choice([0, 0, 2]))
-            cluster.start(*who)
-        else:
-            for each in who:
-                cluster.stop(*each)
-            self._over.wait(chance.uniform(0.1, 3))
-            for each in who:
-                cluster.resume(*each)
+    def _kill(self):
+        who = self._one()
+        self._cluster.kill(who)
+        if self._chance.random() < 0.5:
+            self._cluster.start(who)
+            return f"killed {who}", None
+        return f"killed {who} for a while", lambda: self._cluster.start(who)
+
+    def _stop(self):
+        who = self._one()
+        process = self._cluster.processes[who]
+        if process.poll() is not None:
+            return f"left {who} dead", None
+        self._cluster.stop(*who)
+
+        def resume():
+            if process.poll() is None and self._cluster.processes[who] is process:
+                self._cluster.resume(*who)
+
+        return f"stopped {who}", resume
+
+    def _cut(self):
+        pair = self._chance.sample([COORDINATOR, *sorted(self._cluster.processes)], 2)
+        self._cluster.cut(*pair)
+        return f"cut {pair}", lambda: self._cluster.mend(*pair)
+
+    def _starve(self):
+        """No file more than it has open now."""
+        who = self._one()
+        process = self._cluster.processes[who]
+        with contextlib.suppress(OSError):  # it is dead
+            before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            open_now = len(os.listdir(f"/proc/{process.pid}/fd"))
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_now, before[1]))
+
+            def undo():
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+
+            return f"starved {who}", undo
+        return f"left {who} dead", None
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with spread(tmp_path_factory.mktemp("soak"), workers=WORKERS, ps=PS) as made:
+        yield made
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(SOAK_S + 300)
-@pytest.mark.parametrize(("mode", "workers"), [("async", 3), ("sync", 2)])
-def test_the_count_is_exact_whatever_happens(tmp_path, mode, workers):
-    cluster = Cluster(tmp_path, workers=workers, ps=2)
-    end = time.monotonic() + SOAK_S / 2
-    try:
-        with faults.running(cluster.strategy(mode=mode)) as job, Chaos(cluster, SEED) as chaos:
-            while time.monotonic() < end:
-                assert chaos.error is None, chaos.error
-                job.schedule(50)
-                if len(job.totals) > MOST_UNDER_WAY:
-                    job.totals[-MOST_UNDER_WAY].result(2 * BOUND_S)
-            chaos.__exit__()
-            job.coordinator.join(4 * BOUND_S)
-            job.check()
-            assert len(chaos.done) > SOAK_S / 60
-            print(f"{len(job.totals):,} calls, {job.rollbacks} rollbacks, {len(chaos.done)} faults")
-    finally:
-        cluster.close()
+@pytest.mark.timeout(60 * SCHEDULES + 300)
+def test_nothing_is_lost_doubled_or_mixed_and_nothing_hangs(cluster):
+    counts = collections.Counter()
+    for number in range(SCHEDULES):
+        chance = random.Random(f"{SEED} {number}")
+        options = {"mode": chance.choice(["async", "sync"]), "ps_replicas": chance.choice([1, 2])}
+        cluster.ready()
+        schedule = Schedule(cluster, chance)
+        begun = time.monotonic()
+        try:
+            with faults.running(cluster.strategy(**options)) as job:
+                try:
+                    for _ in range(chance.randint(1, 6)):
+                        job.schedule(CALLS)
+                        schedule.next()
+                        threading.Event().wait(chance.uniform(0.0, 3.0))
+                finally:
+                    schedule.close()
+                job.coordinator.join(2 * BOUND_S)  # longer than any of its waits: else it hangs
+                job.check()
+                counts["calls"] += len(job.totals)
+                counts["rollbacks"] += job.rollbacks
+        except BaseException as exc:
+            exc.add_note(f"schedule {number} of seed {SEED}, {options}: {schedule.done}")
+            raise
+        counts["faults"] += len(schedule.done)
+        counts["schedules"] += 1
+        print(f"{number}: {options}, {time.monotonic() - begun:.0f} s: {'; '.join(schedule.done)}", flush=True)
+    print(dict(counts))

@@ -17,6 +17,16 @@ import numpy as np
 from jdist import dataflow
 from jdist.collective import collective_of
 
+_ADDING = ("add", "add_any", "sub", "scatter-add")
+_KEEPING = (
+    "neg",
+    "copy",
+    "copy_p",
+    "optimization_barrier",
+    "stop_gradient",
+    "convert_element_type",
+    *dataflow.RESHAPING,
+)  # whole numbers
 Slope = Any  # a number of the program, or an array computed when the step runs; no axes, or those of the leaf
 
 
@@ -68,6 +78,37 @@ class AffineRule:
             return slope
         wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
         return jax.ShapeDtypeStruct(shape.shape, wide)
+
+    @property
+    def adds_whole_numbers(self) -> bool:
+        """Whether all that is added to the old value is whole by its making: a count, which no mean over rows is."""
+        return all(
+            eqn.primitive.name in (*_ADDING, *_KEEPING) and all(map(self._is_whole, self._others(eqn)))
+            for eqn in self._path
+        )
+
+    def _others(self, eqn: Any) -> list[Any]:
+        """The operands of an equation that do not depend on the leaf, indices left out."""
+        operands = [eqn.invars[0], *eqn.invars[2:]] if eqn.primitive.name == "scatter-add" else eqn.invars
+        return [v for v in operands if dataflow.is_literal(v) or v not in self._depends]
+
+    def _is_whole(self, v: Any) -> bool:
+        if jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == jnp.bool_:
+            return True
+        if (constant := self._constant(v)) is not None:
+            return float(constant).is_integer()
+        eqn = None if dataflow.is_literal(v) else self._made_by.get(v)
+        if eqn is None or eqn.primitive.name not in (
+            *_ADDING,
+            *_KEEPING,
+            "mul",
+            "reduce_sum",
+            "dot_general",
+            "select_n",
+        ):
+            return False
+        operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
+        return all(map(self._is_whole, operands))
 
     def __call__(self, values: Sequence[Any]) -> Slope:
         """The slope, for values of what is given.

@@ -66,6 +66,20 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A leaf of the state that a step computes from its rows without combining it.
+
+    Attributes:
+        leaf: its number in the state.
+        adds_up: whether each microbatch adds a whole number to the old value (a counter), so that all additions count;
+            else the microbatches' values are averaged, as replicas' are.
+    """
+
+    leaf: int
+    adds_up: bool
+
+
+@dataclass(frozen=True)
 class Traced:
     """A step's jaxpr, and what its variables are.
 
@@ -114,7 +128,7 @@ class Split:
 
     Attributes:
         phases: in the order of execution.
-        carried: the leaves of the state that phases write: what each microbatch computes of them is averaged, as replicas' is.
+        carried: the leaves of the state that phases write.
         read: numbers of the state's leaves that phases read.
         varies: for each output, whether it differs between replicas (or microbatches) if it is not averaged.
         early: for each output, whether a phase computes it; the others wait for the update.
@@ -127,7 +141,7 @@ class Split:
     """
 
     phases: tuple[Phase, ...]
-    carried: tuple[int, ...]
+    carried: tuple[Carried, ...]
     read: tuple[int, ...]
     varies: tuple[bool, ...]
     early: tuple[bool, ...]
@@ -293,12 +307,10 @@ class _Analysis:
             (self.late_effects if is_late else self.early_effects).append(eqn)
 
     def split(self) -> Split:
-        carried = tuple(i for i, v in enumerate(self.new_state) if self._is_own(v))
-        for i in carried:
-            self._check_carried(i)
+        carried = tuple(self._carried(i) for i, v in enumerate(self.new_state) if self._is_own(v))
         early = tuple(map(self._is_own, self.outputs))
         phase_of_cut = self._schedule(carried, early)
-        wanted = [(self._home(self.new_state[i]), "carried", n) for n, i in enumerate(carried)]
+        wanted = [(self._home(self.new_state[c.leaf]), "carried", n) for n, c in enumerate(carried)]
         wanted += [(self._home(v), "outputs", i) for i, v in enumerate(self.outputs) if early[i]]
         effects = [
             (self._phase_of_level(max((self._level(v) for v in eqn.invars), default=0)), eqn)
@@ -330,7 +342,7 @@ class _Analysis:
             Phase(tuple(next(described) for _ in phase.cuts), phase.carried, phase.outputs, phase.prepare, phase.run)
             for phase in phases
         ]
-        carried_vars = [self.new_state[i] for i in carried]
+        carried_vars = [self.new_state[c.leaf] for c in carried]
         of_replicas = dataflow.varying(self.closed, [*self.batch, *carried_vars])
         late_vars = [v for v, is_early in zip(self.outputs, early, strict=True) if not is_early]
         given = [*self.state, *self.others, *combined, *carried_vars]
@@ -373,14 +385,14 @@ class _Analysis:
         last = max(self.cut_level.values(), default=0)
         return next((g for g in self.gradients if g >= level), max(level, last))
 
-    def _schedule(self, carried: Sequence[int], early: Sequence[bool]) -> dict[int, int]:
+    def _schedule(self, carried: Sequence[Carried], early: Sequence[bool]) -> dict[int, int]:
         """The phase of each cut: as soon as its operands are known where another phase reads it, else where a gradient
         is taken.
 
         So a total of what the forward pass gives needs no forward pass of its own.
         """
         ends = [v for v, is_early in zip(self.outputs, early, strict=True) if is_early]
-        ends += [self.new_state[i] for i in carried]
+        ends += [self.new_state[c.leaf] for c in carried]
         ends += [v for eqn in self.early_effects for v in eqn.invars]
         ends += [v for place in self.cut_level for v in self.equations[place].invars]
         _, reads = dataflow.needed(self.closed, [v for v in ends if not dataflow.is_literal(v)], set())
@@ -397,14 +409,14 @@ class _Analysis:
     def _phase(
         self,
         places: list[int],
-        carried: Sequence[int],
+        carried: Sequence[Carried],
         mine: dict[str, tuple[int, ...]],
         effects: list[Any],
         combined: list[Any],
         reads: set[Any],
     ) -> Phase:
         operands = [self._operands(place) for place in places]
-        carried_vars = [self.new_state[carried[n]] for n in mine["carried"]]
+        carried_vars = [self.new_state[carried[n].leaf] for n in mine["carried"]]
         outputs = [self.outputs[i] for i in mine["outputs"]]
         wanted = [*(v for vs in operands for v in vs), *carried_vars, *outputs]
         known = list(combined)
@@ -445,16 +457,19 @@ class _Analysis:
         order = [*dataflow.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)]
         return [v for v in order if v in variables]
 
-    def _check_carried(self, i: int) -> None:
-        """Refuses a leaf that each microbatch computes for itself, unless their mean is what one microbatch would have."""
+    def _carried(self, i: int) -> Carried:
+        """How microbatches share a leaf that each computes for itself."""
         old, new = self.state[i], self.new_state[i]
         dtype = old.aval.dtype
         if self.sizes[1] == 1:
-            return
-        slope = AffineRule(self.closed, old, new, self.sizes).of_program()
+            return Carried(i, adds_up=False)
+        rule = AffineRule(self.closed, old, new, self.sizes)
+        slope = rule.of_program()
         is_added_to = isinstance(slope, float | int) and slope == 1
+        if is_added_to and rule.adds_whole_numbers:
+            return Carried(i, adds_up=True)
         if jnp.issubdtype(dtype, jnp.floating) and slope is not None and not is_added_to:
-            return
+            return Carried(i, adds_up=False)
         path = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(self.new_state_shape)][i]
         if is_added_to:
             raise BoundaryError(

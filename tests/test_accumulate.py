@@ -295,7 +295,7 @@ def test_neither_state_nor_gradient():
 
 
 class TestStateThatMicrobatchesWrite:
-    """Without a collective: each reads the old value, an average takes the mean of theirs; what adds up is to be said."""
+    """Without a collective: each reads the old value, a counter counts all of them, an average takes the mean of theirs."""
 
     def written(self, rule, first=4.0):
         def step(state, batch):
@@ -309,19 +309,16 @@ class TestStateThatMicrobatchesWrite:
         return np.asarray(state["own"]), metrics
 
     def test_a_counter(self):
-        """Beside it `old + mask.size` would count one microbatch, so that the share of the two were wrong without a word."""
-        own, metrics = self.written(
-            lambda old, batch, loss: jdist.aggregate(old + batch["mask"].sum(), "sum", old=old), 4
-        )
+        own, metrics = self.written(lambda old, batch, loss: old + batch["mask"].sum(), 4)
         assert own == 4 + 10
         assert metrics["own"] == 4
 
+    def test_whole_numbers_in_floating_point(self):
+        own, _ = self.written(lambda old, batch, loss: old - 2 * batch["mask"].astype(jnp.float32).sum())
+        assert own == 4 - 2 * 10
+
     def test_what_may_be_a_sum_or_a_mean_is_refused_until_it_is_said(self):
-        for added in (
-            lambda batch: batch["y"].mean(),
-            lambda batch: batch["y"].sum(),
-            lambda batch: batch["mask"].sum(),
-        ):
+        for added in (lambda batch: batch["y"].mean(), lambda batch: batch["y"].sum()):
             with pytest.raises(
                 BoundaryError, match=r"adds to state leaf \['own'\].*`jdist\.aggregate\(new, \"sum\", old=old\)`"
             ):

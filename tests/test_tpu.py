@@ -56,7 +56,7 @@ class TestWhereThereIsNoTpu:
         monkeypatch.setattr(runtime, "start", lambda spec, **waits: started.append((spec.process_index, *waits)))
         with pytest.raises(DeviceError, match="no TPU here"):
             jdist.tpu()
-        assert started == [(1, "timeout_s", "start_timeout_s")]
+        assert started == [(1, "timeout_s", "start_timeout_s", "progress_timeout_s")]
 
     @pytest.mark.parametrize(
         ("name", "message"),

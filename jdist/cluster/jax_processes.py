@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -66,7 +67,7 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
     )
 
 
-def check_devices(devices: Sequence[jax.Device]) -> None:
+def check_devices(devices: Sequence[Any]) -> None:
     """Refuses processes with different numbers of devices, as rows are shared out by process.
 
     Raises:

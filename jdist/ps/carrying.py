@@ -158,7 +158,7 @@ def find_carrying(parts: Split, leaves: Sequence[int], by_slope: Sequence[int], 
                 found.append(Affine(i, slope, rule, None))
         elif slope is not None:
             found.append(Affine(i, None, rule, slope))
-    places = tuple(list(leaves).index(i) for i in parts.carried)
+    places = tuple(list(leaves).index(c.leaf) for c in parts.carried)
     return Carrying(tuple(leaves), tuple(found), tuple(given), places)
 
 

@@ -220,7 +220,7 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
     of_batch = traced.depends([*traced.batch, traced.microbatch])
     paths = [jax.tree_util.keystr(path) or "it" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     carries = [i for i, v in enumerate(traced.new_state) if dataflow.is_in(v, of_batch) and v not in of_gradients]
-    both = [paths[i] for i in parts.carried if traced.new_state[i] in of_gradients]
+    both = [paths[c.leaf] for c in parts.carried if traced.new_state[c.leaf] in of_gradients]
     if both:
         raise BoundaryError(
             f"the step computes {', '.join(both)} from a worker's rows and from its combined gradients. Under a "

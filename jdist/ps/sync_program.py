@@ -135,6 +135,7 @@ class SyncParts:
         num_arguments = self._treedef.num_leaves
         leaves, (number, *counts) = values[n : n + num_arguments], values[n + num_arguments :]
         state = self._found.filled(dict(zip(self.parts.read, values[:n], strict=True)))
+        old = jax.tree.leaves(state)
         batches, others = jax.tree.unflatten(self._treedef, leaves)
         prepared = self._main.prepare(state, others, counts)
         found = []
@@ -152,8 +153,10 @@ class SyncParts:
                 strict=True,
             )
         ]
+        begun = [old[parts.carried[i].leaf] if parts.carried[i].adds_up else None for i in self._main.carried]
         carried = [
-            _together("mean", values, (), 1) for values in zip(*(carried for _, carried, _ in found), strict=True)
+            _together("mean", values, (), 1) if start is None else start + self._n * sum(x - start for x in values)
+            for start, values in zip(begun, zip(*(carried for _, carried, _ in found), strict=True), strict=True)
         ]
         made = Gradients([*counts, *cuts], carried, [])
         pushed = [

@@ -160,7 +160,7 @@ class _CentralStep:
         late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(planned.gradients, early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        found = {paths[i]: x for i, x in zip(planned.gradients.parts.carried, hashes, strict=False)}
+        found = {paths[i]: x for i, x in zip((c.leaf for c in planned.gradients.parts.carried), hashes, strict=False)}
         if self.options.check_replicas:
             found |= {paths[i - 1]: x for i, x in late_hashes.items()}
         return results[0], new_state, outputs, found

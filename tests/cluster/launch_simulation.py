@@ -40,6 +40,7 @@ class Simulated:
         starts: when each attempt began.
         said: the texts.
         sent: (time, task, signal).
+        sent_in: for each of these, the attempt; one may end and the next begin at the same time.
         alive: processes that had not ended.
         now: the time at the end.
     """
@@ -49,6 +50,7 @@ class Simulated:
     starts: list[float]
     said: list[str]
     sent: list[tuple[float, Task, signal.Signals]]
+    sent_in: list[int]
     alive: set[Task]
     now: float
 
@@ -72,7 +74,7 @@ def simulate(
     alive: dict[Task, Child] = {}
     ends: dict[Task, tuple[float, int]] = {}
     asking = sorted(asks, key=lambda ask: ask[0])
-    done = Simulated(None, [], [], [], [], set(), 0.0)  # pyright: ignore[reportArgumentType]  # set below
+    done = Simulated(None, [], [], [], [], [], set(), 0.0)  # pyright: ignore[reportArgumentType]  # set below
 
     def obey(commands):
         for command in commands:
@@ -87,6 +89,7 @@ def simulate(
             elif isinstance(command, Send):
                 for task in command.tasks:
                     done.sent.append((done.now, task, command.signal))
+                    done.sent_in.append(len(done.starts))
                     _send(command.signal, task)
             elif isinstance(command, Say):
                 done.said.append(command.text)

@@ -299,7 +299,7 @@ def test_it_ends_and_nothing_is_left(config, behaviours, asks):
     if done.exit_code == 0:
         assert all(end.code == 0 for end in done.attempts[-1].ends if end.task.type == "worker")
     # A process is told at most once by each of INT and TERM in an attempt, unless it is killed: a second would cut its save.
-    soft = [(task, done.starts.index(max(s for s in done.starts if s <= at))) for at, task, n in done.sent if n != KILL]
+    soft = [(task, i) for (_, task, n), i in zip(done.sent, done.sent_in, strict=True) if n != KILL]
     assert len(soft) == len(set(soft))
 
 

@@ -111,7 +111,7 @@ def test_in_random_orders_of_very_long_histories(randomness):
 @settings(deadline=None, max_examples=100)
 @given(randomness=st.randoms(use_true_random=False))
 def test_the_loss_of_one_copy_never_costs_the_state(randomness):
-    budget = Budget(kills=1, cuts=1, losses=2, duplicates=3)
+    budget = Budget(kills=1, losses=2, duplicates=3)
     assert wander(start(closures=4, budget=budget), randomness).rollbacks == 0
 
 

@@ -180,7 +180,7 @@ def test_the_certificates_of_the_guide_serve(tmp_path):
     (recipe,) = re.findall(r"^```bash\n(openssl req -x509.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
     listed = f"set -e\n{recipe}\nenv -0"
     done = subprocess.run(["bash", "-c", listed], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    said = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith("JDIST_T"))
+    said = dict(line.split("=", 1) for line in done.stdout.split("\0") if line.startswith(("JDIST_TLS", "JDIST_TOKEN")))
     assert len(said) == 5
     environ = {
         name: str(tmp_path / value) if value.endswith((".pem", ".key")) else value for name, value in said.items()

@@ -25,6 +25,7 @@ SCHEDULES = int(os.environ.get("JDIST_SOAK_SCHEDULES", "10"))
 SEED = int(os.environ.get("JDIST_SOAK_SEED", "0"))
 WORKERS = PS = 2
 CALLS = 40  # between two faults
+LIMITS = resource.getrlimit(resource.RLIMIT_NOFILE)  # the servers', too
 
 
 class Schedule:
@@ -92,13 +93,12 @@ class Schedule:
         who = self._one()
         process = self._cluster.processes[who]
         with contextlib.suppress(OSError):  # it is dead
-            before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             open_now = len(os.listdir(f"/proc/{process.pid}/fd"))
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_now, before[1]))
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_now, LIMITS[1]))
 
             def undo():
                 with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, LIMITS)
 
             return f"starved {who}", undo
         return f"left {who} dead", None

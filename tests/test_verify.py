@@ -291,6 +291,15 @@ def test_batch_normalisation_by_own_rows():
     assert "jdist.replica_axes()" in found.remedy
 
 
+def test_batch_statistics_of_microbatches_are_told_from_those_of_replicas():
+    net, tx = Net(synchronised=True), optax.sgd(0.1)
+    found = verified(net_step(net, tx), net_state(net, tx), accumulate=2)
+    assert {each.cause for each in found.differences} == {
+        "batch normalisation sees the rows of one microbatch at a time"
+    }
+    assert "Do without `accumulate`" in found.remedy
+
+
 @pytest.mark.parametrize("key", [jdist.replica_rng, lambda key: key], ids=["of the replica", "of the state"])
 def test_dropout_is_no_difference_and_what_else_differs_is_found(key):
     tx = optax.sgd(0.1)

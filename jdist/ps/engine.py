@@ -417,7 +417,8 @@ class Engine:
         if self._stands or now_s - self._went_on_s < self._times.standstill_s:
             return
         self._stands = True
-        waits = [
+        waits = [f"parameter server {shard} to take the state" for shard in sorted(self.dispatch.restoring)]
+        waits += [
             f"worker {w} at {self._links[w].address}, {'which has' if each.state == 'ready' else 'which was lost with'} "
             f"{len(each.closures)} closures, the first of them {min(each.closures)}"
             for w, each in sorted(known.items())

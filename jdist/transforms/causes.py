@@ -56,6 +56,11 @@ STATISTICS = Cause(
     "Give the layer `axis_name=jdist.replica_axes()` (of nnx `axis_name=strategy.axes`); or keep it so, as many do, and say "
     '`verify="off"`.',
 )
+STATISTICS_OF_MICROBATCHES = Cause(
+    "batch normalisation sees the rows of one microbatch at a time",
+    'Do without `accumulate`; or keep it so, as most do, and say `verify="off"`. Between replicas '
+    "`axis_name=jdist.replica_axes()` brings its statistics together, between microbatches nothing does.",
+)
 CUT = Cause(
     "minibatches are cut from each replica's own rows",
     "Feed minibatches as batches, with `accumulate` or `steps_per_call`.",
@@ -92,6 +97,7 @@ class Evidence:
         many: its jaxpr as it is distributed.
         rows: rows that one replica sees.
         parts: into how many parts the batch is cut, microbatches counted.
+        accumulates: whether a replica's rows are cut into microbatches.
         apart: whether the replicas' states differ from one another.
         padded: whether the batch has rows that only fill it up.
     """
@@ -100,6 +106,7 @@ class Evidence:
     many: Any
     rows: int
     parts: int
+    accumulates: bool
     apart: bool
     padded: bool
 
@@ -117,7 +124,7 @@ def of_step(evidence: Evidence, names: list[str]) -> Cause:
     if evidence.apart:
         return APART
     if any(part in name for name in names for part in _STATISTICS):
-        return STATISTICS
+        return STATISTICS_OF_MICROBATCHES if evidence.accumulates else STATISTICS
     if _pairs(evidence.one, evidence.rows) and (own < 2 or _pairs(evidence.many, own)):
         return PAIRS
     if _cuts(evidence.one, evidence.rows):

@@ -163,8 +163,9 @@ def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         step, args = train_step.pure(args)
     if not isinstance(step, DistributedStep):
         raise StepError(
-            f"jdist.verify needs a step that `jdist.distribute` made, it got {train_step!r:.80}. Under a parameter server, "
-            "whose workers see other parameters each, distribute the function under `jdist.mirrored()` and verify that."
+            f"jdist.verify needs a step that `jdist.distribute` made for devices of this process, it got a "
+            f"{type(train_step).__name__}. Under a parameter server, whose workers see other parameters each, distribute the "
+            "function under `jdist.mirrored()` and verify that."
         )
     with context.outside_scopes():
         try:
@@ -332,6 +333,7 @@ class _Comparison:
             many=many.closed,
             rows=next((len(x) for x in jax.tree.leaves(self._rows)), 0),
             parts=self._parts,
+            accumulates=self._options.accumulate > 1,
             apart=_are_apart(given.strategy, many.state),
             padded=is_padded,
         )

@@ -254,3 +254,20 @@ class TestThreads:
             assert isinstance(error, DonatedStateError), error
             (done,) = [answer for answer in answers if not isinstance(answer, Exception)]
             assert strategy.fetch(done[0])["w"].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=lambda s: s.name)  # of many replicas XLA ends the process
+def test_a_call_that_fails_while_it_runs_says_why(strategy):
+    """It has consumed its own state by then, which is not what went wrong."""
+
+    def refuses(value):
+        raise ValueError("no such row")
+
+    def step(state, batch):
+        found = jax.pure_callback(refuses, jax.ShapeDtypeStruct((), np.float32), batch["x"].sum())
+        return {"w": state["w"] + 1}, {"found": jdist.all_reduce(found, "mean")}
+
+    made = jdist.distribute(step, strategy, check_replicas=0)
+    with pytest.raises(Exception, match="no such row") as raised:
+        float(made({"w": jnp.zeros(3)}, BATCH)[1]["found"])
+    assert not isinstance(raised.value, DonatedStateError)

@@ -29,7 +29,7 @@ from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.place import Place
 from jdist.cluster.watch.switchboard import Switchboard
 from jdist.cluster.watch.watch import Watch
-from jdist.cluster.watch.whereabouts import whereabouts
+from jdist.cluster.watch.whereabouts import is_exchanging, whereabouts
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
@@ -241,7 +241,7 @@ class Runtime:
 
     def _waits(self) -> bool:
         newest: Any = self._newest  # `is_ready` is public, but not in JAX's type stubs
-        return bool(self._blocked) or (newest is not None and not newest.is_ready())
+        return bool(self._blocked) or is_exchanging(self._thread) or (newest is not None and not newest.is_ready())
 
     def _patience_s(self) -> float:
         """How long this process waits for others at one step."""

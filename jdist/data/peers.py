@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from jdist.cluster import exit_codes
+from jdist.cluster.watch.whereabouts import exchanging
 from jdist.data.prefetch import Stop
 from jdist.data.share import Share
 from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
@@ -107,6 +108,10 @@ class Line:
         if self._said != key:
             self._said = key
             self._exchanges.say(key, value)
+        with exchanging():
+            return self._heard(key)
+
+    def _heard(self, key: str) -> list[Any] | None:
         deadline_s = time.monotonic() + WAIT_S
         while not self._stop.asked:
             said = self._exchanges.hear(key, RECHECK_S)

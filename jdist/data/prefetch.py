@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from jdist.cluster.watch.whereabouts import awaiting
 from jdist.errors import DatasetError
 
 T = TypeVar("T")
@@ -101,13 +102,9 @@ class Prefetcher(Iterator[T]):
             BaseException: the iterator's own exception, with its traceback.
         """
         with self._changed:
-            while not (self._ready or self._ended or self._stopped):
-                if not self._thread.is_alive():
-                    raise DatasetError(
-                        "the prefetch thread is gone without having ended, as happens in a forked process; "
-                        "iterate over the dataset again in this process, or use prefetch=0"
-                    )
-                self._changed.wait(_RECHECK_S)
+            if not (self._ready or self._ended or self._stopped):
+                with awaiting(self._thread.ident):
+                    self._wait()
             if self._ready and not self._stopped:
                 item = self._ready.popleft()
                 self._changed.notify_all()
@@ -121,6 +118,15 @@ class Prefetcher(Iterator[T]):
             raise error
         finally:
             del error  # as above
+
+    def _wait(self) -> None:
+        while not (self._ready or self._ended or self._stopped):
+            if not self._thread.is_alive():
+                raise DatasetError(
+                    "the prefetch thread is gone without having ended, as happens in a forked process; "
+                    "iterate over the dataset again in this process, or use prefetch=0"
+                )
+            self._changed.wait(_RECHECK_S)
 
     def abandon(self) -> None:
         """Stops the thread without waiting for anything, so that the garbage collector may call it."""

@@ -511,7 +511,9 @@ class DistributedStep(Distributed):
 
     def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
-        if isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError):
+        of_jax = isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError)
+        # A call that fails while it runs has consumed its own state; that is not why it failed.
+        if of_jax and any(word in str(exc) for word in ("deleted", "donated")):
             check_not_donated(state)
             self._signature.check_not_donated(call, batches, others)
         check_axis_bound(exc, self.strategy.name, self.strategy)

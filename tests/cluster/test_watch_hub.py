@@ -34,7 +34,7 @@ def beat(step, waits_s=0.0, patience_s=60.0):
 
 
 def at(phase="its own code", *, may_last=False, stack=("loader.py:3 read",)):
-    return {"type": "at", "phase": phase, "may_last": may_last, "stack": list(stack)}
+    return {"type": "at", "phase": phase, "may_last": may_last, "where": stack[-1], "stack": list(stack)}
 
 
 def hello(process, count=2):

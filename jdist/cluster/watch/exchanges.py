@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jdist.cluster.watch.lines import MOST_BYTES, encode
+from jdist.cluster.watch.whereabouts import exchanging
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 Message = dict[str, Any]
@@ -43,7 +44,8 @@ class Exchanges:
             PeerLostError: a process was lost meanwhile.
         """
         self.say(key, value)
-        values = self.hear(key, timeout_s)
+        with exchanging():
+            values = self.hear(key, timeout_s)
         if values is None:
             with self._changed:
                 del self._answers[key]

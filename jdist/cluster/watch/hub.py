@@ -155,7 +155,7 @@ def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
     match message:
         case {"type": "beat", "step": int(step), "waits_s": float(waits_s), "patience_s": float(patience_s)}:
             member = replace(member, step=step, waits_s=waits_s, patience_s=patience_s)
-        case {"type": "at", "phase": str(), "may_last": bool(), "stack": list()}:
+        case {"type": "at", "phase": str(), "may_last": bool(), "where": str(), "stack": list()}:
             return _found(_with(hub, process, replace(member, place=message)))
         case {"type": "value", "key": str(key), "value": value}:
             return _exchanged(_with(hub, process, member), process, key, value)
@@ -227,7 +227,7 @@ def _found(hub: Hub) -> Next:
         return hub, []
     behind = [i for i, member in members.items() if not member.waits_s]
     guilty = min(behind or members, key=lambda i: (members[i].step, i))
-    where = f"{places[guilty]['phase']}, {(places[guilty]['stack'] or ['no frame'])[-1]}"
+    where = f"{places[guilty]['phase']}, {places[guilty]['where']}"
     cause = f"the others have waited for it for {waited_s:.0f} s, and it is in {where}"
     if not behind:
         cause = f"all wait for each other since {waited_s:.0f} s, at a collective that does not end; it is at {where}"

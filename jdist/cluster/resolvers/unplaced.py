@@ -23,6 +23,14 @@ _OF_SEVERAL = (
     ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),
     ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}. {_ALONE}"),
     ("PET_NNODES", "1", f"Start the program by torchrun, which sets RANK and WORLD_SIZE, or set {_ALL}. {_ALONE}"),
+    ("AWS_BATCH_JOB_NUM_NODES", "1", f"AWS Batch tells where node 0 is to the other nodes alone: set {_ALL}. {_ALONE}"),
+    ("HOROVOD_SIZE", "1", f"Horovod tells no address that JAX can use: set {_ALL}, {INDEX} to $HOROVOD_RANK. {_ALONE}"),
+    ("FLUX_JOB_SIZE", "1", f"Flux tells no addresses: set {_ALL}, {INDEX} to $FLUX_TASK_RANK. {_ALONE}"),
+    ("VC_TASK_INDEX", "0", f"Volcano lists the hosts of each task apart: set {_ALL}. {_ALONE}"),
+    ("PMIX_RANK", "0", f"PMIx is read by MPI programs alone: set {_ALL}. {_ALONE}"),
+    ("PBS_NODENUM", "0", f"PBS lists a job's hosts in a file: set {_ALL}. {_ALONE}"),
+    ("RANK", "0", f"torchrun sets it together with WORLD_SIZE and MASTER_ADDR: set all, or {_ALL}. {_ALONE}"),
+    ("LOCAL_WORLD_SIZE", "1", f"torchrun sets it together with RANK and WORLD_SIZE: set all, or {_ALL}. {_ALONE}"),
     ("MEGASCALE_NUM_SLICES", "1", _SLICE),
     ("MEGASCALE_COORDINATOR_ADDRESS", None, _SLICE),
     ("TPU_WORKER_ID", "0", _SLICE),
@@ -40,6 +48,8 @@ _FOR_SEVERAL = (
     ("SLURM_NTASKS", "1", _SRUN),
     ("SLURM_JOB_NUM_NODES", "1", _SRUN),
     ("SLURM_NNODES", "1", _SRUN),
+    ("SLURM_NTASKS_PER_NODE", "1", _SRUN),
+    ("PBS_NUM_NODES", "1", f"Start a process on each node by mpirun or pbsdsh, with {_ALL}. {_ALONE}"),
     ("WORLD_SIZE", "1", f"torchrun sets it together with RANK and MASTER_ADDR: set all, or {_ALL}. {_ALONE}"),
 )
 

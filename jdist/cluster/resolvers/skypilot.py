@@ -39,6 +39,8 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
         count = len(hosts)
     if count <= 1:
         return None
+    if not hosts:
+        raise refused(NODES, None, f"set here, to the addresses of {count} nodes", _MEND)
     if len(hosts) != count:
         raise refused(COUNT, count, f"{len(hosts)}, the number of addresses in {NODES}", _MEND)
     for i, host in enumerate(hosts):

@@ -20,6 +20,12 @@ SRUN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def coordinates_nobody(monkeypatch):
+    """As a process in which no other test has had parameter servers."""
+    monkeypatch.setattr(unused, "_coordinates", False)
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """Makes this process one that the launcher has started."""

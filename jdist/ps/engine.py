@@ -90,10 +90,8 @@ class Engine:
         self._error: JDistError | None = None
         self._replaced: JobReplacedError | None = None
         self._on_replaced = on_replaced
-        self._went_on_s, self._stands = (
-            time.monotonic(),
-            False,
-        )  # since when no closure has finished; whether that was told
+        self._went_on_s = time.monotonic()  # when a closure last finished, or all were done
+        self._stands = False  # whether it was told that none has for long
         self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
         self._rounds_skipped = 0

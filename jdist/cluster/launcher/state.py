@@ -48,9 +48,8 @@ from jdist.cluster.launcher.verdict import (
 
 QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
 LONGEST_BACKOFF_S = 60.0
-SAME_SIGNAL_S = (
-    1.0  # a second one within that is the first: a terminal and a scheduler may both send it, or a hand twice
-)
+# A second signal within that is the first: a terminal and a scheduler may both send it, or a hand twice.
+SAME_SIGNAL_S = 1.0
 NOTICE_S = 5.0  # between the first and the last that leave because a peer is lost
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from jdist.loop.tally import Measured, Metrics, Tally
 from jdist.report.history import History
 from jdist.report.plain import from_plain, to_plain
 from jdist.strategy import Strategy
+from jdist.train import CheckpointWarning
 from jdist.transforms.distributed import Distributed
 
 PyTree = Any
@@ -104,6 +106,16 @@ class Run:
     def _go_on(self, notes: Mapping[str, Any]) -> None:
         """Takes up what `Moment.notes` has noted."""
         self.epoch = int(notes.get("epoch", 0))
+        before, now = notes.get("steps_per_epoch"), self._feed.steps_per_epoch
+        if "steps_per_epoch" in notes and before != now:
+            told = ["a pass" if each is None else f"{each} steps" for each in (before, now)]
+            warnings.warn(
+                f"the run that this one goes on with had epochs of {told[0]}; from step {self.step} on they are of {told[1]}, "
+                "and are counted as if all had been. Give `data`, `global_batch` and `steps_per_epoch` as they were then to "
+                "count on.",
+                CheckpointWarning,
+                stacklevel=4,
+            )
         self.history.rows[:] = [_row_from_plain(row) for row in notes.get("rows", [])]
         if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
             self._evaluated = self.history.rows[-1]["step"]
@@ -112,6 +124,7 @@ class Run:
     def _notes(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
+            "steps_per_epoch": self._feed.steps_per_epoch,
             "rows": to_plain(self.history.rows),
             "tally": self._tally.notes(self._strategy.cluster),
         }

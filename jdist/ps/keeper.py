@@ -42,7 +42,7 @@ from jdist.ps.messages import (
 from jdist.ps.rounding import ROUNDED
 from jdist.ps.shard import receive
 from jdist.ps.shard_state import Shard
-from jdist.ps.transport.seam import Header, Method, Untimely
+from jdist.ps.transport.seam import Header, Method, Untimely, check_files
 from jdist.ps.wire import Spec, from_plain, mean_of_integers, to_plain
 
 MOST_MESSAGES = 4096
@@ -126,11 +126,11 @@ class Keeper:
     def _put(
         self, keeping: Keeping | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
     ) -> None:
-        """Takes over arrays in place of all that there are."""
+        """Takes over arrays in place of all that there are; all of them, or none."""
         # The block that came is kept by these arrays, which share its memory where they can.
-        self._kept = [jnp.asarray(x) for x in kept]
-        self._rounded = {} if keeping is None else {i: self._kept[i].astype(ROUNDED) for i in keeping.rounded}
-        self._keeping, self._programs = keeping, programs
+        taken = [jnp.asarray(x) for x in kept]
+        self._rounded = {} if keeping is None else {i: taken[i].astype(ROUNDED) for i in keeping.rounded}
+        self._kept, self._keeping, self._programs = taken, keeping, programs
 
     def _check(self) -> None:
         """Raises what ends a call that waits; here nothing does. See `shard_copy.ShardCopy`."""
@@ -192,7 +192,13 @@ class Keeper:
         return self._answers.pop(call)
 
     def _take(self, message: Message, arrays: list[np.ndarray]) -> int:
-        """Hands a message to the machine; the call's name, under which it is answered now or later."""
+        """Hands a message to the machine; the call's name, under which it is answered now or later.
+
+        Raises:
+            OutOfFilesError: nothing is changed yet. Within an update, XLA's own error would come half-way.
+        """
+        if not isinstance(message, Pull):
+            check_files()
         call = self._name()
         given: dict[str, Any] = {"call": call}
         if isinstance(message, Push) and arrays:

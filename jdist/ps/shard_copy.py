@@ -22,7 +22,7 @@ from jdist.ps.keeping import Keeping, result_spec, specs
 from jdist.ps.messages import TRAVELLING, Commit, Message, Pull, Push, Refused, Restore, Snapshot
 from jdist.ps.route import SlotChannel, slot_of
 from jdist.ps.standing import Standing
-from jdist.ps.transport.seam import Channel, Header, Method
+from jdist.ps.transport.seam import Channel, Header, Method, check_files
 from jdist.ps.whole import State, expected, put_together
 from jdist.ps.wire import Spec, from_plain, to_plain
 
@@ -213,8 +213,10 @@ class ShardCopy(Keeper):
         state = put_together(header, arrays)
         programs = [] if state.keeping is None else self._unpacked(state.keeping, state.packed)
         with self._lock:
-            self._standing, took = standings.install(self._standing, term=term, number=number)
+            standing, took = standings.install(self._standing, term=term, number=number)
             if took == "taken":
+                check_files()
+                self._standing = Standing(term=term, role="follows")  # incomplete until all of it is taken over
                 self._follow_nobody()
                 super()._put(state.keeping, state.kept, programs, state.packed)
                 self._packed = [np.array(x) for x in state.packed]  # as above
@@ -222,6 +224,7 @@ class ShardCopy(Keeper):
                 self._next_ref = max([self._next_ref, *self._held])
                 self._answers.clear()
                 self._lock.notify_all()
+            self._standing = standing
             return self._took(took)
 
     def _expects_of_forward(self, header: Header) -> list[Spec]:
@@ -243,10 +246,11 @@ class ShardCopy(Keeper):
                     raise WireError("no message")
                 keeping = self._keeping
                 given = [next(rest) for _ in (() if keeping is None else _arrays_of(entry, keeping))]
-                self._standing, took = standings.take(self._standing, term=term, number=number)
+                standing, took = standings.take(self._standing, term=term, number=number)
                 if took == "taken":
                     super()._take(message, given)
                     self._answers.clear()  # the callers are the leader's
+                self._standing = standing  # not before: what could not be carried out was not taken
                 if took in ("gap", "term"):
                     break
             return self._took(took)

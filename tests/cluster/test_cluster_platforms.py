@@ -37,10 +37,28 @@ def cluster_spec(**changes):
         ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
         ({"LOCAL_WORLD_SIZE": "", "LOCAL_RANK": ""}, None),
         ({"JAX_LOCAL_DEVICE_IDS": "2,3"}, (2, 3)),
+        ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "2"}, (1,)),  # DeepSpeed's name
+        ({"LOCAL_WORLD_SIZE": "", "JAX_LOCAL_DEVICE_IDS": "1"}, (1,)),
+        ({"LOCAL_WORLD_SIZE": "", "CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
 )
 def test_which_gpus_a_rank_of_torchrun_takes(visible, devices):
     assert torchrun(TORCH | visible).local_device_ids == devices
+
+
+@pytest.mark.parametrize(
+    ("nodes", "visible", "at", "devices"),
+    [
+        ("1", {}, "localhost", (1,)),
+        ("1", {"CUDA_VISIBLE_DEVICES": "3"}, "localhost", None),
+        ("2", {"JAX_COORDINATOR_ADDRESS": "n1:7000"}, "n1", (1,)),
+        ("4", {"JAX_COORDINATOR_ADDRESS": "n1:7000", "FLUX_TASK_LOCAL_ID": "0"}, "n1", None),
+    ],
+)
+def test_a_rank_of_flux_counts_the_ranks_of_its_node(nodes, visible, at, devices):
+    rank = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_TASK_LOCAL_ID": "1"}
+    spec = mpi(rank | {"FLUX_JOB_NNODES": nodes} | visible)
+    assert (spec.coordinator_address.split(":")[0], spec.local_device_ids) == (at, devices)
 
 
 def test_a_rank_of_mpich_takes_what_it_is_shown():

@@ -77,6 +77,29 @@ train(3)
         assert "all wait for each other since" in job.record(0)["cause"], job.record(0)
 
 
+@pytest.mark.parametrize(
+    "call", ["strategy.reduce('sum', ids)", "strategy.gather(ids, axis=0)", "strategy.local_results(ids)"]
+)
+def test_who_waits_in_a_call_of_the_strategy_is_not_the_one_to_blame(tmp_path, call):
+    """Only what process 1 would have to take part in: process 0 waits in it."""
+    body = f"""
+ids = strategy.run(lambda: jnp.float32(jdist.replica_id()))
+train(3)
+def stuck():
+    time.sleep(3600)
+if index == 1:
+    stuck()
+for _ in range(3):
+    {call}
+train(3)
+"""
+    with Job(tmp_path, IMPATIENT + body) as job:
+        assert job.codes(within_s=60 + BOUND_S) == [75, 75], job.out(0) + job.out(1)
+        record = job.record(0)
+        assert record["cause"].endswith(" stuck"), record["cause"]
+        assert [place["phase"] for place in record["places"]] == [WAITING, HOST]
+
+
 def test_a_process_that_is_busy_is_waited_for(tmp_path):
     body = f"""
 train(3)

@@ -27,7 +27,8 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     - Kubeflow Trainer, with a runtime whose policy is `jax`: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
       JAX_PROCESS_ID are set.
     - JobSet, or an Indexed Job with a headless service: the manifest sets JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES,
-      and Kubernetes sets JOB_COMPLETION_INDEX (configs/cluster/jobset.yaml). JAX_PROCESS_ID, if set, counts instead.
+      and Kubernetes sets JOB_COMPLETION_INDEX (configs/cluster/jobset.yaml), or LWS_WORKER_INDEX in a LeaderWorkerSet.
+      JAX_PROCESS_ID, if set, counts instead.
     - Kubeflow's training operator, JAXJob: COORDINATOR_ADDRESS, COORDINATOR_PORT, NUM_PROCESSES and PROCESS_ID are set.
 
     Kubernetes' API is not asked, so no service account needs rights.
@@ -64,7 +65,7 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
             coordinator=environment.address(environ, ADDRESS),
             address_variable=ADDRESS,
             count_variable=COUNT,
-            index_variable=INDEX if there(INDEX) else COMPLETION_INDEX,
+            index_variable=next(filter(there, (INDEX, COMPLETION_INDEX, WORKER)), INDEX),
         )
     if all(map(there, (_HOST, _PORT, _COUNT, _INDEX))):
         return counted(

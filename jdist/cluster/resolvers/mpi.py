@@ -10,8 +10,20 @@ from jdist.cluster.spec import ClusterSpec
 
 _BATCH_JOBS = ("PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 
-# Which is there, is told by the variable of the rank; the first that is counts. MVAPICH2 and PALS set some of hydra's, too.
+_FLUX_NODES = "FLUX_JOB_NNODES"
+FLUX = Launcher(
+    name="Flux",
+    resolver="mpi",
+    count="FLUX_JOB_SIZE",
+    rank="FLUX_TASK_RANK",
+    local_count=f"FLUX_JOB_SIZE / {_FLUX_NODES}",  # no variable of its own
+    local_rank="FLUX_TASK_LOCAL_ID",
+    jobs=("FLUX_JOB_ID",),
+    command="flux run --env=JAX_COORDINATOR_ADDRESS=HOST:PORT",
+)
+# Which is there, is told by the variable of the rank; the first one counts. MVAPICH2, PALS and Flux set some of hydra's, too.
 LAUNCHERS = (
+    FLUX,
     Launcher(
         name="MVAPICH2's mpirun_rsh",
         resolver="mpi",
@@ -56,7 +68,7 @@ LAUNCHERS = (
 
 
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read this process's rank and how many there are, as hydra (MPICH, Intel MPI), MVAPICH2, PALS and jsrun tell them.
+    """Read this process's rank and how many there are, as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux tell them.
 
     None of them tells where rank 0 runs. When all ranks are on one host, that is localhost; else say where it is, by
     JAX_COORDINATOR_ADDRESS. Several ranks of a host share its GPUs as under Open MPI.
@@ -78,7 +90,8 @@ def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
         ... })
         ClusterSpec(worker 3, process 3 of 4; cluster: 4 worker; from mpi)
 
-    Source: MPICH, "Hydra process manager"; MVAPICH2, mpispawn.c; ALCF, "Running jobs on Aurora"; IBM, "jsrun".
+    Source: MPICH, "Hydra process manager"; MVAPICH2, mpispawn.c; ALCF, "Running jobs on Aurora"; IBM, "jsrun";
+    flux-environment(7).
     """
     launcher = next((each for each in LAUNCHERS if environment.text(environ, each.rank) is not None), None)
     if launcher is None:
@@ -87,4 +100,12 @@ def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
         )
     if launcher is None or environment.text(environ, launcher.count) == "1" or not launcher.is_there(environ):
         return None
-    return ranked(environ, launcher)
+    return ranked(_with_local_count(environ) if launcher is FLUX else environ, launcher)
+
+
+def _with_local_count(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with the ranks of each node, where all nodes of a job of Flux's have as many."""
+    ranks, nodes = (environment.number(environ, name, FLUX.mend, least=1) for name in (FLUX.count, _FLUX_NODES))
+    if ranks is None or nodes is None or ranks % nodes != 0:
+        return environ
+    return {**environ, FLUX.local_count: str(ranks // nodes)}

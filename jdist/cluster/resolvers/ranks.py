@@ -10,7 +10,14 @@ from jdist.cluster import environment
 from jdist.cluster.address import join
 from jdist.cluster.refuse import refused
 from jdist.cluster.resolvers.jax_env import MOST
-from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_coordinator, chosen_devices, chosen_port, derived_port
+from jdist.cluster.resolvers.jax_variables import (
+    ADDRESS,
+    DEVICES,
+    chosen_coordinator,
+    chosen_devices,
+    chosen_port,
+    derived_port,
+)
 from jdist.cluster.resolvers.slurm import is_task
 from jdist.cluster.spec import ClusterSpec
 
@@ -94,7 +101,7 @@ def _local(environ: Mapping[str, str], launcher: Launcher, count: int) -> tuple[
     """How many ranks this host has, and which of them this is; None where the launcher does not say."""
     local_count = environment.number(environ, launcher.local_count, launcher.mend, least=1)
     if local_count is None and not launcher.needs_local:
-        return None, None
+        return None, environment.number(environ, launcher.local_rank, launcher.mend)
     local_count = environment.needed(environ, launcher.local_count, launcher.mend, least=1)
     if local_count > count:
         raise refused(launcher.local_count, local_count, f"at most {count}, the number of all ranks", launcher.mend)
@@ -133,9 +140,17 @@ def _one_gpu(
     environ: Mapping[str, str], launcher: Launcher, local_count: int | None, local_index: int | None
 ) -> tuple[int, ...] | None:
     """The GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
-    if local_count is None or local_index is None or local_count == 1:
+    if local_index is None or local_count == 1:
         return None
     visible = next((found for name in VISIBLE if (found := environment.text(environ, name)) is not None), None)
-    if visible is not None and not (launcher.shows_all and len(visible.split(",")) >= local_count):
+    if visible is not None and not (launcher.shows_all and len(visible.split(",")) >= (local_count or 2)):
         return None
+    if local_count is None and environment.text(environ, DEVICES) is None:
+        raise refused(
+            launcher.local_count,
+            None,
+            f"the number of ranks on this host: {launcher.local_rank} alone does not tell whether a rank has all GPUs of its "
+            "host or one of them",
+            f"Set it, or {DEVICES} to the indices of each rank's GPUs.",
+        )
     return (local_index,)

@@ -10,6 +10,8 @@ from jdist.cluster.refuse import refused
 from jdist.cluster.resolvers.jax_env import counted
 from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_port, derived_port
 from jdist.cluster.resolvers.ranks import Launcher, ranked
+from jdist.cluster.resolvers.slurm import COUNTS
+from jdist.cluster.resolvers.slurm import NODES as STEP_NODES
 from jdist.cluster.spec import ClusterSpec
 
 TORCHRUN = Launcher(
@@ -25,6 +27,7 @@ TORCHRUN = Launcher(
 )
 HOST, PORT, AGENT = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
 NODES, NODE_RANK, NODES_HOST, NODES_PORT = "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"
+_DEEPSPEED_LOCAL_COUNT = "LOCAL_SIZE"
 _PORT = 29500  # torchrun's own
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -32,10 +35,12 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    torchrun sets them for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE; PyTorchJob for each pod. torchrun itself listens
-    at MASTER_PORT, so process 0 then has a port that follows from it; else it has MASTER_PORT. Several ranks of a host take
-    one GPU each, in order. Kubeflow Trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT for
-    torchrun; a program that is started there without it is one process on each node, with all its GPUs.
+    torchrun sets them for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's launcher with LOCAL_RANK and
+    LOCAL_SIZE; Azure ML with LOCAL_RANK alone; PyTorchJob for each pod. torchrun itself listens at MASTER_PORT, so process 0
+    then has a port that follows from it; else it has MASTER_PORT. Several ranks of a host take one GPU each, in order.
+
+    Kubeflow Trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT for torchrun; a program that is
+    started there without it is one process on each node, with all its GPUs.
 
     Args:
         environ: the environment.
@@ -45,14 +50,16 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
         RANK is not set.
 
     Raises:
-        ClusterConfigError: a number is missing or is none, or process 0's host is not known.
+        ClusterConfigError: a number is missing or is none, process 0's host is not known, it cannot be told whether this rank
+            has its host for itself, or srun has started torchrun several times for one rank each.
 
     Example:
         >>> torchrun({"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"})
         ClusterSpec(worker 2, process 2 of 3; cluster: 3 worker; from torchrun)
 
     Source: PyTorch, "torchrun", "Environment variables"; kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go;
-    kubeflow/trainer, pkg/runtime/framework/plugins/torch.
+    kubeflow/trainer, pkg/runtime/framework/plugins/torch; deepspeed/launcher/launch.py; Azure ML, "Distributed GPU training
+    guide", "Process initialization".
     """
 
     def told(name: str) -> str | None:
@@ -72,8 +79,21 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
         return None
     if told(TORCHRUN.count) is None and told(HOST) is None:
         return None
-    if told(TORCHRUN.count) == "1" or not TORCHRUN.is_there(environ):
+    if told(TORCHRUN.count) == "1":
+        tasks = next((found for name in COUNTS if (found := told(name)) is not None), "1")
+        if told(AGENT) is not None and told(STEP_NODES) is not None and tasks != "1":
+            raise refused(
+                TORCHRUN.count,
+                1,
+                f"{tasks} or more here, as srun has started torchrun {tasks} times",
+                f"Give torchrun --nnodes={tasks} and --rdzv-endpoint=HOST:PORT, or start python by srun without it. To train "
+                f"apart in each, use another strategy (mirrored), or unset {STEP_NODES}.",
+            )
         return None
+    if not TORCHRUN.is_there(environ):
+        return None
+    if told(TORCHRUN.local_count) is None and (ranks_here := told(_DEEPSPEED_LOCAL_COUNT)) is not None:
+        environ = {**environ, TORCHRUN.local_count: ranks_here}
     return ranked(environ, TORCHRUN, lambda: _rank_0(environ))
 
 

@@ -25,7 +25,6 @@ _OF_SEVERAL = (
     ("PET_NNODES", "1", f"Start the program by torchrun, which sets RANK and WORLD_SIZE, or set {_ALL}. {_ALONE}"),
     ("AWS_BATCH_JOB_NUM_NODES", "1", f"AWS Batch tells where node 0 is to the other nodes alone: set {_ALL}. {_ALONE}"),
     ("HOROVOD_SIZE", "1", f"Horovod tells no address that JAX can use: set {_ALL}, {INDEX} to $HOROVOD_RANK. {_ALONE}"),
-    ("FLUX_JOB_SIZE", "1", f"Flux tells no addresses: set {_ALL}, {INDEX} to $FLUX_TASK_RANK. {_ALONE}"),
     ("VC_TASK_INDEX", "0", f"Volcano lists the hosts of each task apart: set {_ALL}. {_ALONE}"),
     ("PMIX_RANK", "0", f"PMIx is read by MPI programs alone: set {_ALL}. {_ALONE}"),
     ("PBS_NODENUM", "0", f"PBS lists a job's hosts in a file: set {_ALL}. {_ALONE}"),

@@ -20,7 +20,7 @@ import numpy as np
 
 from jdist.errors import WireError
 from jdist.ps.security import Security
-from jdist.ps.transport.seam import Arrays, CallFailed, Header
+from jdist.ps.transport.seam import EXHAUSTED, Arrays, CallFailed, Header
 from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import Spec
 
@@ -233,7 +233,8 @@ class BulkChannel:
                 )
             if "failed" in answer:
                 self._drop(stream)
-                raise CallFailed(self._address, "refused", str(answer["failed"])[:40])
+                word = str(answer["failed"])[:40]
+                raise CallFailed(self._address, EXHAUSTED if word == EXHAUSTED else "refused", word)
             with self._lock:
                 self._busy.discard(stream)
                 if not self._closed:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jdist.ps.transport.seam import Arrays, CallFailed, Header, Methods
+from jdist.ps.transport.seam import EXHAUSTED, Arrays, CallFailed, Header, Methods, OutOfFilesError
 from jdist.ps.wire import Buffers, Spec, chunks, decode, encode
 
 Fault = Literal["lose the call", "lose the answer", "twice"]
@@ -47,6 +47,8 @@ class FakeServer:
             answer, arrays = found.run(header, buffers.arrays())
         except CallFailed:
             raise
+        except OutOfFilesError as exc:
+            raise CallFailed(self.address, EXHAUSTED) from exc
         except Exception as exc:  # as a server of its own: whatever it is, a caller learns nothing of it
             raise CallFailed(self.address, "refused") from exc
         return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]

@@ -17,7 +17,17 @@ from jdist.ps.security import OPEN
 from jdist.ps.security import Security as Security
 from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
-from jdist.ps.transport.seam import Arrays, CallFailed, Header, Method, Methods, Untimely
+from jdist.ps.transport.seam import (
+    EXHAUSTED,
+    Arrays,
+    CallFailed,
+    Header,
+    Method,
+    Methods,
+    OutOfFilesError,
+    Untimely,
+    check_files,
+)
 from jdist.ps.transport.stream import Stream
 from jdist.ps.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
 
@@ -140,9 +150,8 @@ class RpcServer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
             answer, results = method.run(header, arrays)
-        except Exception:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
-            _LOG.exception("a call failed")
-            context.abort(grpc.StatusCode.INTERNAL, "failed")
+        except Exception as exc:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
+            context.abort(grpc.StatusCode.INTERNAL, _failure(exc))
         yield from _frames(answer, results)
 
     def _answer_bulk(self, stream: Stream, make_room: Callable[[], None]) -> tuple[Header, Arrays]:
@@ -163,9 +172,8 @@ class RpcServer:
             return {"failed": "refused"}, []
         try:
             return methods[0].run(header, arrays)
-        except Exception:  # noqa: BLE001  # as above
-            _LOG.exception("a call failed")
-            return {"failed": "failed"}, []
+        except Exception as exc:  # noqa: BLE001  # as above
+            return {"failed": _failure(exc)}, []
 
     def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
         """The method that a header names, and the arrays that come with it.
@@ -253,7 +261,9 @@ class RpcChannel:
             return _received(self._large(requests, timeout=timeout_s, metadata=self._metadata), expects)
         except grpc.RpcError as exc:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
-            raise CallFailed(self._address, _REASONS.get(status, "unavailable"), exc.details() or "") from exc  # type: ignore[attr-defined]  # as above
+            detail = exc.details() or ""  # type: ignore[attr-defined]  # as above
+            reason = EXHAUSTED if detail == EXHAUSTED else _REASONS.get(status, "unavailable")
+            raise CallFailed(self._address, reason, detail) from exc
         except ValueError as exc:  # what grpc says of a channel that was closed
             if not self._closed:
                 raise
@@ -298,6 +308,20 @@ _REASONS = {
     grpc.StatusCode.INTERNAL: "refused",
     grpc.StatusCode.UNIMPLEMENTED: "refused",
 }
+
+
+def _failure(exc: Exception) -> str:
+    """Logs an error in a method; the one word that the caller learns of it."""
+    try:
+        check_files()
+    except OutOfFilesError:
+        if not isinstance(exc, OutOfFilesError):
+            _LOG.exception("a call failed, as no file descriptor is left")
+        return EXHAUSTED
+    if isinstance(exc, OutOfFilesError):  # another thread has closed one meanwhile
+        return EXHAUSTED
+    _LOG.error("a call failed", exc_info=exc)
+    return "failed"
 
 
 def _log_refusal(exc: Exception) -> None:

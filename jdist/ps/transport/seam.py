@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from jdist.ps.wire import Spec
 
 Header = dict[str, Any]
 Arrays = Sequence[Any]
+EXHAUSTED = "exhausted"
 
 
 class CallFailed(ConnectionError):
@@ -20,13 +22,32 @@ class CallFailed(ConnectionError):
 
     Attributes:
         peer: whom.
-        reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, or "closed" where
-            this side has ended the connection, so that no other call will do better.
+        reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, "exhausted" where
+            it has no file descriptor left, which may pass, or "closed" where this side has ended the connection, so that no
+            other call will do better.
     """
 
     def __init__(self, peer: str, reason: str, detail: str = ""):
+        if reason == EXHAUSTED:
+            detail = "it has no file descriptor left; raise its limit, `ulimit -n`"
         super().__init__(f"{peer}: {reason}{f' ({detail})' if detail else ''}")
         self.peer, self.reason = peer, reason
+
+
+class OutOfFilesError(OSError):
+    """This process has no file descriptor left. XLA and the C++ library open files, too, and say so in their own words."""
+
+
+def check_files() -> None:
+    """Makes sure that this process can open another file.
+
+    Raises:
+        OutOfFilesError: it cannot.
+    """
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        raise OutOfFilesError(exc.errno, "no file descriptor left") from exc
 
 
 class Untimely(WireError):

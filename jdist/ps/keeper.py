@@ -87,6 +87,7 @@ class Keeper:
         }
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        check_files()  # else it can do nothing, and is as good as silent
         with self._lock:
             shard = self._shard
             counts = dataclasses.asdict(shard.counts)

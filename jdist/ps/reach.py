@@ -13,7 +13,7 @@ from jdist.cluster.address import split
 from jdist.cluster.environment import TOKEN
 from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, NAME, Security, tls_context
 from jdist.ps.transport.rpc import RpcChannel
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.seam import EXHAUSTED, CallFailed
 
 _HANDSHAKE_S = 5.0
 
@@ -59,6 +59,8 @@ def reach(address: str, security: Security, timeout_s: float) -> Trouble | None:
             )
         if exc.reason == "refused":
             return Trouble("what answers there is no `jdist serve`, or one of another version", lasts=True)
+        if exc.reason == EXHAUSTED:
+            return Trouble(exc.why, lasts=False)
         return _unavailable(address, security, str(exc).partition("(")[2].removesuffix(")") or exc.reason)
     finally:
         channel.close()

@@ -72,6 +72,7 @@ class ShardCopy(Keeper):
     # What a leader does
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        check_files()  # else it can do nothing, and is as good as silent
         # Without the lock: a copy that compiles is there all the same.
         shard, standing, forwarding = self._shard, self._standing, self._forwarding
         found = {"generation": shard.generation, "version": shard.version, "counts": dataclasses.asdict(shard.counts)}

@@ -95,6 +95,6 @@ def lost_error(peer: str, exc: CallFailed, silent_s: float, more: str = "") -> S
         silent_s: since when it has not answered.
         more: what else is to be said of it.
     """
-    what = "refuses the token" if refuses(exc) else f"has not answered for {silent_s:.0f} s: {exc.reason}"
+    what = "refuses the token" if refuses(exc) else f"has not answered for {silent_s:.0f} s: {exc.why}"
     mend = " with this job's." if refuses(exc) else ", or give it more time: `times=jdist.ps.Times(ps_timeout_s=...)`."
     return ShardLostError(f"the parameter server {peer} {what}{more}. Start it again{mend}")

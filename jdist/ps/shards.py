@@ -19,7 +19,7 @@ from jdist.errors import ShardLostError
 from jdist.ps.keeping import Keeping, specs
 from jdist.ps.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.threads import Threads
-from jdist.ps.transport.seam import EXHAUSTED, CallFailed, Channel
+from jdist.ps.transport.seam import CallFailed, Channel
 from jdist.ps.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 
 T = TypeVar("T")
@@ -169,8 +169,9 @@ class ShardClient:
                 return call(min(self._timeout_s, max(0.1, end - time.monotonic())))
             except CallFailed as exc:
                 if exc.reason in ("refused", "unauthenticated", "closed") or time.monotonic() + pause > end:
-                    why = str(exc).partition(": ")[2] if exc.reason == EXHAUSTED else exc.reason
-                    raise ShardLostError(f"the parameter server {self.channel.peer} does not answer: {why}") from exc
+                    raise ShardLostError(
+                        f"the parameter server {self.channel.peer} does not answer: {exc.why}"
+                    ) from exc
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 2.0)
 

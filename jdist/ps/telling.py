@@ -15,7 +15,7 @@ from jdist.ps.messages import Answer, Commit, Held, Refused, Restore
 from jdist.ps.shards import Together, whose
 from jdist.ps.threads import Threads
 from jdist.ps.times import Times
-from jdist.ps.transport.seam import EXHAUSTED, CallFailed
+from jdist.ps.transport.seam import CallFailed
 
 MOST_REFUSALS = 5
 
@@ -67,10 +67,7 @@ class Telling:
             try:
                 answer = self._answer_to(command)
             except ShardLostError as exc:
-                reason = exc.__cause__.reason if isinstance(exc.__cause__, CallFailed) else ""
-                if reason == EXHAUSTED:  # for so long; its watch, which it answers, cannot tell
-                    return hub.shard_lost(command.shard, exc)
-                refusals += reason == "refused"
+                refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
                 # What it begins with is not to its liking. What else it cannot do leaves it empty: its watch will hear of it.
                 if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
                     return hub.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))

@@ -23,7 +23,7 @@ from jdist.ps.job import FUNCTION, Function
 from jdist.ps.keeping import KEEPING, program_spec, specs
 from jdist.ps.route import RoutedChannel, routes_in
 from jdist.ps.shards import ShardClient, Together, unreached
-from jdist.ps.transport.seam import Channel, Header, Method, Untimely
+from jdist.ps.transport.seam import Channel, Header, Method, Untimely, check_files
 from jdist.ps.wire import Spec, from_plain
 from jdist.ps.worker_data import Ended, WorkerData
 
@@ -84,6 +84,7 @@ class WorkerServer:
         self._shards.clients.close()
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        check_files()  # else it can do nothing, and is as good as silent
         """Who it is. The coordinator tells with it where the shards are, in case one has moved."""
         routes, channels = routes_in(header), self._routed
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):

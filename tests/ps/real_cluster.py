@@ -1,6 +1,8 @@
 """Servers as real processes, which a test kills, stops and starts again as it likes."""
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -84,6 +86,21 @@ class Cluster:
     def resume(self, role, number):
         """SIGCONT."""
         os.kill(self.processes[role, number].pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def starved(self, *who):
+        """Processes that can open no file, until the end or until what it gives is called."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+        def limit(files):
+            for each in who:
+                resource.prlimit(self.processes[each].pid, resource.RLIMIT_NOFILE, (files, limits[1]))
+
+        limit(3)
+        try:
+            yield lambda: limit(limits[0])
+        finally:
+            limit(limits[0])
 
     def await_killed(self, *who):
         """Waits until a failpoint has killed these."""

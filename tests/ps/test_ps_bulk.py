@@ -144,6 +144,13 @@ def test_a_server_without_a_file_left_accepts_again_when_there_is_one():
         check = asked.unary_unary("/grpc.health.v1.Health/Check")
         assert check(b"", timeout=20) == health.SERVING
 
+        def fails(*, bulk=False):
+            with pytest.raises(CallFailed) as info:
+                channel.call("fail", {}, timeout_s=20, bulk=bulk)
+            return info.value
+
+        assert fails().reason == "refused"
+
         def tell(word):
             child.stdin.write(f"{word}\n")
             child.stdin.flush()
@@ -158,10 +165,16 @@ def test_a_server_without_a_file_left_accepts_again_when_there_is_one():
         assert tell("full") == 0
         with socket.create_connection(("127.0.0.1", data_port), timeout=20):
             waits_for(health.NOT_SERVING)
+            assert "no file descriptor left; raise its limit, `ulimit -n`" in str(fails())
             assert tell("free") == 0
             waits_for(health.SERVING)
         doubled(channel)
         assert tell("free") == 1  # over a data connection
+        for full, reason in (("full", "exhausted"), ("free", "refused")):
+            tell("free")
+            doubled(channel)  # it has a connection
+            tell(full)
+            assert fails(bulk=True).reason == reason
         channel.close()
         asked.close()
         _, said = child.communicate(timeout=60)

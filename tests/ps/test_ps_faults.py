@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,27 @@ class TestAServer:
         assert "parameter server 0 lost its memory" in caplog.text
         (again,) = re.findall(r"(\d+) closures run again", caplog.text)
         assert 30 <= int(again) <= 40
+
+    @pytest.mark.parametrize("options", [{}, {"ps_replicas": 2}, {"mode": "sync"}], ids=str)
+    def test_without_a_file_descriptor_it_is_waited_for(self, cluster, options):
+        """When a job begins, and while it runs; what a server could not do was not wrong, and nothing runs again."""
+        with cluster.starved(("ps", 0)) as freed:
+            threading.Timer(2.0, freed).start()
+            with running(cluster.strategy(**options)) as job:
+                with cluster.starved(("ps", 0), ("ps", 1)):
+                    job.schedule(60)
+                    time.sleep(1.0)
+                job.check()
+                assert job.rollbacks == 0
+
+    def test_without_a_file_descriptor_for_long_it_is_named(self, cluster):
+        with running(cluster.strategy(times=dataclasses.replace(TIMES, ps_timeout_s=2.0))) as job:
+            with cluster.starved(("ps", 1)), pytest.raises(ShardLostError) as info:
+                job.train(60)
+            assert re.search(
+                r"server 127.0.0.1:\d+ has not answered for \d+ s: exhausted \(it has no file descriptor left",
+                str(info.value),
+            )
 
     def test_killed_together_with_a_worker(self, cluster, job):
         job.schedule(100)

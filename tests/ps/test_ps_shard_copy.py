@@ -1,5 +1,6 @@
 """Two copies of a shard over the fake transport: both have the same state, whatever happens on the way."""
 
+import errno
 import random
 import sys
 import threading
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jdist.errors import ShardLostError, WireError
+from jdist.ps import keeper, shard_copy
 from jdist.ps.job import keeping_of
 from jdist.ps.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
 from jdist.ps.replica_watch import two_copies
@@ -17,7 +19,7 @@ from jdist.ps.shard_copy import ShardCopy, slots
 from jdist.ps.shard_state import Rules
 from jdist.ps.shards import ShardClient
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.seam import CallFailed, OutOfFilesError
 from jdist.ps.whole import State, expected, put_together, taken_apart
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -120,6 +122,56 @@ def test_faults_between_the_copies_change_nothing():
         pair.clients[0].say([Fence(generation=1, fenced=1, below=7)])
         same(*pair.both)
         assert (pair.both[1]._shard.version, len(pair.both[1]._shard.staged)) == (9, 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing_twice(monkeypatch, seed):
+    """Neither the leader, nor its backup while it is sent the state or an entry."""
+    randomness, lock = random.Random(seed), threading.Lock()
+    exhausted = []
+
+    def check_files():
+        with lock:
+            if randomness.random() < 0.5:
+                exhausted.append(None)
+                raise OutOfFilesError(errno.EMFILE, "no file descriptor left")
+
+    with Pair() as pair:
+        pair.lead(0, 1, backup=True)
+        pair.restore()
+        for module in (keeper, shard_copy):
+            monkeypatch.setattr(module, "check_files", check_files)
+        share = pair.computed()[0]
+        for closure in range(12):
+            kind = Stage if closure % 2 else Push
+            pair.clients[0].say([push(kind, closure=closure, base=0)], share, b"r")
+        pair.clients[0].say([Commit(generation=1, worker=0, epoch=1, closures=(1, 3, 5), settled=1)])
+        pair.clients[0].say([Fence(generation=1, fenced=1, below=7)])
+        pair.until_in_sync(0)
+        same(*pair.both)
+        assert (pair.both[1]._shard.version, len(pair.both[1]._shard.staged)) == (9, 3)
+    assert len(exhausted) > 5
+
+
+def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
+    """What was there before is gone by then, so that no entry may go on from it."""
+    with Pair().begun() as pair:
+        share = pair.computed()[0]
+        leader, backup = pair.both
+        put = keeper.Keeper._put
+
+        def half(self, *state):
+            if self is backup:
+                raise RuntimeError("out of memory")
+            put(self, *state)
+
+        monkeypatch.setattr(keeper.Keeper, "_put", half)
+        pair.lead(0, 2, backup=True)
+        pair.clients[0].say([push(closure=0, base=0)], share)
+        assert not backup._standing.complete
+        monkeypatch.setattr(keeper.Keeper, "_put", put)
+        pair.until_in_sync(0)
+        same(leader, backup)
 
 
 def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():

@@ -25,12 +25,14 @@ class CallFailed(ConnectionError):
         reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, "exhausted" where
             it has no file descriptor left, which may pass, or "closed" where this side has ended the connection, so that no
             other call will do better.
+        why: the same, and what else is known.
     """
 
     def __init__(self, peer: str, reason: str, detail: str = ""):
         if reason == EXHAUSTED:
             detail = "it has no file descriptor left; raise its limit, `ulimit -n`"
-        super().__init__(f"{peer}: {reason}{f' ({detail})' if detail else ''}")
+        self.why = f"{reason}{f' ({detail})' if detail else ''}"
+        super().__init__(f"{peer}: {self.why}")
         self.peer, self.reason = peer, reason
 
 

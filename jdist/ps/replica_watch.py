@@ -233,7 +233,7 @@ class ReplicaWatch:
         """Has a copy lead. If it does not answer, it will be asked again when it does."""
         address, slot = self._copies.places[1 - command.copy]
         backup = None if command.backup is None else [address, slot, command.backup]
-        said = {"term": command.term, "incarnation": command.incarnation, "backup": backup}
+        said = {"term": command.term, "incarnation": command.incarnation, "backup": backup, "anew": command.anew}
         with contextlib.suppress(CallFailed):  # its watch hears of that
             header, _ = self._channels[command.copy].call("lead", said, timeout_s=self._times.ping_s)
             if header["term"] == command.term:

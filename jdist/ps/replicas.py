@@ -24,6 +24,7 @@ class Replicas:
         joining: the incarnation of the other copy that it was told to bring into step; None if it was not.
         holds: of each copy the incarnation that has all that was ever acknowledged; None if it does not.
         heard: of each copy the incarnation that answers; None while it is silent.
+        begins: whether a job begins, which brings its own state: what the copies have does not matter.
     """
 
     term: int = 0
@@ -32,6 +33,7 @@ class Replicas:
     joining: str | None = None
     holds: Pair = _NOBODY
     heard: Pair = _NOBODY
+    begins: bool = False
 
     @property
     def other(self) -> int:
@@ -89,12 +91,14 @@ class Lead:
         incarnation: its process; another one in its place must refuse.
         term: under which term.
         backup: the incarnation of the other copy that it brings into step; None for none.
+        anew: whether it leads even if its state is a part of an earlier leader's only, as a state of the job's own comes next.
     """
 
     copy: int
     incarnation: str
     term: int
     backup: str | None
+    anew: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ def begin(*, term: int, heard: Pair) -> tuple[Replicas, list[Command]]:
     """
     leader = 0 if heard[0] is not None else 1
     holds = _put(_NOBODY, leader, heard[leader])
-    replicas = Replicas(term=term, leader=leader, holds=holds, heard=heard, joining=heard[1 - leader])
+    replicas = Replicas(term=term, leader=leader, holds=holds, heard=heard, joining=heard[1 - leader], begins=True)
     return replicas, _lead(replicas)
 
 
@@ -150,7 +154,7 @@ def handle(replicas: Replicas, event: Event) -> tuple[Replicas, list[Command]]:
         elif event.term == replicas.term and event.leads:
             if not replicas.told:
                 commands = [Leads(copy=replicas.leader, term=replicas.term)]
-            replicas = dataclasses.replace(replicas, told=True)
+            replicas = dataclasses.replace(replicas, told=True, begins=False)
             if replicas.joining is not None and event.in_sync == replicas.joining:
                 holds = _put(replicas.holds, replicas.other, event.in_sync)
                 replicas = dataclasses.replace(replicas, joining=None, holds=holds)
@@ -180,14 +184,24 @@ def _next(
     replicas: Replicas, *, leader: int, holds: Pair, joining: str | None = None
 ) -> tuple[Replicas, list[Command]]:
     """Another term."""
-    found = Replicas(term=replicas.term + 1, leader=leader, joining=joining, holds=holds, heard=replicas.heard)
+    found = dataclasses.replace(
+        replicas, term=replicas.term + 1, leader=leader, told=False, joining=joining, holds=holds
+    )
     return found, _lead(found)
 
 
 def _lead(replicas: Replicas) -> list[Command]:
     incarnation = replicas.holds[replicas.leader]
     assert incarnation is not None  # who leads has the state
-    return [Lead(copy=replicas.leader, incarnation=incarnation, term=replicas.term, backup=replicas.joining)]
+    return [
+        Lead(
+            copy=replicas.leader,
+            incarnation=incarnation,
+            term=replicas.term,
+            backup=replicas.joining,
+            anew=replicas.begins,
+        )
+    ]
 
 
 def _put(pair: Pair, copy: int, value: str | None) -> Pair:

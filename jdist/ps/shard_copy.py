@@ -93,7 +93,9 @@ class ShardCopy(Keeper):
         with self._lock:
             before = self._standing
             if header.get("incarnation") == self.incarnation:
-                self._standing = standings.lead(before, term=term, backup=backup is not None)
+                self._standing = standings.lead(
+                    before, term=term, backup=backup is not None, anew=header.get("anew") is True
+                )
             if self._standing != before:
                 self._follow_nobody()
                 if backup is not None:

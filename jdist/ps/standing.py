@@ -36,15 +36,16 @@ class Standing:
 Taken = Literal["taken", "again", "gap", "term"]
 
 
-def lead(standing: Standing, *, term: int, backup: bool) -> Standing:
+def lead(standing: Standing, *, term: int, backup: bool, anew: bool = False) -> Standing:
     """The coordinator has it lead under a term, with or without a backup; unchanged if that may not be.
 
     Args:
         standing: before.
         term: the term.
         backup: whether a backup is to be brought into step.
+        anew: whether a job begins, whose state replaces the one that is here.
     """
-    follows_in_part = standing.role == "follows" and not standing.complete
+    follows_in_part = standing.role == "follows" and not standing.complete and not anew
     if term <= standing.term or follows_in_part:  # what comes again, or late
         return standing
     return Standing(term=term, role="leads", number=standing.number, backup="copying" if backup else "none")

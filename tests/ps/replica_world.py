@@ -88,12 +88,18 @@ class World:
 
 def start(*, closures: int, budget: Budget) -> World:
     """A world in which both copies are in step, and closures are to be pushed."""
-    replicas, commands = coordinator.begin(term=1, heard=("0.0", "1.0"))
-    world = _commanded(World(replicas, (Copy(), Copy()), closures=0), commands)
+    world = begun((Copy(), Copy()), closures=0)
     while found := list(moves(world)):
         world = found[0][1]()
     assert world.replicas.holds == ("0.0", "1.0")
     return dataclasses.replace(world, closures=closures, budget=budget)
+
+
+def begun(copies: tuple[Copy, Copy], *, closures: int, budget: Budget = Budget()) -> World:
+    """A world in which a job begins over what an earlier one left, and nothing has arrived yet."""
+    replicas, commands = coordinator.begin(term=1 + max(copy.standing.term for copy in copies), heard=("0.0", "1.0"))
+    generation = 1 + max(copy.state[0] for copy in copies)
+    return _commanded(World(replicas, copies, closures=closures, generation=generation, budget=budget), commands)
 
 
 def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
@@ -226,7 +232,7 @@ def _led(world: World, command: Lead) -> World:
     copy = world.copies[command.copy]
     if copy.incarnation(command.copy) != command.incarnation:
         return world
-    found = standings.lead(copy.standing, term=command.term, backup=command.backup is not None)
+    found = standings.lead(copy.standing, term=command.term, backup=command.backup is not None, anew=command.anew)
     if found == copy.standing:
         return world
     copy = dataclasses.replace(

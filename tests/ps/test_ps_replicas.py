@@ -1,6 +1,7 @@
 """Two copies of a shard: no acknowledged update is lost unless both are, in every order of what can happen."""
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from replica_world import Budget, World, moves, problem, start
+from replica_world import Budget, Copy, World, begun, moves, problem, start
 
 from jdist.ps.replicas import Forgotten, Heard, Lead, Leads, Silent, begin, handle
 from jdist.ps.standing import Standing, depose, install, lead, take
@@ -44,6 +45,12 @@ def told(wrong, story):
     return "\n".join([wrong, *reversed(found[-60:] if len(found) > 200 else found)])
 
 
+BEGINNINGS = {
+    "nothing wrong": Budget(),
+    "one is killed": Budget(kills=1),
+    "one is suspected": Budget(suspicions=1),
+    "a message is lost": Budget(losses=1),
+}
 EXHAUSTIVE = {
     "nothing wrong": (2, Budget()),
     "one is killed": (2, Budget(kills=1)),
@@ -60,9 +67,26 @@ EXHAUSTIVE = {
     "the link is cut, and one is killed": (1, Budget(cuts=1, kills=1)),
     "the link is cut, and one is suspected": (1, Budget(cuts=1, suspicions=1)),
 }
+IN_PART = Copy(standing=Standing(term=3, role="follows"), state=(1, (0,)))
+LEFT = [
+    IN_PART,
+    Copy(),
+    Copy(standing=Standing(term=3), state=(1, (0,))),
+    Copy(standing=Standing(term=3, role="leads", number=1), state=(1, (0,))),
+    Copy(standing=Standing(term=3, role="leads", number=1, backup="in_sync"), state=(1, (0,))),
+    Copy(standing=Standing(term=2, role="follows", number=1, complete=True), state=(1, (0,))),
+]
 LARGE = {
     "two closures, one is suspected and one killed": (2, Budget(kills=1, suspicions=1)),
 }
+
+
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_a_job_begins_over_whatever_an_earlier_one_left(case):
+    long = case in ("one is killed", "one is suspected")
+    for copies in itertools.product(LEFT, LEFT):
+        if IN_PART in copies or not long:
+            explore(begun(copies, closures=1, budget=BEGINNINGS[case]))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +173,7 @@ def test_a_leader_of_a_lower_term_is_told_of_the_higher_one():
 
 def test_who_is_promoted():
     replicas, (first,) = begin(term=1, heard=("a", "b"))
-    assert first == Lead(copy=0, incarnation="a", term=1, backup="b")
+    assert first == Lead(copy=0, incarnation="a", term=1, backup="b", anew=True)
     replicas, commands = handle(replicas, Heard(copy=0, incarnation="a", term=1, leads=True, in_sync="b"))
     assert commands == [Leads(copy=0, term=1)]
     promoted, commands = handle(replicas, Silent(copy=0))

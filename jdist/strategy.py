@@ -143,7 +143,8 @@ class Strategy:
             (3,)
         """
         self.need_devices("init")
-        return self.operations.init(self, fn, args)
+        with self._waiting():
+            return self.operations.init(self, fn, args)
 
     @without_own_frames
     def fetch(self, state: PyTree) -> PyTree:
@@ -160,7 +161,8 @@ class Strategy:
             NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
         """
         self.need_devices("fetch")
-        return self.operations.fetch(self, state)
+        with self._waiting():
+            return self.operations.fetch(self, state)
 
     @without_own_frames
     def check(self, state: PyTree) -> None:
@@ -171,7 +173,8 @@ class Strategy:
             ReplicaDivergenceError: names the leaves and the replicas that differ.
         """
         self.need_devices("check")
-        self.operations.check(self, state)
+        with self._waiting():
+            self.operations.check(self, state)
 
     @without_own_frames
     def run(self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -187,7 +190,8 @@ class Strategy:
             `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`.
         """
         self.need_devices("run")
-        return self.operations.run(self, fn, args, kwargs)
+        with self._waiting():
+            return self.operations.run(self, fn, args, kwargs)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Each replica's version of a value, on the host.
@@ -201,7 +205,8 @@ class Strategy:
         Raises:
             StepError: a `PerReplica` of another number of replicas.
         """
-        return collect.local_results(value, self.replicas)
+        with self._waiting():
+            return collect.local_results(value, self.replicas)
 
     @without_own_frames
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
@@ -241,7 +246,8 @@ class Strategy:
         Raises:
             StepError: a leaf is a scalar, has no such axis, or differs in size on another one.
         """
-        return collect.gather(value, axis, self.replicas)
+        with self._waiting():
+            return collect.gather(value, axis, self.replicas)
 
     @without_own_frames
     def reduce(self, op: collect.HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None = None) -> PyTree:
@@ -266,7 +272,8 @@ class Strategy:
             >>> float(strategy.reduce("mean", jdist.PerReplica.of([np.arange(4)]), axis=0))
             1.5
         """
-        return collect.reduce(op, value, axis, self.replicas)
+        with self._waiting():
+            return collect.reduce(op, value, axis, self.replicas)
 
     @without_own_frames
     def distribute_dataset(
@@ -371,6 +378,10 @@ class Strategy:
         }
         self.need_devices("distribute_datasets_from_function")
         return self.operations.distribute_datasets_from_function(self, fn, given)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Round what may wait for other processes: theirs is then the delay, and a loss among them explains an error."""
+        return contextlib.nullcontext() if self.cluster is None else self.cluster.blocked()
 
     def need_devices(self, what: str) -> None:
         """Refuses what cannot be done without the devices.

@@ -223,8 +223,7 @@ def run(
         if step < total:
             say(f"stopped at step {step:,} of {total:,} and saved; go on with: {command}")
             return stop.exit_code
-        with cluster.blocked():
-            whole = strategy.fetch(state)
+        whole = strategy.fetch(state)
         if cluster.is_chief:
             write_result(folder, Result(step=step, state=checksums(whole)))
         say(f"finished: {total:,} steps, {parts.examples(total, train.global_batch):,} examples, {path}")

@@ -547,6 +547,13 @@ class TestEma:
             fit(callbacks.checkpoint(tmp_path), average, epochs=1)
         np.testing.assert_array_equal(average.average()["w"], state.params["w"])
 
+    def test_a_run_that_counts_its_epochs_otherwise_is_told_of(self, tmp_path):
+        fit(callbacks.checkpoint(tmp_path), epochs=2, steps_per_epoch=3)
+        with pytest.warns(CheckpointWarning, match="had epochs of 3 steps; from step 6 on they are of 4 steps"):
+            _, history = fit(callbacks.checkpoint(tmp_path), epochs=2, steps_per_epoch=4)
+        assert (history.rows[-1]["step"], history.rows[-1]["epoch"]) == (8, 2)
+        fit(callbacks.checkpoint(tmp_path), epochs=3, steps_per_epoch=4)  # as before, without a word
+
     def test_a_state_is_restored_with_the_average_or_without(self, tmp_path):
         state, _ = fit(callbacks.checkpoint(tmp_path), callbacks.ema(0.8), epochs=1)
         with jdist.train.Checkpointer(tmp_path) as checkpoints:

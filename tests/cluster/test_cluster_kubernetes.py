@@ -39,6 +39,12 @@ def test_a_process_id_counts_before_the_completion_index():
     assert kubernetes({**POD, **TRAINER, "JOB_COMPLETION_INDEX": "0"}).process_index == 1
 
 
+def test_a_leader_worker_set_tells_the_index_of_a_process():
+    pod = {**POD, **TRAINER, "JAX_PROCESS_ID": "", "LWS_WORKER_INDEX": "3", "LWS_GROUP_SIZE": "4"}
+    spec = kubernetes(pod)
+    assert (spec.num_processes, spec.process_index, spec.origins["task_index"]) == (4, 3, "LWS_WORKER_INDEX")
+
+
 def test_jaxjob():
     spec = kubernetes({**POD, **JAX_JOB})
     assert (spec.num_processes, spec.process_index, spec.coordinator_address) == (2, 1, "train-worker-0:6666")
@@ -55,7 +61,7 @@ def test_it_does_not_apply(environ):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"JAX_PROCESS_ID": ""}, "JOB_COMPLETION_INDEX is not set"),
+        ({"JAX_PROCESS_ID": ""}, "JAX_PROCESS_ID is not set"),
         ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS is not set"),
         ({"JAX_NUM_PROCESSES": ""}, "JAX_NUM_PROCESSES is not set"),
         ({"JAX_PROCESS_ID": "4"}, "JAX_PROCESS_ID is 4; it must be from 0 to 3"),

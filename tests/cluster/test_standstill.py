@@ -78,12 +78,13 @@ train(3)
 
 
 @pytest.mark.parametrize(
-    "call", ["strategy.reduce('sum', ids)", "strategy.gather(ids, axis=0)", "strategy.local_results(ids)"]
+    "call",
+    ["strategy.reduce('sum', ids)", "strategy.gather(ids, axis=0)", "strategy.fetch({'w': state, 'ids': ids.value})"],
 )
 def test_who_waits_in_a_call_of_the_strategy_is_not_the_one_to_blame(tmp_path, call):
-    """Only what process 1 would have to take part in: process 0 waits in it."""
+    """Process 1 would have to take part in it."""
     body = f"""
-ids = strategy.run(lambda: jnp.float32(jdist.replica_id()))
+ids = strategy.run(lambda: jnp.float32(jdist.replica_id())[None])
 train(3)
 def stuck():
     time.sleep(3600)

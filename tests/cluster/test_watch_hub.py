@@ -76,7 +76,9 @@ def test_who_fits_in_is_not_refused():
 def test_those_that_did_not_come_in_time_are_named_once():
     hub, _ = hubs.joined(empty(3), 1, "n1:1", 55.0)
     hub, tells = hubs.ticked(hub, 60.5)
-    assert tells == [Tell(None, {"type": "absent", "processes": [0, 2], "refused": []})]
+    (tell,) = tells
+    assert (tell.to, tell.message["type"], tell.message["processes"]) == (None, "absent", [0, 2])
+    assert (tell.message["refused"], tell.message["misnumbered"]) == ([], False)
     assert [tell.message["type"] for tell in hubs.ticked(hub, 61.0)[1]] == ["beat"]
     assert hubs.disconnected(hub, 1) == (hub, [])  # it gave up, and is no loss
 
@@ -341,6 +343,7 @@ def test_who_waits_in_vain_hears_of_those_that_were_refused():
         hub = hubs.refused(hub, f"10.0.0.2:{port}", "its JDIST_TOKEN is not that of process 0")
     _, (told,) = hubs.ticked(hub, 6.0)
     assert told.message["refused"] == ["one from 10.0.0.2 was refused: its JDIST_TOKEN is not that of process 0"]
+    assert not told.message["misnumbered"]
 
 
 # ---- alive, and stuck

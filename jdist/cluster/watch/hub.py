@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 
 _ASK_AGAIN_S = 10.0  # after those who are waited for said that what they do may last
-OTHER_COUNT = "it was started as one of"  # how a refusal begins that lasts until somebody mends a setting
 _MOST_REFUSED = 4  # that are told of
 _MOST_OPEN = 100  # exchanges that some have said their part of and others have not; a correct job has a few
 
@@ -87,6 +86,7 @@ class Hub:
         lost: the process that was lost first; all ends with it.
         given_up: whether not all came in time.
         refused: who came and could not be taken in, and why, each once.
+        misnumbered: whether one was started for a job of another size: no other start would end otherwise.
     """
 
     count: int
@@ -102,6 +102,7 @@ class Hub:
     lost: int | None = None
     given_up: bool = False
     refused: tuple[str, ...] = ()
+    misnumbered: bool = False
 
     @property
     def absent(self) -> list[int]:
@@ -116,7 +117,7 @@ def refusal(hub: Hub, hello: Message) -> str | None:
     """Why a process that says hello cannot take part, as a clause; None if it can."""
     process, count = hello.get("process"), hello.get("count")
     if count != hub.count:
-        return f"{OTHER_COUNT} {count!r} processes, process 0 as one of {hub.count}"
+        return f"it was started as one of {count!r} processes, process 0 as one of {hub.count}"
     if isinstance(process, bool) or not isinstance(process, int) or not 0 <= process < hub.count:
         return f"process index {process!r} is not among 0 to {hub.count - 1}"
     if process in hub.members:
@@ -128,8 +129,9 @@ def refusal(hub: Hub, hello: Message) -> str | None:
     return None
 
 
-def refused(hub: Hub, peer: str, why: str) -> Hub:
+def refused(hub: Hub, peer: str, why: str, *, misnumbered: bool = False) -> Hub:
     """A process was refused: it may be one that the others wait for."""
+    hub = replace(hub, misnumbered=hub.misnumbered or misnumbered)
     told = f"one from {peer.rpartition(':')[0]} was refused: {why}"
     return (
         hub if told in hub.refused or len(hub.refused) >= _MOST_REFUSED else replace(hub, refused=(*hub.refused, told))
@@ -202,7 +204,15 @@ def ticked(hub: Hub, now_s: float) -> Next:
             return _lose(hub, process, f"nothing was heard of it for {hub.silence_s:g} s: it stands still")
     if hub.absent and now_s > hub.start_by_s and not hub.given_up:
         return replace(hub, given_up=True), [
-            Tell(None, {"type": "absent", "processes": hub.absent, "refused": list(hub.refused)})
+            Tell(
+                None,
+                {
+                    "type": "absent",
+                    "processes": hub.absent,
+                    "refused": list(hub.refused),
+                    "misnumbered": hub.misnumbered,
+                },
+            )
         ]
     tells = [Tell(None, {"type": "beat"})]
     too_long = any(member.waits_s > member.patience_s for member in hub.members.values() if not member.left)

@@ -134,16 +134,17 @@ class Switchboard:
 
     def _greet(self, caller: _Caller, hello: Message) -> bool:
         """Takes a process in, or says why not."""
+        misnumbered = False
         if hello["type"] != "hello":
             why = "it did not say hello first"
         elif not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), self._token):
             why = "its JDIST_TOKEN is not that of process 0"
         else:
-            why = hubs.refusal(self._hub, hello)
+            why, misnumbered = hubs.refusal(self._hub, hello), hello.get("count") != self._hub.count
         if why is not None:
             self._broken.append(caller)
             if hello["type"] == "hello":
-                self._hub = hubs.refused(self._hub, caller.peer, why)
+                self._hub = hubs.refused(self._hub, caller.peer, why, misnumbered=misnumbered)
             self._say(caller, {"type": "refused", "reason": why})
             return False
         caller.process = int(hello["process"])

@@ -20,7 +20,6 @@ from jdist.cluster.address import join
 from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.bell import Bell
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.hub import OTHER_COUNT
 from jdist.cluster.watch.lines import MOST_BYTES, BadMessage, Line
 from jdist.cluster.watch.place import Place, connect
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
@@ -305,7 +304,7 @@ class Watch:
                         "their logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
                     )
                     # Where some were started for a job of another size, to start all again leads to the same.
-                    lasts = any(OTHER_COUNT in str(each) for each in refused)
+                    lasts = message.get("misnumbered") is True
                     self._no_start = ClusterError(told) if lasts else ClusterTimeoutError(told)
                 case {"type": "values", "key": str(), "values": list()} | {
                     "type": "void",

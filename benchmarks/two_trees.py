@@ -1,0 +1,121 @@
+"""This tree against another checkout of jdist, in turns: what a change has cost.
+
+    python benchmarks/two_trees.py OTHER [--rounds 15] [--cases step async ...]
+
+OTHER is a checkout, as `git worktree add --detach /tmp/before COMMIT` makes one. Every case runs in one process of each tree, and in
+a second one of OTHER, for the noise of A against A. The cases: an empty step on 1 and on 8 virtual devices, whose call is
+all overhead; a parameter server of 8 floats and of a million, asynchronous and synchronous; closures that do nothing; and a process
+that imports every public name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "peers")]
+CASES = {  # the script of a side, its arguments, and how many calls are a round
+    "step, 1 device": ("two_trees.py", ("--side", "1"), 1000),
+    "step, 8 devices": ("two_trees.py", ("--side", "8"), 300),
+    "async, 8 floats": ("peers/jdist_parameter_server.py", (1, 8), 1000),
+    "sync, 8 floats": ("peers/jdist_parameter_server.py", (1, 8, "mode=sync"), 300),
+    "async, 1M floats": ("peers/jdist_parameter_server.py", (2, 1_000_000), 60),
+    "two copies, 8 floats": ("peers/jdist_parameter_server.py", (2, 8, "ps_replicas=2"), 300),
+    "closures": ("peers/jdist_parameter_server.py", (1, 0), 1000),
+    "import": ("two_trees.py", ("--side", "import"), 1),
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    args = parser.parse_args()
+    if not (args.other / "jdist" / "__init__.py").is_file():
+        parser.error(f"{args.other} is no checkout of jdist: it has no jdist/__init__.py")
+
+    from mirrored import in_turns
+    from pairs import compare
+
+    for case in args.cases:
+        script, arguments, calls = CASES[case]
+        with contextlib.ExitStack() as ends:
+            sides = {
+                name: ends.enter_context(contextlib.closing(_side(tree, script, arguments)))
+                for name, tree in (("here", HERE.parent), ("other", args.other), ("other again", args.other))
+            }
+            in_turns(sides, calls, 2)  # the first calls compile
+            times = in_turns(sides, calls, args.rounds)
+        for name in ("here", "other again"):
+            c = compare(times[name], times["other"])
+            print(
+                f"{case:21s} {name:11s} / other: ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
+                f"{c.seconds / calls * 1e6:,.0f} us a call",
+                flush=True,
+            )
+
+
+def _side(tree: Path, script: str, arguments: tuple[object, ...]):
+    from mirrored import Side
+
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(tree.resolve())
+    try:
+        return Side(sys.executable, str(HERE / script), *arguments)
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def side(what: str) -> None:
+    """One side: `what` is a number of devices, or "import"."""
+    from side import serve
+
+    if what == "import":
+        names = "import jdist\nfor name in jdist.__all__:\n    if name != 'nnx': getattr(jdist, name)"
+
+        def run(calls: int) -> float:
+            for _ in range(calls):
+                subprocess.run([sys.executable, "-c", names], check=True)
+            return 0.0
+
+        return serve({"tree": os.environ["PYTHONPATH"]}, run)
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={what}"}
+    import jax
+    import jax.numpy as jnp
+
+    import jdist
+
+    strategy = jdist.mirrored()
+    batch = jax.device_put({"x": jnp.zeros((8, 1))}, strategy.batch_sharding)
+    step: Callable = jdist.distribute(lambda state, batch: (state, {"loss": jnp.float32(0)}), strategy)
+    box = [strategy.init(lambda: {"w": jnp.ones(4)})]
+
+    def call(calls: int) -> float:
+        state = box[0]
+        for i in range(calls):
+            state, metrics = step(state, batch)
+            if i % 8 == 7:  # the bound that every program on CPU devices needs
+                jax.block_until_ready(metrics)
+        box[0] = state
+        return float(metrics["loss"])
+
+    serve({"tree": jdist.__file__, "time": time.time()}, call)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--side"]:
+        side(sys.argv[2])
+    else:
+        main()

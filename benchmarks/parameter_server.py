@@ -27,7 +27,7 @@ LEAVES = 10
 
 def security(way: str, name: str) -> Any:
     """A certificate each, of one authority that all sides of a run share by way of the command line."""
-    from jdist.ps.security import Security
+    from jdist.ps.transport.security import Security
 
     if "TLS" not in way:
         return Security(token="t")
@@ -37,16 +37,16 @@ def security(way: str, name: str) -> Any:
 
 
 def specs(size: int) -> list[Any]:
-    from jdist.ps.wire import Spec
+    from jdist.ps.protocol.wire import Spec
 
     return [Spec((size // 4 // LEAVES,), "float32")] * LEAVES
 
 
 def server(way: str) -> None:
     """Answers arrays by arrays."""
-    from jdist.ps.memory import keep_freed_memory
-    from jdist.ps.transport.rpc import RpcServer
-    from jdist.ps.transport.seam import Method
+    from jdist.ps.server.malloc import keep_freed_memory
+    from jdist.ps.transport.grpc_transport import RpcServer
+    from jdist.ps.transport.interface import Method
 
     keep_freed_memory()
     kept = {size: [np.ones(s.shape, s.dtype) for s in specs(size)] for size in (0, 100_000_000)}
@@ -62,8 +62,8 @@ def client(way: str) -> None:
     """One side: reads numbers of exchanges, negative for small ones, prints their seconds."""
     from side import serve
 
-    from jdist.ps.memory import keep_freed_memory
-    from jdist.ps.transport.rpc import RpcChannel
+    from jdist.ps.server.malloc import keep_freed_memory
+    from jdist.ps.transport.grpc_transport import RpcChannel
 
     keep_freed_memory()
     command = [sys.executable, __file__, "--server", way, sys.argv[-1]]

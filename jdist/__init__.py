@@ -16,34 +16,40 @@ if TYPE_CHECKING:
     from jdist import ps as ps
     from jdist import reduction as reduction
     from jdist import scaling as scaling
-    from jdist.aggregation import aggregate as aggregate
-    from jdist.aggregation import first_replica_only as first_replica_only
+    from jdist.checkpoint.evaluator import train_and_evaluate as train_and_evaluate
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
-    from jdist.context import has_strategy as has_strategy
-    from jdist.context import in_replica_context as in_replica_context
-    from jdist.data.input_context import InputContext as InputContext
-    from jdist.data.input_options import InputOptions as InputOptions
-    from jdist.gradients import grad as grad
-    from jdist.gradients import value_and_grad as value_and_grad
-    from jdist.line_search import global_loss as global_loss
-    from jdist.loop.evaluate import evaluate as evaluate
-    from jdist.loop.evaluate import predict as predict
-    from jdist.loop.fit import fit as fit
-    from jdist.loss_scale import WithLossScale as WithLossScale
-    from jdist.losses import compute_average_loss as compute_average_loss
-    from jdist.losses import scale_regularization_loss as scale_regularization_loss
-    from jdist.mixed_precision import precision as precision
+    from jdist.core.context import has_strategy as has_strategy
+    from jdist.core.context import in_replica_context as in_replica_context
+    from jdist.core.per_replica import PerReplica as PerReplica
+    from jdist.core.per_replica import ValueContext as ValueContext
+    from jdist.core.per_replica import WithResiduals as WithResiduals
+    from jdist.core.precision import precision as precision
+    from jdist.core.strategy import Strategy as Strategy
+    from jdist.data.options import InputContext as InputContext
+    from jdist.data.options import InputOptions as InputOptions
+    from jdist.fit.evaluate import evaluate as evaluate
+    from jdist.fit.evaluate import predict as predict
+    from jdist.fit.fit import fit as fit
     from jdist.notebook.launch import notebook_launch as notebook_launch
-    from jdist.replica import all_gather as all_gather
-    from jdist.replica import all_reduce as all_reduce
-    from jdist.replica import mean as mean
-    from jdist.replica import num_replicas as num_replicas
-    from jdist.replica import replica_axes as replica_axes
-    from jdist.replica import replica_id as replica_id
-    from jdist.replica import replica_rng as replica_rng
+    from jdist.replica.aggregation import aggregate as aggregate
+    from jdist.replica.aggregation import first_replica_only as first_replica_only
+    from jdist.replica.collectives import all_gather as all_gather
+    from jdist.replica.collectives import all_reduce as all_reduce
+    from jdist.replica.collectives import mean as mean
+    from jdist.replica.collectives import num_replicas as num_replicas
+    from jdist.replica.collectives import replica_axes as replica_axes
+    from jdist.replica.collectives import replica_id as replica_id
+    from jdist.replica.collectives import replica_rng as replica_rng
+    from jdist.replica.gradients import global_loss as global_loss
+    from jdist.replica.gradients import grad as grad
+    from jdist.replica.gradients import value_and_grad as value_and_grad
+    from jdist.replica.loss_scale import WithLossScale as WithLossScale
+    from jdist.replica.losses import compute_average_loss as compute_average_loss
+    from jdist.replica.losses import scale_regularization_loss as scale_regularization_loss
+    from jdist.replica.train_state import TrainState as TrainState
+    from jdist.replica.train_state import optimizer as optimizer
     from jdist.report.history import History as History
-    from jdist.state import TrainState as TrainState
-    from jdist.state import optimizer as optimizer
+    from jdist.step.decorator import distribute as distribute
     from jdist.strategies.by_name import make_strategy as make_strategy
     from jdist.strategies.central_storage import central_storage as central_storage
     from jdist.strategies.default import default as default
@@ -54,65 +60,59 @@ if TYPE_CHECKING:
     from jdist.strategies.one_device import one_device as one_device
     from jdist.strategies.parameter_server import parameter_server as parameter_server
     from jdist.strategies.tpu import tpu as tpu
-    from jdist.strategy import Strategy as Strategy
-    from jdist.train.evaluator import train_and_evaluate as train_and_evaluate
-    from jdist.transforms.distribute import distribute as distribute
-    from jdist.transforms.verify import Verification as Verification
-    from jdist.transforms.verify import VerificationWarning as VerificationWarning
-    from jdist.transforms.verify import verify as verify
-    from jdist.values import PerReplica as PerReplica
-    from jdist.values import ValueContext as ValueContext
-    from jdist.values import WithResiduals as WithResiduals
+    from jdist.verify.verify import Verification as Verification
+    from jdist.verify.verify import VerificationWarning as VerificationWarning
+    from jdist.verify.verify import verify as verify
 
 _MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling")
 _NAMES = {
     "CommunicationOptions": "jdist.cluster.communication",
     "History": "jdist.report.history",
-    "InputContext": "jdist.data.input_context",
-    "InputOptions": "jdist.data.input_options",
-    "PerReplica": "jdist.values",
-    "Strategy": "jdist.strategy",
-    "TrainState": "jdist.state",
-    "Verification": "jdist.transforms.verify",
-    "VerificationWarning": "jdist.transforms.verify",
-    "WithLossScale": "jdist.loss_scale",
-    "WithResiduals": "jdist.values",
-    "ValueContext": "jdist.values",
-    "aggregate": "jdist.aggregation",
-    "all_gather": "jdist.replica",
-    "all_reduce": "jdist.replica",
-    "compute_average_loss": "jdist.losses",
+    "InputContext": "jdist.data.options",
+    "InputOptions": "jdist.data.options",
+    "PerReplica": "jdist.core.per_replica",
+    "Strategy": "jdist.core.strategy",
+    "TrainState": "jdist.replica.train_state",
+    "Verification": "jdist.verify.verify",
+    "VerificationWarning": "jdist.verify.verify",
+    "WithLossScale": "jdist.replica.loss_scale",
+    "WithResiduals": "jdist.core.per_replica",
+    "ValueContext": "jdist.core.per_replica",
+    "aggregate": "jdist.replica.aggregation",
+    "all_gather": "jdist.replica.collectives",
+    "all_reduce": "jdist.replica.collectives",
+    "compute_average_loss": "jdist.replica.losses",
     "central_storage": "jdist.strategies.central_storage",
     "default": "jdist.strategies.default",
-    "distribute": "jdist.transforms.distribute",
-    "evaluate": "jdist.loop.evaluate",
-    "first_replica_only": "jdist.aggregation",
-    "fit": "jdist.loop.fit",
+    "distribute": "jdist.step.decorator",
+    "evaluate": "jdist.fit.evaluate",
+    "first_replica_only": "jdist.replica.aggregation",
+    "fit": "jdist.fit.fit",
     "get_strategy": "jdist.strategies.default",
-    "global_loss": "jdist.line_search",
-    "grad": "jdist.gradients",
-    "has_strategy": "jdist.context",
-    "in_replica_context": "jdist.context",
+    "global_loss": "jdist.replica.gradients",
+    "grad": "jdist.replica.gradients",
+    "has_strategy": "jdist.core.context",
+    "in_replica_context": "jdist.core.context",
     "make_strategy": "jdist.strategies.by_name",
-    "mean": "jdist.replica",
+    "mean": "jdist.replica.collectives",
     "mirrored": "jdist.strategies.mirrored",
     "multi_worker": "jdist.strategies.multi_worker",
     "notebook_launch": "jdist.notebook.launch",
-    "num_replicas": "jdist.replica",
+    "num_replicas": "jdist.replica.collectives",
     "one_device": "jdist.strategies.one_device",
-    "optimizer": "jdist.state",
+    "optimizer": "jdist.replica.train_state",
     "parameter_server": "jdist.strategies.parameter_server",
-    "precision": "jdist.mixed_precision",
-    "predict": "jdist.loop.evaluate",
-    "replica_axes": "jdist.replica",
-    "replica_id": "jdist.replica",
-    "replica_rng": "jdist.replica",
-    "scale_regularization_loss": "jdist.losses",
+    "precision": "jdist.core.precision",
+    "predict": "jdist.fit.evaluate",
+    "replica_axes": "jdist.replica.collectives",
+    "replica_id": "jdist.replica.collectives",
+    "replica_rng": "jdist.replica.collectives",
+    "scale_regularization_loss": "jdist.replica.losses",
     "set_strategy": "jdist.strategies.default",
     "tpu": "jdist.strategies.tpu",
-    "train_and_evaluate": "jdist.train.evaluator",
-    "value_and_grad": "jdist.gradients",
-    "verify": "jdist.transforms.verify",
+    "train_and_evaluate": "jdist.checkpoint.evaluator",
+    "value_and_grad": "jdist.replica.gradients",
+    "verify": "jdist.verify.verify",
 }
 __all__ = [*_MODULES, *_NAMES]
 __version__ = "0.1.0"
@@ -126,7 +126,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value
         return value
-    from jdist.tensorflow_names import unknown
+    from jdist.support.tensorflow_names import unknown
 
     raise unknown("module 'jdist'", name, __all__)
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from jdist.cli import main
+from jdist.cli.main import main
 
 sys.exit(main())

@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist import gradients, replica
+from jdist.core.per_replica import own_state, with_own_state
+from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
-from jdist.near import did_you_mean
-from jdist.strategy import Strategy
-from jdist.tracebacks import without_own_frames
-from jdist.transforms.calls import check_no_batch
-from jdist.transforms.distribute import distribute as distribute_pure
-from jdist.transforms.step import DistributedStep
-from jdist.values import own_state, with_own_state
+from jdist.replica import collectives, gradients
+from jdist.step.decorator import distribute as distribute_pure
+from jdist.step.mesh_step import DistributedStep
+from jdist.step.signature import check_no_batch
+from jdist.support.suggest import did_you_mean
+from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
 _KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
@@ -139,12 +139,12 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
         )
     returns = options.pop("returns", ("metrics",))
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    ways: dict[type, replica.ReduceOp] = dict(options.pop("metrics", {}))
+    ways: dict[type, collectives.ReduceOp] = dict(options.pop("metrics", {}))
     for kind, how in ways.items():
-        if how not in get_args(replica.ReduceOp):
+        if how not in get_args(collectives.ReduceOp):
             raise StepError(
                 f"jdist.nnx.distribute: `metrics` has {how!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
-                f"{', '.join(map(repr, get_args(replica.ReduceOp)))}.{did_you_mean(how, get_args(replica.ReduceOp))}"
+                f"{', '.join(map(repr, get_args(collectives.ReduceOp)))}.{did_you_mean(how, get_args(collectives.ReduceOp))}"
             )
     return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, ways)
 
@@ -159,7 +159,7 @@ class NNXStep:
         step: Callable[..., Any],
         strategy: Strategy,
         options: dict[str, Any],
-        metrics: Mapping[type, replica.ReduceOp],
+        metrics: Mapping[type, collectives.ReduceOp],
     ):
         functools.update_wrapper(self, step)
         options = {**options, "args": ("static", "state", *options["args"])}
@@ -259,24 +259,24 @@ def _holds_objects(value: Any) -> bool:
     return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
 
 
-def _pure(step: Callable[..., Any], ways: Mapping[type, replica.ReduceOp]) -> Callable[..., Any]:
+def _pure(step: Callable[..., Any], ways: Mapping[type, collectives.ReduceOp]) -> Callable[..., Any]:
     @functools.wraps(step)
     def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
         graphdef, which = static
         keys, metrics, statistics, others = state
-        own_keys = jax.tree.map(replica.replica_rng, keys)
-        bound = replica.replica_axes() is not None or replica.num_replicas() > 1
+        own_keys = jax.tree.map(collectives.replica_rng, keys)
+        bound = collectives.replica_axes() is not None or collectives.num_replicas() > 1
         # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
         copies = jax.tree.map(lambda x: x, (metrics, statistics, others))
         objects = nnx.merge(graphdef, own_keys, *copies)
         ops = _ops(objects, ways) if bound else {}
         if bound:
             # What adds up: the first replica goes on from what was there, the others begin at zero, and all of it is summed.
-            is_first = replica.replica_id() == 0
+            is_first = collectives.replica_id() == 0
             begun = _map_metrics(lambda op, x: jnp.where(is_first, x, 0) if op == "sum" else x, ops, metrics)
             nnx.update(objects, begun)
         mutable, others_of_step = iter(objects), iter(rest)
-        with _no_reading(objects) if replica.num_replicas() > 1 else contextlib.nullcontext():
+        with _no_reading(objects) if collectives.num_replicas() > 1 else contextlib.nullcontext():
             result = step(*(next(mutable if is_object else others_of_step) for is_object in which), **kwargs)
         new_graphdef, _, new_metrics, new_statistics, new_others = nnx.split(objects, *_KINDS)
         if new_graphdef != graphdef:
@@ -285,8 +285,8 @@ def _pure(step: Callable[..., Any], ways: Mapping[type, replica.ReduceOp]) -> Ca
                 "removed or changed). Make such changes outside of the step."
             )
         if bound:
-            new_metrics = _map_metrics(lambda op, x: replica.all_reduce(x, op).astype(x.dtype), ops, new_metrics)
-            new_statistics = replica.all_reduce(new_statistics, "mean")
+            new_metrics = _map_metrics(lambda op, x: collectives.all_reduce(x, op).astype(x.dtype), ops, new_metrics)
+            new_statistics = collectives.all_reduce(new_statistics, "mean")
         results = result if isinstance(result, tuple) else (result,)
         return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
 
@@ -295,18 +295,18 @@ def _pure(step: Callable[..., Any], ways: Mapping[type, replica.ReduceOp]) -> Ca
     return pure
 
 
-def _ops(objects: PyTree, ways: Mapping[type, replica.ReduceOp]) -> dict[tuple[Any, ...], replica.ReduceOp]:
+def _ops(objects: PyTree, ways: Mapping[type, collectives.ReduceOp]) -> dict[tuple[Any, ...], collectives.ReduceOp]:
     """How the replicas' versions of each metric come together, by its path.
 
     Raises:
         StepError: names a metric whose class nothing is known of.
     """
-    found: dict[tuple[Any, ...], replica.ReduceOp] = {}
+    found: dict[tuple[Any, ...], collectives.ReduceOp] = {}
     for path, node in nnx.iter_graph(objects):
         if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):
             continue
         known = type(node) in (nnx.metrics.Average, nnx.metrics.Accuracy)
-        op: replica.ReduceOp | None = ways.get(type(node))
+        op: collectives.ReduceOp | None = ways.get(type(node))
         if op is None and known:
             op = "sum"
         if op is None:
@@ -322,12 +322,12 @@ def _ops(objects: PyTree, ways: Mapping[type, replica.ReduceOp]) -> dict[tuple[A
 
 
 def _map_metrics(
-    change: Callable[[replica.ReduceOp, Any], Any], ops: dict[tuple[Any, ...], replica.ReduceOp], metrics: Any
+    change: Callable[[collectives.ReduceOp, Any], Any], ops: dict[tuple[Any, ...], collectives.ReduceOp], metrics: Any
 ) -> Any:
     """The variables of metrics with each array changed, as its metric's op says."""
 
     def one(path: tuple[Any, ...], variable: Any) -> Any:
-        op: replica.ReduceOp = next(ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops)
+        op: collectives.ReduceOp = next(ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops)
         return jax.tree.map(lambda x: change(op, x), variable)
 
     flat = nnx.to_flat_state(metrics)

@@ -7,9 +7,9 @@ import json
 import math
 import threading
 
-from jdist.cluster.watch import hub as hubs
+from jdist.cluster.watch import membership as hubs
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.hub import Hub
+from jdist.cluster.watch.membership import Hub
 
 DEADLINE_S = 30
 

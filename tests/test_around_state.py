@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.values import own_state, with_own_state
+from jdist.core.per_replica import own_state, with_own_state
 
 BATCH = {"x": np.linspace(-1, 1, 16 * 4, dtype=np.float32).reshape(16, 4)}
 

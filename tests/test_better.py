@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdist.report.better import better
+from jdist.report.metric_direction import better
 
 
 @pytest.mark.parametrize(

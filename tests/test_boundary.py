@@ -9,9 +9,9 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jdist
-from jdist.boundary import split
-from jdist.context import ReplicaTrace, tracing
+from jdist.core.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
+from jdist.jaxpr.split import split
 
 DEFAULT = jdist.default()
 BATCH = {

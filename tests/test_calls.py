@@ -7,8 +7,8 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
-from jdist.transforms.calls import Call, Signature
-from jdist.transforms.options import make_options
+from jdist.step.options import make_options
+from jdist.step.signature import Call, Signature
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 EVERY = {

@@ -10,9 +10,9 @@ import pytest
 from by_default import some
 
 import jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.core.host_sharded import HostSharded
 from jdist.errors import DonatedStateError, NonFiniteError, ReplicaDivergenceError, StepError
-from jdist.train.checkpoint import Checkpointer
-from jdist.transforms.spread import Spread
 
 DEVICES = jax.devices()[:4]
 RNG = np.random.default_rng(0)
@@ -97,10 +97,10 @@ class TestWhereThingsAre:
         state = strategy.init(lambda: create(optax.adam(1e-3)))
         state, _ = jdist.distribute(train_step, strategy)(state, BATCHES[0])
         shapes = jax.eval_shape(lambda: create(optax.adam(1e-3)))
-        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Spread))
+        leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, HostSharded))
         for leaf, shape in zip(leaves, jax.tree.leaves(shapes), strict=True):
             assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
-            if not isinstance(leaf, Spread):
+            if not isinstance(leaf, HostSharded):
                 assert leaf.ndim == 0 or leaf.shape == (3,)
                 assert leaf.sharding == strategy.replicated_sharding
                 continue
@@ -152,7 +152,7 @@ class TestStates:
         ):
             state, _ = step(make(), BATCHES[0])
             assert_close(strategy.fetch(state).params, strategy.fetch(expected).params)
-            assert isinstance(state.params["rows"], Spread)
+            assert isinstance(state.params["rows"], HostSharded)
 
     def test_the_caller_keeps_a_state_that_was_not_made_by_the_strategy(self, strategy):
         state = create(optax.sgd(0.1))

@@ -16,15 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpu_steps import COLLECTIVE, host_computations
 
 import jdist
+from jdist.sharded_state.operations import BACKEND
+from jdist.step.mesh_step import REPLICATED
+from jdist.step.non_finite import FlagNames
+from jdist.step.options import make_options
+from jdist.step.outputs import Traced
+from jdist.step.replica_program import ProgramSpec
+from jdist.step.signature import Call
 from jdist.strategies.central_storage import CENTRAL
 from jdist.strategies.local import LOCAL, strategy_over
-from jdist.transforms.calls import Call
-from jdist.transforms.central import BACKEND
-from jdist.transforms.guard import Watched
-from jdist.transforms.options import make_options
-from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.results import Traced
-from jdist.transforms.step import REPLICATED
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install libtpu")
 
@@ -69,7 +69,7 @@ def compiled(name, operations, backend, state, **options):
     }
     token = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=strategy.replicated_sharding)
     program = backend.make_program(
-        ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), Watched(), "step")
+        ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), FlagNames(), "step")
     )
     return program.lower(token, backend.state_shapes(strategy, state), (batch,), ((), {})).compile()
 

@@ -89,16 +89,16 @@ def python(site, *arguments, folder):
 
 def test_every_command_and_doctor(site, tmp_path):
     program = """
-import contextlib, io, jdist.cli
-assert jdist.cli.__file__.startswith(sys.path[0])
+import contextlib, io, jdist.cli.main
+assert jdist.cli.main.__file__.startswith(sys.path[0])
 for command in sys.argv[1:]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
-            jdist.cli.main([command, "--help"])
+            jdist.cli.main.main([command, "--help"])
         except SystemExit as left:
             assert left.code == 0, command
     assert f"usage: jdist {command}" in said.getvalue(), command
-sys.exit(jdist.cli.main(["doctor"]))
+sys.exit(jdist.cli.main.main(["doctor"]))
 """
     assert "packages" in python(site, program, *COMMANDS, folder=tmp_path)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.transforms.distributed import Distributed
+from jdist.step.base import Distributed
 
 MAKE = {
     "one_device": jdist.one_device,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jdist.cli import COMMANDS, flags_last, main
+from jdist.cli.main import COMMANDS, flags_last, main
 from jdist.experiment.dry_run import without_servers
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare

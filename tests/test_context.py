@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist import context
+from jdist.core import context
 from jdist.errors import StepError, StrategyError
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])

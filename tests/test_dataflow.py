@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist import dataflow
+from jdist.jaxpr import graph
 
 
 def f(a, b):
@@ -16,17 +16,17 @@ def f(a, b):
 
 def traced(fn=f, *args):
     closed = jax.make_jaxpr(fn)(*(args or (1.0, 2.0)))
-    body = dataflow.body_of(closed)
+    body = graph.body_of(closed)
     return closed, body.invars, body.outvars
 
 
 def test_dependents_holds_the_sources_and_all_that_follows():
     closed, (a, b), (x, y, literal) = traced()
-    assert {v in dataflow.dependents(closed, [a]) for v in (a, x, y)} == {True}
-    from_b = dataflow.dependents(closed, [b])
+    assert {v in graph.dependents(closed, [a]) for v in (a, x, y)} == {True}
+    from_b = graph.dependents(closed, [b])
     assert (y in from_b, x in from_b, a in from_b) == (True, False, False)
-    assert dataflow.is_literal(literal)
-    assert not dataflow.is_literal(x)
+    assert graph.is_literal(literal)
+    assert not graph.is_literal(x)
 
 
 def test_uses_primitive_looks_into_nested_functions():
@@ -36,37 +36,37 @@ def test_uses_primitive_looks_into_nested_functions():
         return y + jax.jit(lambda z: z + 1)(x)
 
     closed, _, _ = traced(nested, 1.0)
-    scan, *others = [eqn for eqn in dataflow.body_of(closed).eqns]
-    assert dataflow.uses_primitive(scan, "cos")
-    assert not dataflow.uses_primitive(scan, "sin")
-    assert not any(dataflow.uses_primitive(eqn, "cos") for eqn in others)
+    scan, *others = [eqn for eqn in graph.body_of(closed).eqns]
+    assert graph.uses_primitive(scan, "cos")
+    assert not graph.uses_primitive(scan, "sin")
+    assert not any(graph.uses_primitive(eqn, "cos") for eqn in others)
 
 
 def test_needed_stops_at_what_is_given():
     closed, (a, b), (x, *_) = traced()
-    equations, reads = dataflow.needed(closed, [x], given=set())
+    equations, reads = graph.needed(closed, [x], given=set())
     assert [eqn.primitive.name for eqn in equations] == ["mul", "add"]
     assert (a in reads, b in reads) == (True, False)
     c = equations[0].outvars[0]
-    equations, reads = dataflow.needed(closed, [x], given={c})
+    equations, reads = graph.needed(closed, [x], given={c})
     assert [eqn.primitive.name for eqn in equations] == ["add"]
     assert (c in reads, a in reads) == (True, False)
 
 
 def test_subfunction_computes_from_the_middle():
     closed, (a, b), (x, y, literal) = traced()
-    c = dataflow.needed(closed, [x], set())[0][0].outvars[0]
-    piece = dataflow.subfunction(closed, [c], [x, literal, c])
+    c = graph.needed(closed, [x], set())[0][0].outvars[0]
+    piece = graph.subfunction(closed, [c], [x, literal, c])
     assert [float(v) for v in piece([jnp.float32(5)])] == [6.0, 7.0, 5.0]
-    (value,) = dataflow.subfunction(closed, [b, a], [y])([jnp.float32(0.5), jnp.float32(3)])
+    (value,) = graph.subfunction(closed, [b, a], [y])([jnp.float32(0.5), jnp.float32(3)])
     assert float(value) == jnp.sin(0.5) * 6
-    assert dataflow.subfunction(closed, [], [])([]) == []
+    assert graph.subfunction(closed, [], [])([]) == []
 
 
 def test_constants_that_the_function_closes_over_stay():
     table = jnp.arange(3.0)
     closed, invars, outvars = traced(lambda i: table[i] + table, 1)
-    (value,) = dataflow.subfunction(closed, invars, outvars)([jnp.int32(2)])
+    (value,) = graph.subfunction(closed, invars, outvars)([jnp.int32(2)])
     assert value.tolist() == [2, 3, 4]
 
 
@@ -82,11 +82,11 @@ def test_cutting_anywhere_and_going_on_gives_the_whole(pairs, cut):
         return values[-1]
 
     closed, invars, outvars = traced(chain, 3.0, 5.0)
-    eqns = dataflow.body_of(closed).eqns
+    eqns = graph.body_of(closed).eqns
     middle = eqns[cut % len(eqns)].outvars[0]
     values = [jnp.float32(3), jnp.float32(5)]
-    (at_middle,) = dataflow.subfunction(closed, invars, [middle])(values)
-    (end,) = dataflow.subfunction(closed, [*invars, middle], outvars)([*values, at_middle])
+    (at_middle,) = graph.subfunction(closed, invars, [middle])(values)
+    (end,) = graph.subfunction(closed, [*invars, middle], outvars)([*values, at_middle])
     assert float(end) == float(chain(jnp.float32(3), jnp.float32(5)))
 
 
@@ -105,13 +105,13 @@ def test_what_is_handed_on_unchanged_is_read_where_it_came_from():
 
     arguments = jnp.ones((3, 2, 2)), jnp.ones(2), jnp.float32(5)
     closed, (_, x, _), outvars = traced(step, *arguments)
-    assert dataflow.dependents(closed, [x]) >= set(outvars)
-    forwarded = dataflow.forwarded(closed)
-    layers, x, fixed = dataflow.body_of(forwarded).invars
-    y, fixed_out, same, doubled, chosen, other = dataflow.body_of(forwarded).outvars
+    assert graph.dependents(closed, [x]) >= set(outvars)
+    forwarded = graph.forwarded(closed)
+    layers, x, fixed = graph.body_of(forwarded).invars
+    y, fixed_out, same, doubled, chosen, other = graph.body_of(forwarded).outvars
     assert (fixed_out, same, chosen) == (fixed, layers, layers)
-    assert {y, doubled, other} <= dataflow.dependents(forwarded, [x])
-    results = dataflow.subfunction(forwarded, [layers, x, fixed], dataflow.body_of(forwarded).outvars)(arguments)
+    assert {y, doubled, other} <= graph.dependents(forwarded, [x])
+    results = graph.subfunction(forwarded, [layers, x, fixed], graph.body_of(forwarded).outvars)(arguments)
     for got, wanted in zip(results, step(*arguments), strict=True):
         assert got.tolist() == wanted.tolist()
 
@@ -121,5 +121,5 @@ def test_a_carry_that_changes_places_is_not_handed_on():
         return jax.lax.scan(lambda carry, _: (carry[::-1], carry[0]), (a, b), None, length=3)
 
     closed, invars, outvars = traced(swap, 1.0, 2.0)
-    assert dataflow.body_of(dataflow.forwarded(closed)).outvars == outvars
+    assert graph.body_of(graph.forwarded(closed)).outvars == outvars
     assert not set(invars) & set(outvars)

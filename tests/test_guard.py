@@ -9,8 +9,8 @@ from jax.experimental import io_callback
 
 import jdist
 from jdist.errors import NonFiniteError
-from jdist.transforms import guard
-from jdist.transforms.guard import Flags, Watched, decide
+from jdist.step import non_finite as guard
+from jdist.step.non_finite import FiniteFlags, FlagNames, decide
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 EVERY = {
@@ -156,7 +156,7 @@ class TestNonFinite:
 
 
 def test_codes_of_several_programs_do_not_mix():
-    watched = Watched()
+    watched = FlagNames()
     assert watched.add(["the loss", "w"]) == 0
     assert watched.add(["state leaf b"]) == 2
     assert watched.add(["the loss", "w"]) == 0  # traced again, for other shapes
@@ -190,7 +190,7 @@ def momentum_step(state, batch, others):
         "b": state["a"],
         "constant": jnp.float32(7),
     }
-    return new, {"norm": jnp.sum(w**2)}, Flags(["the batch"], [jnp.isfinite(batch).all()], hidden=False)
+    return new, {"norm": jnp.sum(w**2)}, FiniteFlags(["the batch"], [jnp.isfinite(batch).all()], hidden=False)
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -199,7 +199,7 @@ def test_every_leaf_of_the_state_is_new_or_every_one_is_old(finite):
     state = {name: jnp.full(2, i + 1.0) if i < 4 else jnp.float32(i) for i, name in enumerate(names)}
     batch = jnp.array([1.0, 2.0 if finite else np.nan], jnp.float32)
     run = jax.jit(
-        lambda state: guard.guarded(momentum_step, jnp.zeros(2, jnp.int32), state, (batch, ()), "raise", Watched())
+        lambda state: guard.guarded(momentum_step, jnp.zeros(2, jnp.int32), state, (batch, ()), "raise", FlagNames())
     )
     token, new, outputs = run(state)
     expected, metrics, _ = momentum_step(state, batch, ())

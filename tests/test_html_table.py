@@ -12,9 +12,9 @@ from IPython.lib.pretty import pretty
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jdist
-from jdist.html_table import table
-from jdist.leaf_table import tree_table, whereabouts_of
-from jdist.ps.remote_state import RemoteState
+from jdist.ps.coordinator.remote_state import RemoteState
+from jdist.report.html import table
+from jdist.report.leaf_table import tree_table, whereabouts_of
 
 
 def create_state(width=4):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.transforms.in_flight import Window, wait_for
+from jdist.step.in_flight import Window, wait_for
 
 
 class Token:

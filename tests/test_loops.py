@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.transforms.loops import scan
+from jdist.step.accumulate import scan
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 ELSEWHERE = dataclasses.replace(jdist.default(), devices=(SimpleNamespace(platform="gpu"),))

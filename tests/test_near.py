@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdist.near import did_you_mean
+from jdist.support.suggest import did_you_mean
 
 
 @pytest.mark.parametrize(

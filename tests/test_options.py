@@ -4,7 +4,7 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
-from jdist.transforms.options import StepOptions, make_options
+from jdist.step.options import StepOptions, make_options
 
 
 def test_defaults():

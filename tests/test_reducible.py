@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.errors import StepError
-from jdist.reducible import as_array, as_arrays, as_axis, check_numbers, countable, floating
 
 
 def test_numbers_and_arrays_are_taken_and_arrays_stay_themselves():

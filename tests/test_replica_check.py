@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import jdist
 from jdist.errors import ReplicaDivergenceError
-from jdist.transforms import step as step_module
-from jdist.transforms.replica_check import compare, hash_leaf
+from jdist.step import mesh_step as step_module
+from jdist.step.divergence import compare, hash_leaf
 
 FOUR = jdist.mirrored(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
 hash_one = jax.jit(hash_leaf)

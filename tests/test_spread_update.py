@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.transforms.spread import Layout
-from jdist.transforms.spread_equations import prepared
-from jdist.transforms.spread_update import Part, evaluate
+from jdist.core.host_sharded import Layout
+from jdist.jaxpr.elementwise import prepared
+from jdist.sharded_state.update import Part, evaluate
 
 STRATEGY = jdist.central_storage(jax.devices()[:4])
 LAYOUT = Layout.of(STRATEGY)

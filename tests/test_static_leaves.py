@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.core.static_leaves import StaticLeaf, pack, unpack
 from jdist.errors import StepError
-from jdist.static_leaves import StaticLeaf, pack, unpack
-from jdist.train.checkpoint import Checkpointer
 
 eqx = pytest.importorskip("equinox")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.tensorflow_names import NAMES
+from jdist.support.tensorflow_names import NAMES
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "from_tf_distribute.md").read_text()
 STRATEGY = jdist.mirrored(["cpu:0", "cpu:1"])

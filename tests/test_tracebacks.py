@@ -15,7 +15,7 @@ from flax import nnx
 
 import jdist
 from jdist.errors import DatasetError, StepError
-from jdist.tracebacks import hide_own_frames, without_own_frames
+from jdist.support.tracebacks import hide_own_frames, without_own_frames
 
 OWN = str(Path(jdist.__file__).parent)
 ROWS = {"x": np.ones((8, 3), np.float32)}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jdist.errors import BatchError, DonatedStateError, StepError
-from jdist.global_arrays import check_not_donated
-from jdist.transforms.trees import check_arrays, check_batch, check_same_state, summary
+from jdist.step.tree_checks import check_arrays, check_batch, check_same_state, summary
+from jdist.support.arrays import check_not_donated
 
 STATE = {"w": jnp.ones((2, 3)), "n": jnp.int32(1), "key": jax.random.key(0), "half": jnp.ones(2, jnp.bfloat16)}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist.core.per_replica import PerReplica, is_per_replica, put_per_replica, take_per_replica
 from jdist.errors import StepError
-from jdist.values import PerReplica, is_per_replica, put_per_replica, take_per_replica
 
 
 def test_local_results_are_host_trees_in_the_order_of_the_replicas():

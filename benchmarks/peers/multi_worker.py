@@ -25,7 +25,7 @@ class Group:
     """The processes of one side, which all-reduce on request."""
 
     def __init__(self, python: str, script: str, processes: int):
-        from jdist.cluster.launcher.ports import free_ports
+        from jdist.launcher.environment import free_ports
 
         addresses = [f"127.0.0.1:{port}" for port in free_ports(processes)]
         self.members = []

@@ -15,8 +15,8 @@ from pathlib import Path
 import trustme
 
 from jdist.cluster.environment import TOKEN
-from jdist.cluster.launcher.ports import free_ports
-from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY
+from jdist.launcher.environment import free_ports
+from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY
 
 
 def config(jobs: dict[str, list[str]], job: str, index: int) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.errors import StepError
-from jdist.number import is_number
 from jdist.report.history import OF_ROWS, History
+from jdist.support.checks import is_number
 
 if TYPE_CHECKING:
-    from jdist.strategy import Strategy
+    from jdist.core.strategy import Strategy
 
 PyTree = Any
 

@@ -12,15 +12,15 @@ import jax
 from jdist.callbacks.callback import Callback, Moment, Resume, Return
 from jdist.callbacks.rows_file import RowsFile
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
+from jdist.checkpoint import Checkpointer, CheckpointWarning
+from jdist.checkpoint.checkpointer import Restored
+from jdist.checkpoint.leaves import WithKept
+from jdist.cluster.agree import together
 from jdist.cluster.runtime import alone
-from jdist.cluster.together import together
+from jdist.core.remote_tree import fetched, shapes_of
 from jdist.errors import CheckpointError, StepError
-from jdist.number import count
-from jdist.remote import fetched, shapes_of
 from jdist.report.files import first_free, writing
-from jdist.train import Checkpointer, CheckpointWarning
-from jdist.train.checkpoint import Restored
-from jdist.train.checkpoint_codec import WithKept
+from jdist.support.checks import count
 
 _HISTORY = "history.jsonl"
 _WAIT_S = 600.0

@@ -7,7 +7,7 @@ from typing import Literal
 from jdist.callbacks.callback import Callback, Moment, Stop
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.errors import StepError
-from jdist.number import count, is_number
+from jdist.support.checks import count, is_number
 
 
 def early_stopping(

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist.callbacks.callback import Callback, Keeps, Moment
+from jdist.core.remote_tree import RemoteTree
+from jdist.core.static_leaves import pack, unpack
 from jdist.errors import StepError
-from jdist.remote import RemoteTree
-from jdist.static_leaves import pack, unpack
 
 PyTree = Any
 

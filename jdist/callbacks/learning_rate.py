@@ -10,9 +10,9 @@ import optax
 
 from jdist.callbacks.callback import Callback, Moment
 from jdist.errors import StepError
-from jdist.global_arrays import to_host
-from jdist.number import is_number
-from jdist.transforms.trees import kind_of
+from jdist.step.tree_checks import kind_of
+from jdist.support.arrays import to_host
+from jdist.support.checks import is_number
 
 
 def learning_rate_log(

@@ -7,8 +7,8 @@ import os
 import jax
 
 from jdist.callbacks.callback import Callback, Moment
+from jdist.core.remote_tree import RemoteTree
 from jdist.errors import StepError
-from jdist.remote import RemoteTree
 
 
 def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15) -> Callback:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jdist.callbacks.callback import Moment
 from jdist.errors import StepError
-from jdist.near import did_you_mean
-from jdist.report.better import Mode, better
 from jdist.report.history import OF_ROWS
+from jdist.report.metric_direction import Mode, better
+from jdist.support.suggest import did_you_mean
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:

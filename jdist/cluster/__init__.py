@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING, Any
 from jdist.cluster.resolvers.jax_env import jax_env
 from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
 from jdist.cluster.resolvers.lsf import lsf
+from jdist.cluster.resolvers.manual import simple, union
 from jdist.cluster.resolvers.mpi import mpi
 from jdist.cluster.resolvers.open_mpi import open_mpi
-from jdist.cluster.resolvers.resolve import DEFAULT, resolve
-from jdist.cluster.resolvers.resolver import Resolver
+from jdist.cluster.resolvers.resolve import DEFAULT, Resolver, resolve
 from jdist.cluster.resolvers.sagemaker import sagemaker
-from jdist.cluster.resolvers.simple import simple
 from jdist.cluster.resolvers.skypilot import skypilot
 from jdist.cluster.resolvers.slurm import slurm
 from jdist.cluster.resolvers.tf_config import tf_config
 from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
-from jdist.cluster.resolvers.union import union
 from jdist.cluster.resolvers.vertex import vertex
 from jdist.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
-    from jdist.cluster.launcher.launch import launch as launch
     from jdist.cluster.stop import preemption as preemption
+    from jdist.launcher.launch import launch as launch
 
 __all__ = [
     "DEFAULT",
@@ -53,7 +51,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "launch":  # lazily: whoever looks for its cluster starts none
-        from jdist.cluster.launcher.launch import launch
+        from jdist.launcher.launch import launch
 
         return launch
     if name == "preemption":  # and imports no JAX

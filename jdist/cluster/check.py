@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jdist.cluster.address import ALLOWED, problem, same_for
-from jdist.cluster.refuse import refused
-from jdist.near import did_you_mean
+from jdist.cluster.address import ALLOWED, problem, refused, same_for
+from jdist.support.suggest import did_you_mean
 
 JOBS = ("chief", "worker", "ps", "evaluator")
 

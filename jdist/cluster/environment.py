@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jdist.cluster.address import ALLOWED, problem
-from jdist.cluster.refuse import refused
+from jdist.cluster.address import ALLOWED, problem, refused
 
 TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in nobody without it
 RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another

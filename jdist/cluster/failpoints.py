@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jdist.cluster.refuse import refused
+from jdist.cluster.address import refused
 
 VARIABLE = "JDIST_FAILPOINTS"
 _ATTEMPT = "JDIST_LAUNCH_ATTEMPT"

@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from jdist.cluster import environment
-from jdist.cluster.address import join, split
-from jdist.cluster.refuse import refused
+from jdist.cluster.address import join, refused, split
 from jdist.errors import ClusterError, PortInUseError
 
 WATCH_PORT = "JDIST_WATCH_PORT"

@@ -18,18 +18,17 @@ from typing import Any, Literal
 
 import jax
 
-from jdist.cluster import exit_codes, failpoints, jax_processes, loss
+from jdist.cluster import exit_status, failpoints, jax_processes, lost_peer
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN, text
 from jdist.cluster.failpoints import Point
-from jdist.cluster.leave import Leaving
+from jdist.cluster.hard_exit import Leaving
 from jdist.cluster.listen import check_free, check_reachable, listen, resolved, watch_port
 from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.watch.client import Place, Watch
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.place import Place
-from jdist.cluster.watch.switchboard import Switchboard
-from jdist.cluster.watch.watch import Watch
-from jdist.cluster.watch.whereabouts import is_exchanging, whereabouts
+from jdist.cluster.watch.server import WatchServer
+from jdist.cluster.watch.stacks import is_exchanging, whereabouts
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
@@ -59,7 +58,7 @@ class Runtime:
         self._busy: list[str] = []
         self._thread = threading.get_ident()
         self._watch: Watch | None = None
-        self._switchboard: Switchboard | None = None
+        self._switchboard: WatchServer | None = None
         self._leaving: Leaving | None = None
         self._records: Path | None = None
         self._pid = os.getpid()
@@ -205,7 +204,7 @@ class Runtime:
                 jax.block_until_ready(self._newest)  # the others cannot do their part of it without this process
             except jax.errors.JaxRuntimeError as exc:
                 traceback.print_exc()
-                code, error = exit_codes.FAILED, exc
+                code, error = exit_status.FAILED, exc
         if code is not None and not self._all_failed(code):
             if error is not None and error is not self._not_a_loss and _is_of_jax(error):
                 watch.wait_for_loss(2 * self.timeout_s)
@@ -228,7 +227,7 @@ class Runtime:
         watch.part()
         if switchboard is not None:
             switchboard.close()
-        if error is not None and code == exit_codes.PEER_LOST:  # Python itself has but one code for all errors
+        if error is not None and code == exit_status.PEER_LOST:  # Python itself has but one code for all errors
             self._leaving.leave(code, logging.shutdown)
 
     def _all_failed(self, code: int) -> bool:
@@ -259,19 +258,19 @@ class Runtime:
         """Keeps this thread from doing anything more once a process is lost: the watch's thread ends the process."""
         if watch.lost is not None and self._leaving is not None:
             threading.Event().wait(_ENDING_S)
-            self._leaving.leave(exit_codes.PEER_LOST)
+            self._leaving.leave(exit_status.PEER_LOST)
 
     def _end_with(self, lost: PeerLostError) -> None:
         """Records that a process was lost, and ends this one: its main thread may be blocked for ever."""
         assert self._leaving is not None
-        own, where, words = self.process_index, self._records, [lambda: loss.say(lost, self.process_index)]
+        own, where, words = self.process_index, self._records, [lambda: lost_peer.say(lost, self.process_index)]
         if where is not None:
-            words.append(lambda: loss.write(lost, own, where))
+            words.append(lambda: lost_peer.write(lost, own, where))
         if self._switchboard is not None:
             self._switchboard.wait_until_alone(_PARTING_S)
         # Whoever ended while others need it is to blame, and a launcher has to see that.
         guilty = self._ended and lost.process == own
-        self._leaving.leave(exit_codes.FAILED if guilty else exit_codes.PEER_LOST, *words)
+        self._leaving.leave(exit_status.FAILED if guilty else exit_status.PEER_LOST, *words)
 
 
 _lock = threading.Lock()
@@ -323,7 +322,7 @@ def started() -> Runtime | None:
 def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str]) -> None:
     spec, process, timeout_s = runtime.spec, runtime.process_index, runtime.timeout_s
     jax_processes.check_unused()
-    runtime._records = loss.folder(environ)
+    runtime._records = lost_peer.folder(environ)
     host, port = split(spec.coordinator_address)
     place = Place(
         process=process,
@@ -339,7 +338,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
             _log.warning("jdist: if other machines take part: %s", wrong)
         check_free(numeric, port)
         bind_address = join(numeric, port)
-        runtime._switchboard = Switchboard(
+        runtime._switchboard = WatchServer(
             listen(numeric, place.port),
             spec.num_processes,
             silence_s=timeout_s,
@@ -367,7 +366,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
     except BaseException as exc:
         if isinstance(exc, ClusterTimeoutError):
             atexit.register(_end_without_others, exc)
-        runtime.failed(exit_codes.FAILED)  # JAX may be half started, and would wait for the others at the end
+        runtime.failed(exit_status.FAILED)  # JAX may be half started, and would wait for the others at the end
         if runtime._watch is not None:
             runtime._watch.close()
         elif runtime._leaving is not None:
@@ -394,8 +393,8 @@ def _is_of_jax(error: BaseException | None) -> bool:
 
 def _code(error: BaseException) -> int:
     """The exit code of a program that an uncaught exception has ended."""
-    code = exit_codes.of(error)
-    return exit_codes.FAILED if code == exit_codes.USAGE else code  # as Python itself, which knows no other
+    code = exit_status.of(error)
+    return exit_status.FAILED if code == exit_status.USAGE else code  # as Python itself, which knows no other
 
 
 def _end_without_others(timeout: ClusterTimeoutError) -> None:

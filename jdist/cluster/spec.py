@@ -9,7 +9,7 @@ from typing import Any
 
 from jdist.cluster.check import JOBS, check_devices, check_jobs, check_task
 from jdist.errors import ClusterConfigError
-from jdist.html_table import table
+from jdist.report.html import table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from jdist.cluster import ending, exit_codes
+from jdist.cluster import exit_status
 from jdist.cluster.runtime import Runtime, alone
 from jdist.errors import ClusterError
 
@@ -54,10 +54,10 @@ class Preemption:
     def exit_code(self) -> int:
         """The code to leave with; 0 as long as nobody asked. The same on all processes."""
         if self.reason is None:
-            return exit_codes.FINISHED
+            return exit_status.FINISHED
         if self._given_code is not None:
             return self._given_code
-        return exit_codes.INTERRUPTED if self.reason == "SIGINT" else exit_codes.PREEMPTED
+        return exit_status.INTERRUPTED if self.reason == "SIGINT" else exit_status.PREEMPTED
 
     def stops_after(self, step: int) -> bool:
         """Whether all processes stop now, after `step` steps; `save` has been called then.
@@ -76,7 +76,7 @@ class Preemption:
         if self._stopped or not self._cluster.stops_after(step):
             return self._stopped
         self._stopped = True
-        ending.unfinished(f"stopped by {self.reason}")
+        exit_status.unfinished(f"stopped by {self.reason}")
         if self._save is not None:
             self._save(step)
         return True

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import MASK, TreeSpec, check_same, to_numpy, tree_spec
-from jdist.data.share import WHOLE, Part, Share
+from jdist.data.process_shard import WHOLE, LocalRows, ProcessShard
 from jdist.errors import BatchError
 
 PyTree = Any
@@ -47,7 +47,7 @@ class BatchLayout:
     with_mask: bool
     tree: TreeSpec
     is_dict: bool
-    share: Share = WHOLE
+    share: ProcessShard = WHOLE
 
     @property
     def global_batch(self) -> int:
@@ -67,7 +67,7 @@ def plan_layout(
     num_replicas: int,
     partial: Partial,
     with_mask: bool,
-    share: Share = WHOLE,
+    share: ProcessShard = WHOLE,
 ) -> BatchLayout:
     """Settles what every batch of a dataset looks like from one of them.
 
@@ -153,7 +153,7 @@ def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partia
         )
 
 
-def fit(layout: BatchLayout, part: Part, *, copy: bool) -> PyTree | None:
+def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
     """This process's part of a batch in the shape that the step receives.
 
     Args:

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from jdist.data import batching
-from jdist.data.arrays import ArraySource
 from jdist.data.batching import BatchLayout
 from jdist.data.iterator import DatasetIterator
 from jdist.data.pipeline import Numbered, Options, learn_layout, prepare
 from jdist.data.prefetch import Prefetcher, PushBack, Stop
-from jdist.data.reading import NumberedPart, Own, Whole
-from jdist.data.source import Resumable, read_state, resumable, write_state
+from jdist.data.readers import GlobalReader, LocalReader, NumberedPart
+from jdist.data.sources.arrays import ArraySource
+from jdist.data.sources.protocol import Resumable, read_state, resumable, write_state
 from jdist.errors import DatasetError
-from jdist.html_table import table
-from jdist.leaf_table import tree_table
-from jdist.tracebacks import without_own_frames
+from jdist.report.html import table
+from jdist.report.leaf_table import tree_table
+from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
 
@@ -36,7 +36,7 @@ class DistributedDataset:
 
     def __init__(
         self,
-        reader: Whole | Own,
+        reader: GlobalReader | LocalReader,
         options: Options,
         *,
         hand_over: Callable[[PyTree], PyTree] | None = None,
@@ -74,10 +74,14 @@ class DistributedDataset:
     def steps_per_pass(self) -> int | None:
         """How many steps a whole pass makes; None: not known. An iterable's `len()` is taken at its word."""
         if self._reader.facts is not None:
-            numbers_what_is_left = isinstance(self._reader, Whole) and isinstance(self._reader.source, ArraySource)
+            numbers_what_is_left = isinstance(self._reader, GlobalReader) and isinstance(
+                self._reader.source, ArraySource
+            )
             leaves_out = self._options.partial == "drop" and not numbers_what_is_left
             return None if leaves_out else self._reader.facts.num_steps
-        if self._options.partial == "drop" or not (isinstance(self._reader, Whole) and isinstance(self._source, Sized)):
+        if self._options.partial == "drop" or not (
+            isinstance(self._reader, GlobalReader) and isinstance(self._source, Sized)
+        ):
             return None
         try:
             return len(self._source)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jdist.data.arrays import ArraySource
 from jdist.data.batching import PARTIALS, Partial, check_divisible
 from jdist.data.dataset import DistributedDataset
 from jdist.data.peers import Peers
 from jdist.data.pipeline import Options
-from jdist.data.reading import Whole, read_by
-from jdist.data.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
-from jdist.data.shards import Policy
-from jdist.data.share import WHOLE, Share
-from jdist.data.source import RandomAccessSource, check_source, whole_number
+from jdist.data.process_shard import WHOLE, ProcessShard
+from jdist.data.readers import GlobalReader, read_by
+from jdist.data.sources.arrays import ArraySource
+from jdist.data.sources.protocol import RandomAccessSource, check_source, whole_number
+from jdist.data.sources.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
+from jdist.data.sources.shards import Policy
 from jdist.errors import DatasetError
-from jdist.near import did_you_mean
+from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 
@@ -32,7 +32,7 @@ def distributed_dataset(
     steps_per_call: int = 1,
     prefetch: int = 2,
     prefetch_to_device: bool = True,
-    share: Share = WHOLE,
+    share: ProcessShard = WHOLE,
     autoshard: Policy = "auto",
     peers: Peers | None = None,
 ) -> DistributedDataset:
@@ -85,9 +85,9 @@ def distributed_dataset(
         whole_number(number, name=name, least=least)
     check_source(source)
     reader = read_by(source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers)
-    if partial == "drop" and isinstance(reader, Whole) and isinstance(reader.source, ArraySource):
+    if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
         # So that its steps count, and number, the batches that are left.
-        reader = Whole(reader.source.without_short(), share, num_replicas)
+        reader = GlobalReader(reader.source.without_short(), share, num_replicas)
     if partial != "pad" and reader.facts is not None and reader.full is not None:
         check_divisible(reader.full, num_replicas=num_replicas, partial=partial)
     options = Options(

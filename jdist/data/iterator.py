@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jdist.data.padding import hand_on_real_rows
+from jdist.data.mask import hand_on_real_rows
 from jdist.data.pipeline import Numbered
 from jdist.data.prefetch import Prefetcher
 from jdist.errors import DatasetError
-from jdist.tracebacks import hide_own_frames
+from jdist.support.tracebacks import hide_own_frames
 
 PyTree = Any
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from jdist.cluster import exit_codes
-from jdist.cluster.watch.whereabouts import exchanging
+from jdist.cluster import exit_status
+from jdist.cluster.watch.stacks import exchanging
 from jdist.data.prefetch import Stop
-from jdist.data.share import Share
+from jdist.data.process_shard import ProcessShard
 from jdist.errors import ClusterTimeoutError, DatasetError, PeerFailedError
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Peers:
     """
 
     exchanges: Exchanges
-    share: Share
+    share: ProcessShard
     name: str
 
     def line(self, what: str, stop: Stop | None = None) -> Line:
@@ -133,7 +133,7 @@ class Line:
 
 def told(error: Exception) -> dict[str, Any]:
     """What the other processes are told of an error."""
-    return {"error": f"{type(error).__name__}: {error}"[:2000], "code": exit_codes.of(error)}
+    return {"error": f"{type(error).__name__}: {error}"[:2000], "code": exit_status.of(error)}
 
 
 def raise_failure(said: list[Any], own: Exception | None, what: str) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from jdist.data.batching import BatchLayout, Partial, fit, plan_layout, stack
-from jdist.data.padding import remember_real_rows
-from jdist.data.share import Part, Share
+from jdist.data.mask import remember_real_rows
+from jdist.data.process_shard import LocalRows, ProcessShard
 
 PyTree = Any
 Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
-NumberedPart = tuple[int, Part]
+NumberedPart = tuple[int, LocalRows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Options:
     steps_per_call: int
     prefetch: int
     copy: bool  # the source may reuse or keep the memory of its batches
-    share: Share
+    share: ProcessShard
 
 
 def learn_layout(

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from jdist.cluster.watch.whereabouts import awaiting
+from jdist.cluster.watch.stacks import awaiting
 from jdist.errors import DatasetError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from jdist.doctor.finding import Finding, failed
 from jdist.strategies.libtpu import quiet_environment
 
 if TYPE_CHECKING:
-    from jdist.strategy import Strategy
+    from jdist.core.strategy import Strategy
 
 _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 

@@ -11,9 +11,9 @@ from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.doctor.tls import handshake
 from jdist.errors import ClusterConfigError
-from jdist.ps.reach import Trouble, reach_all
-from jdist.ps.security import Security, how_to_protect, open_to_others, read_security
-from jdist.ps.servers import seen_from
+from jdist.ps.coordinator.servers import seen_from
+from jdist.ps.transport.diagnose import Trouble, reach_all
+from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _ANSWER_S = 10.0  # for one answer
 _RETRY_S = 0.5

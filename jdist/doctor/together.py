@@ -12,7 +12,7 @@ from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.errors import JDistError
 
 if TYPE_CHECKING:
-    from jdist.strategy import Strategy
+    from jdist.core.strategy import Strategy
 
 _SIZE_BYTES = 16 << 20
 _ROUNDS = 5
@@ -50,7 +50,7 @@ def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
 
 def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
     """Whether all processes see one folder of that name, as checkpoints need."""
-    from jdist.train.shared_folder import open_shared
+    from jdist.checkpoint.folder import open_shared
 
     cluster = strategy.cluster
     if cluster is None or cluster.num_processes == 1:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from rich.console import Console
 
 from jdist.cluster.runtime import alone
+from jdist.core.strategy import Strategy
+from jdist.data.distribute import distributed_dataset
 from jdist.errors import ConfigError
+from jdist.experiment.check_best import check_best_of_shapes
 from jdist.experiment.config import Config
-from jdist.experiment.describe import describe
 from jdist.experiment.load import Document
-from jdist.experiment.measured import check_best_of_shapes
-from jdist.experiment.prepare import prepare
+from jdist.experiment.prepare import Parts, prepare
 from jdist.experiment.record import RunFolder, check_can_be_made
+from jdist.experiment.render import describe
 from jdist.experiment.resume import check_same_run
-from jdist.experiment.shapes import batch_shapes, shapes_of_run
-from jdist.experiment.step import make_eval_step, make_train_step
+from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic
-from jdist.global_arrays import is_key
 from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
-from jdist.strategy import Strategy
+from jdist.support.arrays import is_key
 
 PyTree = Any
 
@@ -121,3 +123,46 @@ def _batch(tree: PyTree) -> str:
         f"{jax.tree_util.keystr(path, simple=True, separator='.') or 'array'} {x.dtype}{list(x.shape)}"
         for path, x in named
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Trees of `jax.ShapeDtypeStruct`.
+
+    Attributes:
+        state: the state.
+        parameters: what the optimizer is initialised with, a tree for each time.
+        batch: the global batch of one call, over all replicas, padding and mask included.
+    """
+
+    state: PyTree
+    parameters: tuple[PyTree, ...]
+    batch: PyTree
+
+
+def shapes_of_run(config: Config, parts: Parts) -> Shapes:
+    """The shapes of state and batch.
+
+    Args:
+        config: the checked config.
+        parts: what `prepare` made of it; the devices of its strategy need not be here.
+    """
+    parameters: list[PyTree] = []
+
+    def init(params: PyTree) -> PyTree:
+        parameters.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+        return parts.optimizer.init(params)
+
+    # A task's state may be any tree: only its optimizer is told which part of it are the parameters.
+    create, key = state_maker(config, parts, optax.GradientTransformationExtraArgs(init, parts.optimizer.update))
+    state = jax.eval_shape(create, key)
+    batch = batch_shapes(parts, parts.train_data, steps_per_call=config.train.steps_per_call)
+    return Shapes(state=state, parameters=tuple(parameters), batch=batch)
+
+
+def batch_shapes(parts: Parts, source: Any, *, steps_per_call: int = 1) -> PyTree:
+    """Shapes of what a step receives of a source; one batch is made for it."""
+    dataset = distributed_dataset(
+        source, num_replicas=parts.strategy.num_replicas, place=None, steps_per_call=steps_per_call, prefetch=0
+    )
+    return dataset.element_spec

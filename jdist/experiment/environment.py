@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 import jdist
-from jdist.data.source import RandomAccessSource
+from jdist.data.sources.protocol import RandomAccessSource
 from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
 from jdist.experiment.sources import digest, folder_sources, task_sources

@@ -10,19 +10,19 @@ from typing import Any
 from rich.console import Console
 
 import jdist
+from jdist.checkpoint.evaluator import new_checkpoints
 from jdist.cluster.stop import preemption
+from jdist.core.strategy import Strategy
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder
 from jdist.experiment.step import state_maker
-from jdist.loop.measure import measure
+from jdist.fit.evaluation import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
-from jdist.run_lock import is_held
 from jdist.strategies.by_name import make_strategy
-from jdist.strategy import Strategy
-from jdist.train.evaluator import new_checkpoints
+from jdist.support.file_lock import is_held
 
 _TIMEOUT_S = 300.0  # as long as processes may take to come together
 _POLL_S = 1.0

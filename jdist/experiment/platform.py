@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
 from jdist.strategies.libtpu import quiet_environment
-from jdist.xla_flags import CPU_DEVICES, with_flags
+from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
 # deterministic_ops rules out kernels whose sums depend on the order of threads; autotuning would choose
 # kernels by stopwatch, anew in each process.

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import optax
 
-from jdist.data.source import RandomAccessSource, resumable
+from jdist.core.strategy import Strategy
+from jdist.data.sources.protocol import RandomAccessSource, resumable
 from jdist.errors import DeviceError, StrategyError
 from jdist.experiment.config import Config, TrainSection
 from jdist.experiment.load import Document, leaves
@@ -20,9 +21,8 @@ from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
 from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
-from jdist.loop.task import Task
+from jdist.fit.task import Task
 from jdist.strategies.by_name import STRATEGIES, make_strategy
-from jdist.strategy import Strategy
 
 # Stands for the length of a run that is not known yet: long enough for every schedule.
 _LONG = 10**9

@@ -2,7 +2,7 @@
 
 runs/NAME/config.yaml     every value with its origin; itself a config that can be run
 runs/NAME/metrics.jsonl   one JSON object a line
-runs/NAME/checkpoints/    written by jdist.train.checkpoint
+runs/NAME/checkpoints/    written by jdist.checkpoint.checkpointer
 runs/NAME/curves.png      loss and evaluation metrics over steps
 runs/NAME/eval.jsonl      what an evaluator has measured, if there is one
 runs/NAME/environment.json, result.json, source/    what it takes to repeat the run; see repeatable.py
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jdist.errors import ConfigError
 from jdist.report.files import first_free, writing
-from jdist.run_lock import hold
+from jdist.support.file_lock import hold
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jdist.checkpoint import Restored
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.describe import flow
 from jdist.experiment.load import Document, Key, dotted, leaves, load
 from jdist.experiment.record import RunFolder
+from jdist.experiment.render import flow
 from jdist.experiment.validate import Problem, refusal, validate
-from jdist.train import Restored
 
 # What may change from one start of a run to the next: where and on what it runs, how often it reports and
 # saves, and how long it goes on. All else decides which parameters a step leads to.

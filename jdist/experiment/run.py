@@ -10,35 +10,34 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jdist.cluster.launcher.environment import ATTEMPT
+from jdist.checkpoint import Checkpointer, CheckpointWarning
+from jdist.cluster.agree import together
 from jdist.cluster.runtime import alone
 from jdist.cluster.stop import preemption
-from jdist.cluster.together import together
-from jdist.data.arrays import ArraySource
-from jdist.data.source import write_state
+from jdist.data.sources.arrays import ArraySource
+from jdist.data.sources.protocol import write_state
 from jdist.errors import NonFiniteError
-from jdist.experiment.checksums import checksums
+from jdist.experiment.check_best import check_best
 from jdist.experiment.config import Config
-from jdist.experiment.describe import describe
 from jdist.experiment.due import Due
 from jdist.experiment.environment import environment
 from jdist.experiment.load import Document
-from jdist.experiment.measured import check_best
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder, open_folder, set_aside
-from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
+from jdist.experiment.render import describe
+from jdist.experiment.repeatable import Result, Start, checksums, differences_from, write_result, write_start
 from jdist.experiment.resume import check_same_run, position_of
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
-from jdist.loop.feed import has_to_fill_up
-from jdist.loop.measure import measure
-from jdist.loop.tally import Tally
+from jdist.fit.data import has_to_fill_up
+from jdist.fit.evaluation import measure
+from jdist.fit.metric_totals import MetricTotals
+from jdist.launcher.environment import ATTEMPT
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import MetricsFile, Row
 from jdist.report.progress import Meter, figures, numbers, open_report
-from jdist.train import Checkpointer, CheckpointWarning
 
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 
@@ -155,7 +154,7 @@ def run(
         # The best checkpoint needs a metric that one batch shows to be there, before time is spent on training.
         if config.checkpoint.best is not None:
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
-            evaluated = Tally(task.metrics)
+            evaluated = MetricTotals(task.metrics)
             with cluster.blocked():
                 evaluated.note(eval_step(state, next(one_batch)))
                 check_best(config, evaluated.newest(), document)
@@ -165,7 +164,7 @@ def run(
         meter = Meter(step=step, total=total, global_batch=train.global_batch, earlier_s=earlier_s)
         batches = iter(train_set)
         first = step
-        tally = Tally(task.metrics, steps_per_call=train.steps_per_call)
+        tally = MetricTotals(task.metrics, steps_per_call=train.steps_per_call)
         if step < total:
             say("compiling the train step")
         report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))

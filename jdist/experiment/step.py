@@ -11,7 +11,7 @@ import optax
 import jdist
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts
-from jdist.transforms.step import DistributedStep
+from jdist.step.mesh_step import DistributedStep
 
 PyTree = Any
 

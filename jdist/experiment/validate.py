@@ -13,7 +13,7 @@ from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted
 from jdist.experiment.names import closest
-from jdist.report.better import NAMES, better
+from jdist.report.metric_direction import NAMES, better
 
 
 @dataclass(frozen=True, kw_only=True)

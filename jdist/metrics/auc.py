@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import StepError
-from jdist.global_arrays import to_host
 from jdist.metrics.in_step import all_rows, class_labels, real_numbers, weights
 from jdist.metrics.mean import undefined
 from jdist.metrics.metric import Metric
+from jdist.support.arrays import to_host
 
 PyTree = Any
 Rows = dict[str, np.ndarray]

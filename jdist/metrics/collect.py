@@ -7,7 +7,7 @@ from typing import Any
 
 from jdist.errors import StepError
 from jdist.metrics.metric import Metric
-from jdist.near import did_you_mean
+from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 

@@ -12,7 +12,7 @@ from jdist.errors import StepError
 from jdist.metrics.in_step import class_ids, class_labels, weights
 from jdist.metrics.metric import Metric
 from jdist.metrics.sums import of_sums
-from jdist.near import did_you_mean
+from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 Average = Literal["macro", "micro", "weighted", "binary"]

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist import replica
+from jdist.core.per_replica import as_array, countable
 from jdist.errors import StepError
-from jdist.global_arrays import is_key
-from jdist.reducible import as_array, countable
+from jdist.replica import collectives
+from jdist.support.arrays import is_key
 
 PyTree = Any
 
@@ -33,13 +33,13 @@ def all_rows(call: str, rows: PyTree) -> PyTree:
     Returns:
         Arrays of shape [rows of all replicas and microbatches].
     """
-    number, count = replica.replica_id(), replica.num_replicas()
+    number, count = collectives.replica_id(), collectives.num_replicas()
 
     def placed(x: jax.Array) -> jax.Array:
         x = countable(x)
         return jax.lax.dynamic_update_slice(jnp.zeros(count * x.size, x.dtype), x, (number * x.size,))
 
-    return replica.all_reduce(jax.tree.map(placed, rows), "sum")
+    return collectives.all_reduce(jax.tree.map(placed, rows), "sum")
 
 
 def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -53,7 +53,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     Raises:
         StepError: the mask does not fit, or there are too many elements to be counted in 32 bits.
     """
-    size, count = math.prod(shape), replica.num_replicas()
+    size, count = math.prod(shape), collectives.num_replicas()
     if size * count >= 2**31:
         raise StepError(
             f"{call}: a global batch has {size:,} x {count} elements, which 32 bits cannot count (2,147,483,647 at most). "

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import replica
+from jdist.core.per_replica import named
 from jdist.errors import StepError
-from jdist.global_arrays import to_host
 from jdist.metrics.metric import Metric
-from jdist.reducible import named
+from jdist.replica import collectives
+from jdist.support.arrays import to_host
 
 PyTree = Any
 
@@ -45,7 +45,7 @@ def of_sums(name: str, sums: Callable[..., PyTree], compute: Callable[[PyTree], 
 
     @functools.wraps(sums)
     def update(*inputs: Any, **named_inputs: Any) -> PyTree:
-        return replica.all_reduce(sums(*inputs, **named_inputs), "sum")
+        return collectives.all_reduce(sums(*inputs, **named_inputs), "sum")
 
     def as_total(given: PyTree) -> PyTree:
         if jax.tree.structure(given) != jax.tree.structure(zero):

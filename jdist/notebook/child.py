@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jdist.cluster import ending, exit_codes, tf_config
+from jdist.cluster import exit_status, tf_config
 from jdist.errors import LaunchError
 from jdist.notebook import current, values
 
@@ -60,8 +60,8 @@ def run(fn: Callable[..., Any], script: str) -> None:
     try:
         value = fn(*_given(script)["args"])
     except KeyboardInterrupt:  # the notebook's, which says so itself
-        ending.failed(exit_codes.INTERRUPTED)
-        sys.exit(exit_codes.INTERRUPTED)
+        exit_status.failed(exit_status.INTERRUPTED)
+        sys.exit(exit_status.INTERRUPTED)
     except EOFError as exc:
         exc.add_note("Was this `input`? Here is no keyboard: ask in the notebook, and pass the answer by `args`.")
         raise

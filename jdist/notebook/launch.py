@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdist.cluster.exit_codes import FINISHED
-from jdist.cluster.launcher.environment import check_cpu_devices
-from jdist.cluster.launcher.launch import Launched, make_log_dir, run
-from jdist.cluster.launcher.model import Settings
-from jdist.cluster.launcher.options import check_at_least, check_positive
+from jdist.cluster.exit_status import FINISHED
 from jdist.errors import LaunchError, ProcessFailedError
+from jdist.launcher.environment import check_cpu_devices
+from jdist.launcher.events import Settings
+from jdist.launcher.launch import Launched, make_log_dir, run
+from jdist.launcher.options import check_at_least, check_positive
 from jdist.notebook import values
 from jdist.notebook.child import returned_file
 from jdist.notebook.program import Program

@@ -11,9 +11,9 @@ import numpy as np
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts
 from jdist.experiment.step import state_maker
-from jdist.global_arrays import is_key
 from jdist.plan.compile import Memory
 from jdist.plan.step import PlannedStep
+from jdist.support.arrays import is_key
 
 PyTree = Any
 

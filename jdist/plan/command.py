@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jdist.cluster import exit_codes
+from jdist.cluster import exit_status
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
 from jdist.plan.plan import Plan, make_plan
@@ -57,5 +57,5 @@ def plan_command(
         print(f"interrupted after {len(plans)} of {len(batches)} global batches", file=sys.stderr)
     print(json.dumps([p.as_json() for p in plans], indent=2) if as_json else show_sweep(plans))
     if interrupted:
-        return exit_codes.INTERRUPTED
+        return exit_status.INTERRUPTED
     return 1 if all(p.fits is False for p in plans) else 0

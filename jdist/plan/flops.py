@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import dataflow
+from jdist.jaxpr import graph
 
 
 def count_flops(function: Any, *args: Any) -> int:
@@ -44,7 +44,7 @@ def _flops(jaxpr: Any) -> int:
         elif name == "conv_general_dilated":
             total += _convolution(eqn)
         else:
-            inner = [_flops(sub) for sub in dataflow.nested(eqn)]
+            inner = [_flops(sub) for sub in graph.nested(eqn)]
             if inner:
                 total += max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
     return total

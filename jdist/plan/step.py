@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from jdist.experiment.config import Config
+from jdist.experiment.dry_run import shapes_of_run
 from jdist.experiment.prepare import Parts
-from jdist.experiment.shapes import shapes_of_run
 from jdist.experiment.step import make_train_step
-from jdist.global_arrays import is_key
 from jdist.plan.flops import count_flops
-from jdist.transforms.step import DistributedStep
+from jdist.step.mesh_step import DistributedStep
+from jdist.support.arrays import is_key
 
 PyTree = Any
 

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdist.html_table import paragraph, table
 from jdist.plan import roofline
 from jdist.plan.plan import Plan
+from jdist.report.html import paragraph, table
 from jdist.report.progress import size
 
 

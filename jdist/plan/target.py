@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jdist.errors import DeviceError, StrategyError
 from jdist.experiment.config import MOST_CPU_DEVICES, PlatformSection
 from jdist.experiment.platform import apply_platform
-from jdist.near import did_you_mean
+from jdist.support.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from jdist.strategy import Device, Strategy
+    from jdist.core.strategy import Device, Strategy
 
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
 KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'

@@ -10,33 +10,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.context import check_not_mixed
+from jdist.core.context import check_not_mixed
+from jdist.core.per_replica import own_state
+from jdist.core.remote_tree import fetched
+from jdist.core.static_leaves import pack, with_static_leaves
+from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
-from jdist.data.padding import real_rows
+from jdist.data.mask import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
-from jdist.global_arrays import check_not_donated
-from jdist.ps.artifact import with_shardings
-from jdist.ps.dataset_pass import RemoteBatch
-from jdist.ps.datasets import spread
-from jdist.ps.keys import taking_keys, without_keys
-from jdist.ps.program import StepParts, take_apart
-from jdist.ps.remote_state import RemotePart, RemoteState
-from jdist.ps.remote_value import Pending, RemoteValue, leaf, stacked
-from jdist.ps.running import PsJob
-from jdist.ps.sync_program import Combined, SyncParts
-from jdist.ps.traced import Traced
-from jdist.remote import fetched
-from jdist.static_leaves import pack, with_static_leaves
-from jdist.strategy import Strategy
-from jdist.tracebacks import without_own_frames
-from jdist.transforms import results
-from jdist.transforms.calls import Call, Signature, Step, is_same_state
-from jdist.transforms.distributed import Distributed, check_axis_bound
-from jdist.transforms.guard import Watched
-from jdist.transforms.options import StepOptions
-from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.trees import check_arrays, check_batch, check_not_traced, check_state, summary
-from jdist.values import own_state
+from jdist.ps.coordinator.dataset_pass import RemoteBatch
+from jdist.ps.coordinator.datasets import spread
+from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
+from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf, stacked
+from jdist.ps.coordinator.session import Session
+from jdist.ps.program.artifact import taking_keys, with_shardings, without_keys
+from jdist.ps.program.split_step import StepParts, take_apart
+from jdist.ps.program.sync import Combined, SyncParts, Traced
+from jdist.step import outputs as results
+from jdist.step.base import Distributed, check_axis_bound
+from jdist.step.non_finite import FlagNames
+from jdist.step.options import StepOptions
+from jdist.step.replica_program import ProgramSpec
+from jdist.step.signature import Call, Signature, Step, is_same_state
+from jdist.step.tree_checks import check_arrays, check_batch, check_not_traced, check_state, summary
+from jdist.support.arrays import check_not_donated
+from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
 
@@ -79,7 +77,7 @@ class PsStep(Distributed):
         last_state: the handle of the state that the newest call returned; None before the first.
     """
 
-    def __init__(self, strategy: Strategy, job: PsJob, step: Step, options: StepOptions):
+    def __init__(self, strategy: Strategy, job: Session, step: Step, options: StepOptions):
         self.__name__ = "the step"
         functools.update_wrapper(self, step)
         self.strategy, self.options = strategy, options
@@ -220,7 +218,7 @@ class PsStep(Distributed):
             batches, others = jax.tree.unflatten(treedef, arguments)
             told = results.Traced(parts=call.parts)
             on_worker = self._job.on_worker
-            spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, Watched(), self.__name__)
+            spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, FlagNames(), self.__name__)
             scaling = self.options.loss_scaling
             self._check_rows(batches, 1)
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update

@@ -6,8 +6,7 @@ from jdist.reduction.by_name import make_reduction
 from jdist.reduction.compressed import compressed
 from jdist.reduction.hierarchical import hierarchical
 from jdist.reduction.psum import psum
-from jdist.reduction.ring import ring
-from jdist.reduction.to_one_device import to_one_device
+from jdist.reduction.ring import ring, to_one_device
 
 __all__ = [
     "Reduction",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -93,3 +94,47 @@ def _plus(leaf: jax.Array, zero: jax.Array) -> jax.Array:
     flat = leaf.astype(jnp.int32).ravel() if leaf.dtype == jnp.bool_ else leaf.ravel()
     first = flat[:1] + zero.astype(flat.dtype)
     return jax.lax.dynamic_update_slice(flat, first, (0,)).reshape(leaf.shape)
+
+
+def by_vectors(reduce: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Applies a function to all leaves of one dtype at a time, laid end to end.
+
+    Args:
+        reduce: `(vector [elements]) -> vector [elements]`.
+        tree: pytree of arrays or numbers. A bool counts as int32, as in `lax.psum`.
+
+    Returns:
+        The tree of the results, shapes as they were.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    leaves = [leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf for leaf in leaves]
+    places: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.size:
+            places.setdefault(leaf.dtype, []).append(i)
+    for which in places.values():
+        reduced = split(reduce(concatenate([leaves[i] for i in which])), [leaves[i].shape for i in which])
+        for i, leaf in zip(which, reduced, strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def concatenate(leaves: list[jax.Array]) -> jax.Array:
+    """Arrays of one dtype, laid end to end."""
+    return leaves[0].ravel() if len(leaves) == 1 else jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+
+def split(vector: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    """Undoes `concatenate`."""
+    arrays, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        arrays.append(jax.lax.slice(vector, (start,), (start + size,)).reshape(shape))
+        start += size
+    return arrays
+
+
+def padded(vector: jax.Array, multiple: int) -> jax.Array:
+    """The vector with zeros behind it, up to a multiple of a number of elements."""
+    return jnp.pad(vector, (0, -vector.size % multiple))

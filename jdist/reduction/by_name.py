@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist.errors import StrategyError
-from jdist.near import did_you_mean
 from jdist.reduction.algorithm import Reduction
 from jdist.reduction.bucketed import bucketed
 from jdist.reduction.compressed import compressed
 from jdist.reduction.hierarchical import hierarchical
 from jdist.reduction.psum import psum
-from jdist.reduction.ring import ring
-from jdist.reduction.to_one_device import to_one_device
+from jdist.reduction.ring import ring, to_one_device
+from jdist.support.suggest import did_you_mean
 
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "psum": psum,

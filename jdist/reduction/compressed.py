@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, axes_size
-from jdist.reduction.vectors import concatenate, padded, split
+from jdist.reduction.bucketed import concatenate, padded, split
 
 PyTree = Any
 CompressedType = Literal["bf16", "int8"]

@@ -8,7 +8,7 @@ import jax
 
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
-from jdist.reduction.vectors import by_vectors, padded
+from jdist.reduction.bucketed import by_vectors, padded
 
 PyTree = Any
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import ConfigError
-from jdist.html_table import paragraph
-from jdist.near import did_you_mean
 from jdist.report.curves import NO_MATPLOTLIB, NOT_MEASURED, as_png, new_figure
 from jdist.report.files import write_atomically
+from jdist.report.html import paragraph
+from jdist.support.suggest import did_you_mean
 
 # What rows hold besides metrics, whose names are others; and how those begin of which there is one a pass, not one a step.
 OF_ROWS, PREFIXES = ("step", "epoch", "time_s", "examples"), ("eval/", "epoch/")

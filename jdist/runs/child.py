@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jdist.cluster.launcher.process import GUARD, GUARD_GONE_S
+from jdist.launcher.process import GUARD, GUARD_GONE_S
 from jdist.report.files import writing
 
 
@@ -58,7 +58,7 @@ class Stop:
 def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
     """Run a command to its end.
 
-    It stands under the launcher's guard (`jdist/cluster/launcher/guard.py`), so that it, and all that it starts, ends with
+    It stands under the launcher's guard (`jdist/launcher/guard.py`), so that it, and all that it starts, ends with
     this process, however that ends.
 
     Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from jdist.experiment.describe import flow
 from jdist.experiment.load import dotted, leaves
 from jdist.experiment.record import RunFolder
+from jdist.experiment.render import flow
 from jdist.experiment.repeatable import read_starts
 from jdist.runs.plot import plot_runs
 from jdist.runs.summary import RunSummary

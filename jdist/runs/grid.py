@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.errors import ConfigError
-from jdist.experiment.describe import flow
 from jdist.experiment.parse import parse
+from jdist.experiment.render import flow
 
 _MOST_RUNS = 10_000
 _MOST_LETTERS = 24  # of a value in a name

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jdist.errors import ConfigError
-from jdist.experiment.describe import flow
 from jdist.experiment.load import load
 from jdist.experiment.platform import VARIABLES, apply_platform
 from jdist.experiment.record import RunFolder
+from jdist.experiment.render import flow
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
 from jdist.report.metrics_file import Row, read_rows

@@ -17,12 +17,12 @@ from jdist.experiment.load import load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
-from jdist.report.better import Mode, better
 from jdist.report.curves import EVAL, points_of
+from jdist.report.metric_direction import Mode, better
 from jdist.report.metrics_file import Row, read_rows
 from jdist.report.plain import to_plain
 from jdist.report.progress import numbers
-from jdist.run_lock import is_held
+from jdist.support.file_lock import is_held
 
 RUNS = Path("runs")
 _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.describe import flow
 from jdist.experiment.load import Document, dotted, leaves, load
 from jdist.experiment.record import RunFolder
+from jdist.experiment.render import flow
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.validate import validate
 from jdist.report.files import writing

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
-from jdist.near import did_you_mean
 from jdist.strategies.central_storage import central_storage
 from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
@@ -15,7 +15,7 @@ from jdist.strategies.multi_worker import multi_worker
 from jdist.strategies.one_device import one_device
 from jdist.strategies.parameter_server import parameter_server
 from jdist.strategies.tpu import tpu
-from jdist.strategy import Strategy
+from jdist.support.suggest import did_you_mean
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "default": default,

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jdist.core.strategy import Strategy
 from jdist.reduction import psum
+from jdist.sharded_state import operations as central
+from jdist.step import placement
 from jdist.strategies.devices import find_devices
 from jdist.strategies.local import LOCAL, strategy_over
-from jdist.strategy import Strategy
-from jdist.transforms import central, placement
 
 CENTRAL = dataclasses.replace(
     LOCAL,
@@ -30,7 +31,7 @@ def central_storage(devices: Sequence[Any] | None = None, *, axis: str = "replic
     host updates its own part. Devices hold parameters and gradients only while they compute with them, and nothing of the
     optimiser's state: models fit whose state does not, for the price of copying between host and device in every step.
 
-    Outside of a step, an array in parts stands in the state as a `Spread`: `strategy.fetch` gives the array. Scalars and
+    Outside of a step, an array in parts stands in the state as a `HostSharded`: `strategy.fetch` gives the array. Scalars and
     PRNG keys stay on the devices, and so does everything with one device.
 
     Args:

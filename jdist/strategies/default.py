@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jdist.context import current_strategy, set_process_wide
+from jdist.core.context import current_strategy, set_process_wide
+from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.reduction import psum
 from jdist.strategies.local import LOCAL
-from jdist.strategy import Strategy
 
 _DEFAULT = Strategy(name="default", reduction=psum(), operations=LOCAL)
 

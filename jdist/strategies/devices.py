@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from jdist.core.strategy import Device
 from jdist.errors import DeviceError
-from jdist.strategy import Device
 
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:

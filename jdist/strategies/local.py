@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jdist.core.strategy import Device, Operations, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
-from jdist.strategy import Device, Operations, Strategy, Transform
-from jdist.transforms import feed, placement
-from jdist.transforms.distribute import distribute_locally
-from jdist.transforms.run import run
+from jdist.step import feed, placement
+from jdist.step.decorator import distribute_locally
+from jdist.step.run_on_replicas import run
 
 LOCAL = Operations(
     init=placement.init,

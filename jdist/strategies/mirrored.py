@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from jdist.core.strategy import Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.devices import find_devices
 from jdist.strategies.local import check_reduction, strategy_over
-from jdist.strategy import Strategy, Transform
-from jdist.tensorflow_names import without_tensorflow_keywords
+from jdist.support.tensorflow_names import without_tensorflow_keywords
 
 
 @without_tensorflow_keywords

@@ -15,11 +15,11 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
+from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.local import strategy_over
-from jdist.strategy import Device, Strategy, Transform
 
 TRANSFORMS = ("shard_map", "jit")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.strategies.local import LOCAL
 from jdist.strategies.one_device import one_device
-from jdist.strategy import Strategy
 
 
 def strategy_of_worker(num_devices: int, *, axis: str) -> Strategy:

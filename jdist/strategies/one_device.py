@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.strategies.devices import find_device, find_devices
 from jdist.strategies.local import strategy_over
-from jdist.strategy import Strategy
 
 
 def one_device(device: Any = None, *, axis: str = "replica") -> Strategy:

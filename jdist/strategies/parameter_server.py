@@ -9,36 +9,35 @@ from typing import Any
 
 import jax
 
+from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
-from jdist.cluster.unused import note_coordinator
-from jdist.data.batch_axis import check_axes, is_first
+from jdist.core.remote_tree import RemoteTree, fetched
+from jdist.core.static_leaves import pack, unpack
+from jdist.core.strategy import Operations, Strategy
+from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
-from jdist.data.turned import turn_back, turned
 from jdist.errors import DatasetError, StrategyError
-from jdist.global_arrays import check_arguments_not_donated, to_host
-from jdist.ps.cluster_coordinator import ClusterCoordinator
-from jdist.ps.datasets import WorkerDataset
+from jdist.ps.coordinator.api import ClusterCoordinator
+from jdist.ps.coordinator.datasets import WorkerDataset
+from jdist.ps.coordinator.options import Servers
+from jdist.ps.coordinator.remote_state import RemoteState
+from jdist.ps.coordinator.servers import connected
+from jdist.ps.coordinator.session import Session
 from jdist.ps.local import LocalCluster
-from jdist.ps.options import Servers
-from jdist.ps.partition import Partitioner, Placement
-from jdist.ps.remote_state import RemoteState
-from jdist.ps.rounding import Wire
-from jdist.ps.running import PsJob
-from jdist.ps.security import Security
-from jdist.ps.servers import connected
-from jdist.ps.shard_state import OnStale
+from jdist.ps.program.partition import Partitioner, Placement
+from jdist.ps.program.wire_dtype import Wire
+from jdist.ps.protocol.shard import OnStale
+from jdist.ps.protocol.times import Times
 from jdist.ps.step import PsStep
-from jdist.ps.times import Times
-from jdist.ps.transport.rpc import RpcChannel
+from jdist.ps.transport.grpc_transport import RpcChannel
+from jdist.ps.transport.security import Security
 from jdist.reduction import psum
-from jdist.remote import RemoteTree, fetched
-from jdist.static_leaves import pack, unpack
+from jdist.step.feed import settle
+from jdist.step.options import StepOptions
 from jdist.strategies.mirrored import mirrored
-from jdist.strategies.ps_options import Mode, settled
-from jdist.strategy import Operations, Strategy
-from jdist.transforms.feed import settle
-from jdist.transforms.options import StepOptions
+from jdist.strategies.ps_arguments import Mode, settled
+from jdist.support.arrays import check_arguments_not_donated, to_host
 
 PyTree = Any
 
@@ -116,7 +115,7 @@ def parameter_server(
         else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
     )
     note_coordinator()
-    return _strategy(PsJob(servers, options))
+    return _strategy(Session(servers, options))
 
 
 def check_parameter_server(**options: Any) -> None:
@@ -147,7 +146,7 @@ def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Ser
     )
 
 
-def _strategy(job: PsJob) -> Strategy:
+def _strategy(job: Session) -> Strategy:
     def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> RemoteState:
         check_arguments_not_donated("strategy.init", args, {})
         return RemoteState(job, jax.device_get(jax.jit(lambda *args: pack(fn(*args)))(*args)))

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from jax.experimental import mesh_utils, topologies
 
+from jdist.core.strategy import Device
 from jdist.errors import DeviceError
 from jdist.strategies import libtpu
-from jdist.strategy import Device
 
 # What libtpu calls each chip, and the options that give the devices JAX has on a machine with that chip.
 # A v4 chip has two cores that JAX drives as one device ("megacore"); later chips need no option for it.

@@ -10,12 +10,12 @@ from jdist.cluster import runtime
 from jdist.cluster.communication import CommunicationOptions
 from jdist.cluster.jax_processes import check_devices
 from jdist.cluster.resolvers.resolve import resolve
+from jdist.core.strategy import Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import make_reduction
 from jdist.reduction.by_name import AllReduce
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import attached_tpu_devices, topology_devices
-from jdist.strategy import Strategy, Transform
 
 
 def tpu(

@@ -1,3 +1,3 @@
 """Tasks that `jdist run` knows by name; a user's own task is a file like these."""
 
-from jdist.loop.task import Task as Task
+from jdist.fit.task import Task as Task

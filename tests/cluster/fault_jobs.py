@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from jdist.cluster.launcher.ports import free_ports
+from jdist.launcher.environment import free_ports
 
 PYTHON = sys.executable
 ROOT = Path(__file__).parents[2]

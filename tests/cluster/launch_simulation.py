@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jdist.cluster.launcher.model import Asked, Attempt, Ended, Phase, Say, Send, Settings, Start, State, Tick
-from jdist.cluster.launcher.state import begin, step
-from jdist.cluster.launcher.verdict import Task
+from jdist.launcher.events import Asked, Attempt, Ended, Phase, Say, Send, Settings, Start, State, Tick
+from jdist.launcher.exit_cause import Task
+from jdist.launcher.supervisor import begin, step
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 import jdist
 from jdist.cluster import resolve
-from jdist.cluster.resolvers.jax_variables import derived_port
+from jdist.cluster.resolvers.jax_env import derived_port
 from jdist.errors import ClusterConfigError
 
 Environ = dict[str, str]

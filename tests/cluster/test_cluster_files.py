@@ -11,8 +11,8 @@ from manifest_environments import jobset_of_trainjob, pods_of_jobset, pods_of_tf
 from manifest_schemas import SCHEMAS, check
 
 from jdist.cluster import resolve
-from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, NAME
-from jdist.ps.servers import check_place
+from jdist.ps.coordinator.servers import check_place
+from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, NAME
 
 FOLDER = Path(__file__).parents[2] / "configs" / "cluster"
 MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml"))

@@ -3,7 +3,7 @@
 import pytest
 
 from jdist.cluster import jax_env
-from jdist.cluster.resolvers.jax_variables import chosen_devices, chosen_port
+from jdist.cluster.resolvers.jax_env import chosen_devices, chosen_port
 from jdist.errors import ClusterConfigError
 
 THREE = {"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}

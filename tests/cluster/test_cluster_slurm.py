@@ -3,7 +3,7 @@
 import pytest
 
 from jdist.cluster import slurm
-from jdist.cluster.resolvers.slurm_lists import expand_nodes, expand_tasks
+from jdist.cluster.resolvers.slurm import expand_nodes, expand_tasks
 from jdist.errors import ClusterConfigError
 
 STEP = {

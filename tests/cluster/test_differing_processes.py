@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdist
-from jdist.transforms.same_program import check_same_program
+from jdist.step.same_program import check_same_program
 
 pytestmark = pytest.mark.xdist_group("differing_processes")
 PROGRAM = Path(__file__).with_name("differing_processes.py")

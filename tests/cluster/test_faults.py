@@ -95,7 +95,7 @@ def test_without_process_0_the_others_give_up_in_time(tmp_path):
 # ---- in a save, and while restoring
 
 SAVES = """
-from jdist.train.checkpoint import Checkpointer
+from jdist.checkpoint.checkpointer import Checkpointer
 checkpoints = Checkpointer("saves", cluster=joined)
 """
 

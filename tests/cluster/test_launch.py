@@ -7,9 +7,9 @@ import threading
 import pytest
 from launch_children import ROOT, program, until
 
-from jdist.cluster.launcher import loop as launch_loop
-from jdist.cluster.launcher.launch import launch
 from jdist.errors import LaunchError
+from jdist.launcher import loop as launch_loop
+from jdist.launcher.launch import launch
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_log_dir_that_is_a_file(start, tmp_path):
 # A process of its own: in the tests' own one, XLA and gRPC begin and end threads whenever they like.
 LEAVES_NOTHING = """
 import os, sys
-from jdist.cluster.launcher.launch import launch
+from jdist.launcher.launch import launch
 def held():
     return os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")
 before = held()

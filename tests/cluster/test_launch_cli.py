@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jdist.cli import main
+from jdist.cli.main import main
 
 
 def test_the_help_says_what_a_user_needs(capsys):
@@ -60,7 +60,7 @@ def test_prefixes_have_colours_on_a_terminal(tmp_path):
     script = tmp_path / "hello.py"
     script.write_text("print('hello')")
     launched = (
-        f"import sys; from jdist.cluster.launcher.launch import launch; "
+        f"import sys; from jdist.launcher.launch import launch; "
         f"launch([{str(script)!r}], processes=1, log_dir={str(tmp_path / 'logs')!r})"
     )
     ours, theirs = pty.openpty()

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from jdist.cluster.launcher.environment import check_cpu_devices, child_environment
-from jdist.cluster.launcher.verdict import Task
 from jdist.errors import LaunchError
+from jdist.launcher.environment import check_cpu_devices, child_environment
+from jdist.launcher.exit_cause import Task
 
 ADDRESSES = ["127.0.0.1:20000", "127.0.0.1:20002"]
 

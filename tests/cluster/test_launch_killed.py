@@ -9,7 +9,7 @@ import sys
 import pytest
 from launch_children import await_files, await_gone, finish, is_alive, launcher, until
 
-from jdist.cluster.launcher.process import GUARD
+from jdist.launcher.process import GUARD
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes in sessions of their own are found on Linux only")
 # A child with a grandchild in its process group and one in a session of its own, which listen to nothing.

@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from jdist.cluster.launcher.options import command_line, parse_processes
 from jdist.errors import LaunchError
+from jdist.launcher.options import command_line, parse_processes
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
-from jdist.cluster.launcher import ports as launch_ports
-from jdist.cluster.launcher.ports import free_ports
+from jdist.launcher import environment as launch_ports
+from jdist.launcher.environment import free_ports
 
 
 def test_each_port_and_the_next_can_be_taken_by_all_at_once():

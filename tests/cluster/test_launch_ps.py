@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from launch_children import await_files, await_gone, finish, launcher
 
-from jdist.cluster.launcher.launch import launch
-from jdist.cluster.launcher.options import parse_servers
 from jdist.errors import LaunchError
+from jdist.launcher.launch import launch
+from jdist.launcher.options import parse_servers
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other processes' variables are read from /proc")
 LINE = (Path(__file__).parents[1] / "ps" / "line_program.py").read_text()

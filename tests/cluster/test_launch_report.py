@@ -2,9 +2,9 @@ import signal
 
 import pytest
 
-from jdist.cluster.launcher.model import Attempt
-from jdist.cluster.launcher.report import failure, summary
-from jdist.cluster.launcher.verdict import End, Task
+from jdist.launcher.events import Attempt
+from jdist.launcher.exit_cause import End, Task
+from jdist.launcher.report import failure, summary
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no\n'
 

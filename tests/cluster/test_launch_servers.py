@@ -2,8 +2,8 @@
 
 import pytest
 
-from jdist.cluster.launcher.servers import Restarts
-from jdist.cluster.launcher.verdict import Task
+from jdist.launcher.exit_cause import Task
+from jdist.launcher.servers import Restarts
 
 PS, WORKER = Task("ps", 0, serves=True), Task("worker", 0, serves=True)
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_simulation import Child, simulate
 
-from jdist.cluster.launcher.model import Ended, Phase, Settings, Tick
-from jdist.cluster.launcher.state import LONGEST_BACKOFF_S, backoff_s, begin, step
-from jdist.cluster.launcher.verdict import Task
+from jdist.launcher.events import Ended, Phase, Settings, Tick
+from jdist.launcher.exit_cause import Task
+from jdist.launcher.supervisor import LONGEST_BACKOFF_S, backoff_s, begin, step
 
 TWO = Settings(smallest=2, largest=2, grace_s=10, stop_timeout_s=300, regrow_s=100)
 FOUR = replace(TWO, smallest=1, largest=4, max_restarts=3)

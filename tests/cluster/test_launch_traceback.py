@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jdist.cluster.launcher.traceback import LONGEST, cause, explanation
+from jdist.launcher.exit_cause import LONGEST, cause, explanation
 
 
 def stderr_of(code):

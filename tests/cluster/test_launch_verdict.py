@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from jdist.cluster.launcher.verdict import End, Kind, Task, exit_code, guilty, how, kind, lost, mendable
+from jdist.launcher.exit_cause import End, Kind, Task, exit_code, guilty, how, kind, lost, mendable
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from jdist.cluster import exit_codes
+from jdist.cluster import exit_status
 from jdist.cluster.listen import check_free, check_reachable, listen
-from jdist.cluster.watch.place import Place, connect
+from jdist.cluster.watch.client import Place, connect
 from jdist.errors import ClusterError, ClusterTimeoutError, PortInUseError
 
 
@@ -21,14 +21,14 @@ def taken():
 def test_a_port_that_is_taken_may_be_free_at_the_next_attempt(take, taken):
     with pytest.raises(PortInUseError, match=f"cannot listen on 127.0.0.1:{taken}") as info:
         take("127.0.0.1", taken)
-    assert exit_codes.of(info.value) == exit_codes.PEER_LOST
+    assert exit_status.of(info.value) == exit_status.PEER_LOST
 
 
 @pytest.mark.parametrize("take", [listen, check_free])
 def test_an_address_of_another_machine_stays_so(take):
     with pytest.raises(ClusterError, match=r"cannot listen on 192\.0\.2\.1:2222") as info:
         take("192.0.2.1", 2222)
-    assert exit_codes.of(info.value) == exit_codes.USAGE
+    assert exit_status.of(info.value) == exit_status.USAGE
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_name_that_leads_back_to_its_own_machine_is_named(numeric):
 
 
 def test_who_waits_for_process_0_says_so(monkeypatch, capsys, taken):
-    monkeypatch.setattr("jdist.cluster.watch.place._QUIET_S", 0.1)
+    monkeypatch.setattr("jdist.cluster.watch.client._QUIET_S", 0.1)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         free = server.getsockname()[1]
     place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=free, token="")

@@ -8,8 +8,8 @@ from by_default import some
 from fault_jobs import BOUND_S, LIGHT, PYTHON, TIMEOUT_S, Job
 
 from jdist.cluster import jax_processes, runtime, simple
-from jdist.cluster.launcher.ports import free_ports
 from jdist.errors import ClusterConfigError, ClusterError
+from jdist.launcher.environment import free_ports
 
 
 def spec(index=0, *, host="127.0.0.1", port=None, count=2):
@@ -180,7 +180,7 @@ def test_a_program_that_waits_in_vain_says_so_by_its_exit_code_and_by_no_other(t
 
 def test_who_fails_has_the_code_of_its_error_and_the_others_say_that_they_followed(tmp_path):
     body = """
-from jdist.cluster.together import together
+from jdist.cluster.agree import together
 with together("reading", 60):
     if index == 1: raise OSError("disk gone")
 """

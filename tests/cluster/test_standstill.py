@@ -8,7 +8,7 @@ from fault_jobs import BOUND_S, STEPS, TIMEOUT_S, Job
 
 from jdist import CommunicationOptions
 from jdist.cluster.runtime import Runtime, alone
-from jdist.cluster.watch.whereabouts import HOST, WAITING, whereabouts
+from jdist.cluster.watch.stacks import HOST, WAITING, whereabouts
 from jdist.errors import StrategyError
 
 PATIENT_S = 4.0  # for one that does not go on

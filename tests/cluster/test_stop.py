@@ -14,9 +14,8 @@ import pytest
 
 import jdist
 from jdist.cluster.stop import preemption
-from jdist.cluster.watch.place import Place
-from jdist.cluster.watch.switchboard import Switchboard
-from jdist.cluster.watch.watch import Watch
+from jdist.cluster.watch.client import Place, Watch
+from jdist.cluster.watch.server import WatchServer
 from jdist.errors import ClusterError
 
 
@@ -132,7 +131,7 @@ def two():
     """The lines of two processes to process 0."""
     server, lost = socket.create_server(("127.0.0.1", 0)), []
     port = server.getsockname()[1]
-    switchboard = Switchboard(server, 2, silence_s=30.0, start_timeout_s=30.0, token="")
+    switchboard = WatchServer(server, 2, silence_s=30.0, start_timeout_s=30.0, token="")
 
     def join(process):
         place = Place(process=process, addresses=("a:1", "b:1"), host="127.0.0.1", port=port, token="")

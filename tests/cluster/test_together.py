@@ -2,8 +2,8 @@
 
 import pytest
 
+from jdist.cluster.agree import together
 from jdist.cluster.runtime import alone
-from jdist.cluster.together import together
 from jdist.errors import CheckpointError, PeerFailedError
 
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 import jdist
-from jdist.cluster import unused
+from jdist.cluster import idle_launch
 
 TWO = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 SERVERS = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
@@ -23,7 +23,7 @@ SRUN = {
 @pytest.fixture(autouse=True)
 def coordinates_nobody(monkeypatch):
     """As a process in which no other test has had parameter servers."""
-    monkeypatch.setattr(unused, "_coordinates", False)
+    monkeypatch.setattr(idle_launch, "_coordinates", False)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def launched(monkeypatch):
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}}))
         if attempt is not None:
             monkeypatch.setenv("JDIST_LAUNCH_ATTEMPT", attempt)
-        monkeypatch.setattr(unused, "_coordinates", False)
+        monkeypatch.setattr(idle_launch, "_coordinates", False)
 
     return launch
 
@@ -115,7 +115,7 @@ def test_nothing_is_said_where_nothing_is_left_unused(launched, cluster, task, a
 
 def test_a_coordinator_may_have_a_strategy_of_its_own(launched):
     launched(SERVERS, "chief")
-    unused.note_coordinator()
+    idle_launch.note_coordinator()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jdist.distribute(step, jdist.one_device())

@@ -7,12 +7,11 @@ import time
 
 import pytest
 
-from jdist.cluster import exit_codes
-from jdist.cluster.watch import switchboard as switchboards
-from jdist.cluster.watch.lines import MOST_BYTES
-from jdist.cluster.watch.place import Place
-from jdist.cluster.watch.switchboard import Switchboard
-from jdist.cluster.watch.watch import Watch
+from jdist.cluster import exit_status
+from jdist.cluster.watch import server as switchboards
+from jdist.cluster.watch.client import Place, Watch
+from jdist.cluster.watch.messages import MOST_BYTES
+from jdist.cluster.watch.server import WatchServer
 from jdist.errors import ClusterError, ClusterTimeoutError
 
 SOON_S = 30.0  # for what happens at once
@@ -27,7 +26,7 @@ class Job:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.create_server((host, 0), family=family)
         self.host, self.port = host, server.getsockname()[1]
-        self.switchboard = Switchboard(server, count, silence_s=silence_s, start_timeout_s=start_timeout_s, token=token)
+        self.switchboard = WatchServer(server, count, silence_s=silence_s, start_timeout_s=start_timeout_s, token=token)
         self.watches, self.losses = {}, {i: queue.SimpleQueue() for i in range(count)}
 
     def place(self, process, **changed):
@@ -151,7 +150,7 @@ def test_one_of_a_job_of_another_size_is_no_matter_of_time(job):
     errors = each(lambda i: made.watch(i, **(larger if i else {})), [0, 1])
     assert "process 0 (n0:1) refused process 1: it was started as one of 3 processes, process 0" in str(errors[1])
     assert "missing: process 1 (n1:1). But one from" in str(errors[0])
-    assert [exit_codes.of(errors[i]) for i in (0, 1)] == [exit_codes.USAGE] * 2
+    assert [exit_status.of(errors[i]) for i in (0, 1)] == [exit_status.USAGE] * 2
 
 
 def test_a_port_that_nobody_listens_on():

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.cluster.watch import hub as hubs
-from jdist.cluster.watch.hub import Hub, Tell
+from jdist.cluster.watch import membership as hubs
+from jdist.cluster.watch.membership import Hub, Tell
 
 SILENCE_S = 10.0
 

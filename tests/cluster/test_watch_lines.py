@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.cluster.watch.lines import BadMessage, Line, Reader, encode
+from jdist.cluster.watch.messages import BadMessage, Line, Reader, encode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

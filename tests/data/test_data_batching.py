@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jdist.data import batching
 from jdist.data.batching import element_spec, plan_layout
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.share import WHOLE, part_of
+from jdist.data.process_shard import WHOLE, part_of
 from jdist.errors import BatchError
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdist.data.join import join
+from jdist.data.leaves import join
 from jdist.errors import BatchError
 
 

@@ -15,7 +15,7 @@ from processes_in_one import Network, run
 from jdist.data import distributed_dataset, from_arrays, from_files
 from jdist.data.peers import Peers
 from jdist.data.prefetch import THREAD_NAME
-from jdist.data.share import Share
+from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, ClusterError, DatasetError, PeerFailedError
 
 
@@ -27,7 +27,7 @@ class Job:
         self.network = Network(count)
 
     def dataset(self, process, source, *, name="dataset 1", autoshard: Any = "off", **options) -> Any:
-        share = Share(index=process, count=self.count)
+        share = ProcessShard(index=process, count=self.count)
         return distributed_dataset(
             source,
             num_replicas=self.count * self.replicas_each,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import jdist
 from jdist.data import from_arrays
-from jdist.data.replica_batches import from_function
+from jdist.data.sources.replica_batches import from_function
 from jdist.errors import BatchError, DatasetError
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])

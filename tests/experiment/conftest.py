@@ -3,7 +3,7 @@
 import pytest
 from toy_regression import CONFIG
 
-from jdist.cli import main
+from jdist.cli.main import main
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from jdist import cli, errors
-from jdist.cli import COMMANDS, flags_last, main
+from jdist import errors
+from jdist.cli import main as cli
+from jdist.cli.main import COMMANDS, flags_last, main
 
 
 def help_text(capsys, *arguments):

@@ -11,11 +11,11 @@ import toy_classes
 from sklearn.metrics import accuracy_score, confusion_matrix, roc_auc_score
 
 import jdist
-from jdist.cli import main
+from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.loop.tally import Tally
+from jdist.fit.metric_totals import MetricTotals
 from jdist.train import Checkpointer
 
 
@@ -104,7 +104,7 @@ def test_evaluate_and_fit_take_a_tasks_own_metrics():
 @pytest.mark.parametrize("metrics", [[1], {"auc": 3}, "auc"])
 def test_metrics_that_are_none_are_refused(metrics):
     with pytest.raises(jdist.errors.StepError, match=r"`metrics` is .*; give metrics by name"):
-        Tally(metrics)
+        MetricTotals(metrics)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_metrics_that_are_none_are_refused(metrics):
 )
 def test_what_is_no_scalar_is_refused(metrics, message):
     with pytest.raises(jdist.errors.StepError, match=message):
-        Tally().note(metrics)
+        MetricTotals().note(metrics)
 
 
 def test_of_several_steps_the_last_is_the_newest():
-    tally = Tally(steps_per_call=4)
+    tally = MetricTotals(steps_per_call=4)
     tally.note({"a": np.arange(4), "loss": np.ones(4)})
     assert list(tally.newest().items()) == [("loss", 1.0), ("a", 3.0)]

@@ -3,8 +3,8 @@ import itertools
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.experiment.describe import flow
 from jdist.experiment.parse import parse
+from jdist.experiment.render import flow
 
 
 def refused(text, **options):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from toy_regression import CONFIG
 
-from jdist.cli import main
-from jdist.cluster.launcher.ports import free_ports
+from jdist.cli.main import main
+from jdist.launcher.environment import free_ports
 
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent

@@ -11,11 +11,11 @@ import pytest
 import toy_regression
 from toy_regression import CONFIG
 
-from jdist.cli import main
+from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.loop.measure import measure
+from jdist.fit.evaluation import measure
 from jdist.train import Checkpointer
 
 

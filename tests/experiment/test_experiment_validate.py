@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
-from jdist.experiment.describe import describe, flow
 from jdist.experiment.load import load
+from jdist.experiment.render import describe, flow
 from jdist.experiment.validate import validate
 
 GOOD = """\
@@ -163,7 +163,7 @@ def test_any_value_survives_being_written_on_one_line(value):
 
 def test_schema_and_help_need_no_jax():
     code = (
-        "import sys, jdist.cli, jdist.experiment.validate, jdist.experiment.platform\n"
+        "import sys, jdist.cli.main, jdist.experiment.validate, jdist.experiment.platform\n"
         "assert 'jax' not in sys.modules and 'pydantic' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist.core.remote_tree import RemoteTree
 from jdist.errors import DatasetError, StepError, StrategyError
-from jdist.remote import RemoteTree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_programs import DATA, create_state, errors, eval_step, predict_step

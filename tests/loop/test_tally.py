@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.loop.tally import Tally
+from jdist.fit.metric_totals import MetricTotals
 
 ROWS = [(jnp.array([0.9, 0.4, 0.4]), jnp.array([1, 1, 0])), (jnp.array([0.1, 0.6]), jnp.array([0, 1]))]
 
@@ -42,7 +42,7 @@ def contribution(name, scores, labels):
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_total_of_any_form_goes_on_where_it_was(name):
-    whole, first, second = (Tally({"m": METRICS[name]}) for _ in range(3))
+    whole, first, second = (MetricTotals({"m": METRICS[name]}) for _ in range(3))
     for tally in (whole, first):
         tally.add({"m": contribution(name, *ROWS[0])}, ROWS[0])
     second.restore(json.loads(json.dumps(first.notes())))

@@ -10,7 +10,7 @@ import pytest
 from plan_toy import config_file
 
 import jdist
-from jdist.cli import main
+from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.validate import validate
 from jdist.plan.plan import make_plan

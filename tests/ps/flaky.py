@@ -8,16 +8,16 @@ import threading
 from collections import Counter
 from typing import Any
 
-from jdist.ps.keeper import Keeper
-from jdist.ps.messages import Replace
-from jdist.ps.options import PsOptions, Servers
-from jdist.ps.partition import fixed_shards
-from jdist.ps.running import PsJob
-from jdist.ps.shard_state import Rules
-from jdist.ps.times import Times
+from jdist.ps.coordinator.options import PsOptions, Servers
+from jdist.ps.coordinator.session import Session
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.protocol.messages import Replace
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.times import Times
+from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import CallFailed
-from jdist.ps.worker import WorkerServer
+from jdist.ps.transport.interface import CallFailed
+from jdist.ps.worker.server import WorkerServer
 from jdist.strategies.on_worker import strategy_of_worker
 from jdist.strategies.parameter_server import _strategy
 
@@ -174,7 +174,7 @@ class History:
         assert histories <= 1 + self.forgotten, "a rollback, and no shard had lost its memory"
 
 
-class Recorded(Keeper):
+class Recorded(ShardServer):
     """A shard that tells a history what takes effect."""
 
     def __init__(self, number, history):
@@ -195,7 +195,7 @@ class Recorded(Keeper):
             self._history.add("applied", self._number, shard.generation, before.version, shard.version, senders)
 
 
-class WatchedJob(PsJob):
+class WatchedJob(Session):
     """Has a history know what the coordinator calls done."""
 
     def __init__(self, start, options, history):

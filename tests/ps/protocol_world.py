@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jdist.ps import dispatch as coordinator
-from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import (
+from jdist.ps.protocol import scheduler as coordinator
+from jdist.ps.protocol.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
+from jdist.ps.protocol.scheduler import Dispatch
+from jdist.ps.protocol.scheduler_events import (
     Answered,
     Assign,
     Cancelled,
@@ -29,9 +30,7 @@ from jdist.ps.events import (
     Scheduled,
     Tell,
 )
-from jdist.ps.messages import Apply, Commit, Done, Push, Refused, Replace, Reply, Stage
-from jdist.ps.shard import receive
-from jdist.ps.shard_state import Rules, Shard
+from jdist.ps.protocol.shard import Rules, Shard, receive
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from servers import command, environment
 
 from jdist.cluster import ClusterSpec
 from jdist.cluster.failpoints import VARIABLE
-from jdist.cluster.launcher.ports import free_ports
+from jdist.launcher.environment import free_ports
 from jdist.ps import Times, fixed_shards
 from jdist.strategies.parameter_server import parameter_server
 

@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jdist.ps import replicas as coordinator
-from jdist.ps import standing as standings
-from jdist.ps.replicas import Cut, Forgotten, Heard, Lead, Leads, Replicas, Silent
-from jdist.ps.standing import Standing
+from jdist.ps.protocol import leadership as coordinator
+from jdist.ps.protocol import replica_role as standings
+from jdist.ps.protocol.leadership import Cut, Forgotten, Heard, Lead, Leadership, Leads, Silent
+from jdist.ps.protocol.replica_role import Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Copy:
     """
 
     born: int = 0
-    standing: Standing = dataclasses.field(default_factory=Standing)
+    standing: Role = dataclasses.field(default_factory=Role)
     state: tuple[int, tuple[int, ...]] = (0, ())
     copy_is_due: bool = False
     copied: bool = False
@@ -75,7 +75,7 @@ class World:
         budget: what may still go wrong.
     """
 
-    replicas: Replicas
+    replicas: Leadership
     copies: tuple[Copy, Copy]
     route: int = 0
     generation: int = 1

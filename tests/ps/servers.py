@@ -11,8 +11,8 @@ from pathlib import Path
 
 import grpc
 
-from jdist.cluster.launcher.ports import free_ports
-from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY
+from jdist.launcher.environment import free_ports
+from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY
 
 ROOT = Path(__file__).parents[2]
 TLS = (CERTIFICATE, KEY, AUTHORITY)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist.errors import ArtifactError
-from jdist.ps.artifact import name_of, pack, unpack
+from jdist.ps.program.artifact import name_of, pack, unpack
 
 
 def normal(values):
@@ -28,7 +28,7 @@ def test_a_function_runs_as_it_did():
 def test_in_a_process_that_has_none_of_its_code(tmp_path):
     (tmp_path / "artifact").write_bytes(pack(normal, ARGUMENTS))
     code = (
-        "import numpy as np, pathlib; from jdist.ps.artifact import unpack;"
+        "import numpy as np, pathlib; from jdist.ps.program.artifact import unpack;"
         f"run = unpack(pathlib.Path({str(tmp_path / 'artifact')!r}).read_bytes());"
         "print(float(run([np.eye(3, dtype=np.float32), np.zeros(2, np.uint32)])[0].sum()))"
     )

@@ -17,13 +17,13 @@ import pytest
 import trustme
 
 from jdist.errors import WireError
-from jdist.ps.security import Security
+from jdist.ps.protocol.wire import Spec, encode
 from jdist.ps.transport import bulk, health
 from jdist.ps.transport.bulk import BulkServer
-from jdist.ps.transport.rpc import RpcChannel, RpcServer
-from jdist.ps.transport.seam import CallFailed, Method
+from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer
+from jdist.ps.transport.interface import CallFailed, Method
+from jdist.ps.transport.security import Security
 from jdist.ps.transport.stream import Stream
-from jdist.ps.wire import Spec, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_transport import METHODS, certified, described, specs
@@ -121,7 +121,7 @@ def test_a_port_that_cannot_be_reached_is_said_and_gone_round(serving, caplog):
 _FULL = """
 import resource, sys
 from test_ps_transport import METHODS
-from jdist.ps.transport.rpc import RpcServer
+from jdist.ps.transport.grpc_transport import RpcServer
 
 server = RpcServer("127.0.0.1:0", METHODS)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -12,17 +12,17 @@ import pytest
 from by_default import some
 
 import jdist
-from jdist.ps.artifact import pack
-from jdist.ps.job import keeping_of
-from jdist.ps.keeper import Keeper
-from jdist.ps.layout import make_layout
-from jdist.ps.messages import Cut, Done, Freeze, Restore, Snapshot
-from jdist.ps.partition import fixed_shards
-from jdist.ps.program import take_apart
-from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient
-from jdist.ps.sync_program import SyncParts
+from jdist.ps.program.artifact import pack
+from jdist.ps.program.function_plan import keeping_of
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.program.split_step import take_apart
+from jdist.ps.program.sync import SyncParts
+from jdist.ps.protocol.messages import Cut, Done, Freeze, Restore, Snapshot
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.transport.shard_client import ShardClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_keeper import push, struct
@@ -222,7 +222,7 @@ def test_a_late_gradient_counts_less_and_what_is_carried_counts_in_full():
     layout, leaves = make_layout([parts], num_ps=1, partitioner=fixed_shards(1)), raw(state)
     (shard,) = layout.shards
     keeping = keeping_of(layout, shard, Rules(on_stale="down_weight", max_staleness=0))
-    client = ShardClient(FakeChannel(FakeServer("ps", Keeper().methods())), keeping, give_up_s=2)
+    client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), keeping, give_up_s=2)
     program = pack(layout.program(shard, 0), list(map(struct, keeping.taken(0))))
     kept = [rows.cut(leaves[rows.of]) for rows in shard.kept]
     assert isinstance(client.restore(Restore(generation=1), kept, [program]), Done)

@@ -14,13 +14,13 @@ import pytest
 import trustme
 from servers import configs, environment, serving, written
 
-from jdist.cli import main
-from jdist.cluster import ClusterSpec, ending
+from jdist.cli.main import main
+from jdist.cluster import ClusterSpec, exit_status
 from jdist.errors import ClusterConfigError, ClusterError, ClusterTimeoutError, StrategyError
-from jdist.ps import servers as ps_servers
-from jdist.ps.cluster_coordinator import worker_index
-from jdist.ps.reach import reach
-from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, Security, read_security
+from jdist.ps.coordinator import servers as ps_servers
+from jdist.ps.coordinator.api import worker_index
+from jdist.ps.transport.diagnose import reach
+from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, Security, read_security
 from jdist.strategies.parameter_server import parameter_server
 
 PROGRAM = Path(__file__).with_name("line_program.py")
@@ -224,19 +224,19 @@ class TestArguments:
 
 class TestEnding:
     def test_a_note_or_an_exception_says_that_the_program_is_not_finished(self, monkeypatch):
-        monkeypatch.setattr(ending, "_notes", [])
+        monkeypatch.setattr(exit_status, "_notes", [])
         monkeypatch.delattr(sys, "last_value", raising=False)
-        assert ending.is_finished()
-        ending.unfinished("exit code 1")
-        assert not ending.is_finished()
-        monkeypatch.setattr(ending, "_notes", [])
+        assert exit_status.is_finished()
+        exit_status.unfinished("exit code 1")
+        assert not exit_status.is_finished()
+        monkeypatch.setattr(exit_status, "_notes", [])
         monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-        assert not ending.is_finished()
+        assert not exit_status.is_finished()
 
     def test_the_command_notes_its_exit_code(self, monkeypatch, capsys):
-        monkeypatch.setattr(ending, "_notes", [])
+        monkeypatch.setattr(exit_status, "_notes", [])
         assert main(["serve", "--role", "ps", "--address", "nonsense"]) == 2
-        assert ending._notes == ["exit code 2"]
+        assert exit_status._notes == ["exit code 2"]
         assert "must be host:port" in capsys.readouterr().err
 
     def test_a_server_that_does_not_hear_that_it_is_over_is_named(self, monkeypatch, capsys):

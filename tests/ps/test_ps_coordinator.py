@@ -14,24 +14,24 @@ import optax
 import pytest
 
 import jdist
-from jdist.cluster import exit_codes
+from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, ClosureError, JobReplacedError, NoWorkersError, ShardLostError
-from jdist.ps import snapshots
-from jdist.ps.artifact import pack
-from jdist.ps.coordinator import Coordinator
-from jdist.ps.engine import Engine
-from jdist.ps.job import Function, described, function_of, keeping_of
-from jdist.ps.keeper import Keeper
-from jdist.ps.layout import make_layout
-from jdist.ps.messages import Restore
-from jdist.ps.partition import fixed_shards
-from jdist.ps.remote_value import Pending, RemoteValue, leaf
-from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient, whose
-from jdist.ps.times import Times
+from jdist.ps.coordinator import snapshots
+from jdist.ps.coordinator.coordinator import Coordinator
+from jdist.ps.coordinator.engine import Engine
+from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf
+from jdist.ps.program.artifact import pack
+from jdist.ps.program.function_plan import Function, described, function_of, keeping_of
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.protocol.messages import Restore
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.times import Times
+from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import Method
-from jdist.ps.worker import WorkerServer
+from jdist.ps.transport.interface import Method
+from jdist.ps.transport.shard_client import ShardClient, whose
+from jdist.ps.worker.server import WorkerServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from real_cluster import wait_until
@@ -79,7 +79,7 @@ class Job:
 
         outputs = jax.eval_shape(worker, [*inputs, *self.arguments])
         outputs = outputs[len(self.parts.pushed) + len(self.parts.update.scalar_shapes) + 1 :]
-        self.keepers = [Keeper() for _ in self.layout.shards]
+        self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = {
             f"ps{s.ps}": FakeServer(f"ps{s.ps}", k.methods())
             for s, k in zip(self.layout.shards, self.keepers, strict=True)
@@ -124,7 +124,7 @@ class Job:
         return self.coordinator.schedule(self.step, self.arguments if arguments is None else arguments)
 
     def whole(self):
-        return self.layout.put_together(self.coordinator.snapshot().kept, self.leaves)
+        return self.layout.unpack_shard(self.coordinator.snapshot().kept, self.leaves)
 
     def __enter__(self):
         return self
@@ -197,7 +197,7 @@ def test_a_shard_that_forgets_everything_and_the_count_is_exact_all_the_same(num
         pending[12].wait(60)
         before = job.coordinator.snapshot()
         pending[20].wait(60)
-        job.keepers[-1] = Keeper()
+        job.keepers[-1] = ShardServer()
         name = list(job.servers)[-1]
         job.servers[name]._methods = job.keepers[-1].methods()
         pending += [job.schedule() for _ in range(10)]
@@ -240,7 +240,7 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
         for call in (before.join, before.snapshot, lambda: before.schedule(0, job.arguments)):
             with pytest.raises(JobReplacedError, match=re.escape(found)) as raised:
                 call()
-        assert exit_codes.of(raised.value) == exit_codes.USAGE  # after which no launcher starts it again
+        assert exit_status.of(raised.value) == exit_status.USAGE  # after which no launcher starts it again
         if not late.done or late.error is not None:
             with pytest.raises(JobReplacedError):
                 late.wait(20)
@@ -255,7 +255,7 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
 def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypatch):
     with Job(1, 1) as job:
         job.coordinator.join(20)
-        monkeypatch.setattr("jdist.ps.shards.whose", lambda: "process 1 of another")
+        monkeypatch.setattr("jdist.ps.transport.shard_client.whose", lambda: "process 1 of another")
         job.clients[0].restore(Restore(generation=2), job.layout.shared_out(job.leaves)[0], job.programs[0])
         job.engine.memory_lost(0)  # it begins history 2, too
         with job.engine.lock:
@@ -385,7 +385,7 @@ class TestAShardThatIsGone:
 
 
 def test_snapshots_bound_what_the_coordinator_keeps(monkeypatch):
-    monkeypatch.setattr("jdist.ps.closures.SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr("jdist.ps.coordinator.closures.SNAPSHOT_EVERY", 10)
     with Job(2, 1) as job:
         most = 0
         for _ in range(80):
@@ -476,7 +476,7 @@ def test_what_a_function_fails_with_on_a_worker_is_shown_and_cancels_the_queue(m
     with Job(1, 1) as job:
         job.schedule().wait(60)
         with monkeypatch.context() as patch:
-            patch.setattr("jdist.ps.compute.Installed._called", fail)
+            patch.setattr("jdist.ps.worker.execute.Installed._called", fail)
             failed = job.schedule()
             with pytest.raises(ClosureError, match=r"(?s)closure 1: Traceback.*out of memory on this worker"):
                 job.coordinator.join(60)
@@ -500,7 +500,7 @@ def test_a_long_chain_of_closures_whose_first_one_fails():
 
 
 def test_when_much_has_come_while_a_snapshot_was_taken_the_next_one_is_due(monkeypatch):
-    monkeypatch.setattr("jdist.ps.closures.MOST_LOGGED_BYTES", 400)  # some four closures' arguments
+    monkeypatch.setattr("jdist.ps.coordinator.closures.MOST_LOGGED_BYTES", 400)  # some four closures' arguments
     with Job(1, 2) as job:
         for _ in range(100):  # would wait for ever at twice that
             job.schedule()
@@ -536,7 +536,7 @@ def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_i
         job.worker_servers[0] = FakeServer("worker0", WorkerServer(job.workers[0]._connect).methods())
         job.coordinator.join(60)
         assert count(job) == [8]
-        job.keepers[0] = Keeper()
+        job.keepers[0] = ShardServer()
         job.servers["ps0"]._methods = job.keepers[0].methods()
         job.schedule().wait(60)
         job.coordinator.join(60)
@@ -552,7 +552,7 @@ def test_a_server_lost_between_the_last_closure_and_the_snapshot_costs_the_fetch
 
         def losing():
             if next(losses, False):
-                job.keepers[-1] = Keeper()
+                job.keepers[-1] = ShardServer()
                 job.servers[list(job.servers)[-1]]._methods = job.keepers[-1].methods()
                 with job.engine.lock:
                     assert job.engine.lock.wait_for(lambda: job.engine.generation == 2, 60)

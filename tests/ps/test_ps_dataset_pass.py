@@ -3,8 +3,8 @@
 import pytest
 
 from jdist.errors import ClosureCancelledError, DatasetError
-from jdist.ps.dataset_pass import AHEAD, DatasetPass
-from jdist.ps.remote_value import Pending
+from jdist.ps.coordinator.dataset_pass import AHEAD, DatasetPass
+from jdist.ps.coordinator.remote_value import Pending
 
 
 class Shares:

@@ -12,8 +12,8 @@ import pytest
 
 import jdist
 from jdist.errors import ClosureError, DatasetError, StepError, StrategyError
-from jdist.ps.datasets import name_of_function
-from jdist.ps.worker_data import WorkerData
+from jdist.ps.coordinator.datasets import name_of_function
+from jdist.ps.worker.data import WorkerData
 
 sys.path.insert(0, str(Path(__file__).parent))
 from flaky import InProcess, Network
@@ -275,7 +275,7 @@ def test_functions_that_workers_cannot_find_are_refused():
     def inside(context):
         return []
 
-    assert name_of_function(name_of_function) == "jdist.ps.datasets:name_of_function"
+    assert name_of_function(name_of_function) == "jdist.ps.coordinator.datasets:name_of_function"
     assert name_of_function("a.b:c") == "a.b:c"
     for fn, why in (
         (inside, "defined inside of another function"),

@@ -1,8 +1,17 @@
 """The coordinator's machine: closures that a worker declines, and closures that are cancelled."""
 
-from jdist.ps.dispatch import handle
-from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import Assign, Cancelled, Finish, Lost, Registered, Reported, Rerun, Rollback, Scheduled
+from jdist.ps.protocol.scheduler import Dispatch, handle
+from jdist.ps.protocol.scheduler_events import (
+    Assign,
+    Cancelled,
+    Finish,
+    Lost,
+    Registered,
+    Reported,
+    Rerun,
+    Rollback,
+    Scheduled,
+)
 
 
 class Machine:

@@ -21,20 +21,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdist.ps import wire
-from jdist.ps.job import Function, keeping_of
-from jdist.ps.keeper import Keeper
-from jdist.ps.layout import make_layout
-from jdist.ps.messages import TRAVELLING, Commit, Done, Fence, Freeze, Pull, Restore, Snapshot, Stage, Thaw
-from jdist.ps.partition import fixed_shards
-from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient
+from jdist.ps.program.function_plan import Function, keeping_of
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.protocol import wire
+from jdist.ps.protocol.messages import TRAVELLING, Commit, Done, Fence, Freeze, Pull, Restore, Snapshot, Stage, Thaw
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.wire import encode, to_plain
+from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel
-from jdist.ps.transport.rpc import SERVICE, RpcChannel, RpcServer
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
+from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.shard_client import ShardClient
 from jdist.ps.transport.stream import Stream
-from jdist.ps.wire import encode, to_plain
-from jdist.ps.worker import WorkerServer
+from jdist.ps.worker.server import WorkerServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_keeper import program
@@ -58,7 +58,7 @@ class Servers:
         (self.shard,) = self.layout.shards
         self.keeping = keeping_of(self.layout, self.shard, Rules())
         self.kept, self.program = self.layout.shared_out(raw(state))[0], program(self.layout, self.shard)
-        self.keeper = Keeper(wait_s=0.1)
+        self.keeper = ShardServer(wait_s=0.1)
         self.worker = WorkerServer(lambda address: FakeChannel(None), timeout_s=0.1, give_up_s=0.1)
         self.servers = {
             "ps": RpcServer("127.0.0.1:0", self.keeper.methods(), most_bytes=MOST_BYTES, threads=4),

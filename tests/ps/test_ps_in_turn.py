@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jdist
-from jdist.ps.layout import make_layout
-from jdist.ps.partition import fixed_shards
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_program import BATCH, apart, loss

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.ps.interrupts import uninterrupted
+from jdist.ps.coordinator.interrupts import uninterrupted
 
 
 @pytest.fixture

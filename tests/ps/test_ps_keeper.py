@@ -11,11 +11,12 @@ import optax
 import pytest
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps.artifact import pack
-from jdist.ps.job import keeping_of
-from jdist.ps.keeper import Keeper
-from jdist.ps.layout import make_layout
-from jdist.ps.messages import (
+from jdist.ps.coordinator.snapshot import take_snapshot
+from jdist.ps.program.artifact import pack
+from jdist.ps.program.function_plan import keeping_of
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.protocol.messages import (
     Commit,
     Cut,
     Done,
@@ -31,12 +32,11 @@ from jdist.ps.messages import (
     Stage,
     Thaw,
 )
-from jdist.ps.partition import fixed_shards
-from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient, Together
-from jdist.ps.snapshot import take_snapshot
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import CallFailed, Untimely
+from jdist.ps.transport.interface import CallFailed, Untimely
+from jdist.ps.transport.shard_client import ShardClient, Together
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_layout import raw
@@ -56,7 +56,7 @@ class Job:
         self.parts, *given = apart(train_step, self.state, BATCH)
         self.given, self.leaves = given[1:], raw(self.state)
         self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps))
-        self.keepers = [Keeper() for _ in self.layout.shards]
+        self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = [FakeServer(f"ps{i}", keeper.methods()) for i, keeper in enumerate(self.keepers)]
         self.clients = [
             ShardClient(FakeChannel(server, fault=fault), keeping_of(self.layout, shard, Rules(**rules)), give_up_s=2)

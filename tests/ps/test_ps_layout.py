@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import jdist
-from jdist.ps.artifact import pack, unpack
-from jdist.ps.layout import Rows, make_layout
-from jdist.ps.partition import fixed_shards, min_size
+from jdist.ps.program.artifact import pack, unpack
+from jdist.ps.program.layout import Rows, make_layout
+from jdist.ps.program.partition import fixed_shards, min_size
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_program import BATCH, apart, create, train_step

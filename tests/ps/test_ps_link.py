@@ -8,9 +8,9 @@ import pytest
 
 import jdist
 from jdist.errors import StrategyError
-from jdist.ps.link import WorkerLink
-from jdist.ps.times import Times
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.coordinator.worker_link import WorkerLink
+from jdist.ps.protocol.times import Times
+from jdist.ps.transport.interface import CallFailed
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "1", True, float("nan"), None])

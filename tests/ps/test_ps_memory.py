@@ -2,7 +2,7 @@
 
 import platform
 
-from jdist.ps.memory import keep_freed_memory
+from jdist.ps.server.malloc import keep_freed_memory
 
 
 def test_the_c_library_is_told_where_it_listens():

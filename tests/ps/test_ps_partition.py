@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jdist.errors import StrategyError
 from jdist.ps import fixed_shards, max_size, min_size
-from jdist.ps.partition import place, row_sizes
+from jdist.ps.program.partition import place, row_sizes
 
 F32 = np.dtype("float32")
 

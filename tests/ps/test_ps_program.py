@@ -8,12 +8,12 @@ import pytest
 
 import jdist
 from jdist.errors import BoundaryError
-from jdist.ps.program import take_apart
-from jdist.transforms.calls import Signature
-from jdist.transforms.guard import Watched
-from jdist.transforms.options import make_options
-from jdist.transforms.replica_step import ProgramSpec
-from jdist.transforms.results import Traced
+from jdist.ps.program.split_step import take_apart
+from jdist.step.non_finite import Watched
+from jdist.step.options import make_options
+from jdist.step.outputs import Traced
+from jdist.step.replica_program import ProgramSpec
+from jdist.step.signature import Signature
 
 RNG = np.random.default_rng(0)
 BATCH = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from protocol_world import Budget, World, moves, problem, start
 
-from jdist.ps.shard_state import Rules
+from jdist.ps.protocol.shard import Rules
 
 
 def key(x: Any) -> Any:

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from jdist.ps.replica_watch import ReplicaWatch, two_copies
-from jdist.ps.times import Times
+from jdist.ps.coordinator.replica_watch import ReplicaWatch, two_copies
+from jdist.ps.protocol.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import Method
+from jdist.ps.transport.interface import Method
 
 
 class Hub:

@@ -13,16 +13,16 @@ from by_default import some
 
 import jdist
 from jdist.errors import StrategyError
-from jdist.ps.artifact import pack
-from jdist.ps.job import keeping_of
-from jdist.ps.keeper import Keeper
-from jdist.ps.layout import make_layout
-from jdist.ps.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
-from jdist.ps.partition import fixed_shards
-from jdist.ps.rounding import ROUNDED, make_rounding
-from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient
+from jdist.ps.program.artifact import pack
+from jdist.ps.program.function_plan import keeping_of
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.program.wire_dtype import ROUNDED, make_rounding
+from jdist.ps.protocol.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.transport.shard_client import ShardClient
 from jdist.train import Checkpointer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,7 +91,7 @@ class Shard:
         self.layout = make_layout([self.parts], num_ps=1, partitioner=fixed_shards(1), wire="bf16")
         (self.shard,) = self.layout.shards
         keeping = keeping_of(self.layout, self.shard, Rules(**rules), is_sync=not rules)
-        self.client = ShardClient(FakeChannel(FakeServer("ps", Keeper().methods())), keeping, give_up_s=2)
+        self.client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), keeping, give_up_s=2)
         program = pack(self.layout.program(self.shard, 0), list(map(struct, keeping.taken(0))))
         kept = [rows.cut(self.leaves[rows.of]) for rows in self.shard.kept]
         assert isinstance(self.client.restore(Restore(generation=1), kept, [program]), Done)

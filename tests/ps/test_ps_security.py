@@ -5,7 +5,15 @@ import trustme
 from servers import TLS, written
 
 from jdist.errors import ClusterConfigError
-from jdist.ps.security import AUTHORITY, CERTIFICATE, KEY, Security, how_to_protect, open_to_others, read_security
+from jdist.ps.transport.security import (
+    AUTHORITY,
+    CERTIFICATE,
+    KEY,
+    Security,
+    how_to_protect,
+    open_to_others,
+    read_security,
+)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import pytest
 import trustme
 from servers import command, environment, health, refused, serving, written
 
-from jdist.cluster.launcher.ports import free_ports
 from jdist.errors import ClusterConfigError, LaunchError
-from jdist.ps.reach import reach
-from jdist.ps.security import AUTHORITY, KEY, Security, read_security
-from jdist.ps.serve import place, serve
-from jdist.ps.transport.rpc import RpcChannel
-from jdist.ps.transport.seam import CallFailed
+from jdist.launcher.environment import free_ports
+from jdist.ps.server.serve import place, serve
+from jdist.ps.transport.diagnose import reach
+from jdist.ps.transport.grpc_transport import RpcChannel
+from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.security import AUTHORITY, KEY, Security, read_security
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jdist.ps.messages import (
+from jdist.ps.protocol.messages import (
     Apply,
     Commit,
     Cut,
@@ -25,8 +25,7 @@ from jdist.ps.messages import (
     Stage,
     Thaw,
 )
-from jdist.ps.shard import receive
-from jdist.ps.shard_state import Rules, Shard
+from jdist.ps.protocol.shard import Rules, Shard, receive
 
 
 def restored(**rules):

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps import keeper, shard_copy
-from jdist.ps.job import keeping_of
-from jdist.ps.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
-from jdist.ps.replica_watch import two_copies
-from jdist.ps.route import Route
-from jdist.ps.shard_copy import ShardCopy, slots
-from jdist.ps.shard_state import Rules
-from jdist.ps.shards import ShardClient
+from jdist.ps.coordinator.replica_watch import two_copies
+from jdist.ps.program.function_plan import keeping_of
+from jdist.ps.protocol.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.server import replicated_shard, shard_server
+from jdist.ps.server.replicated_shard import ReplicatedShard, slots
+from jdist.ps.server.shard_transfer import State, expected, pack_shard, unpack_shard
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.seam import CallFailed, OutOfFilesError
-from jdist.ps.whole import State, expected, put_together, taken_apart
+from jdist.ps.transport.interface import CallFailed, OutOfFilesError
+from jdist.ps.transport.routed import Route
+from jdist.ps.transport.shard_client import ShardClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_ps_keeper
@@ -33,7 +33,7 @@ class Pair(test_ps_keeper.Job):
     def __init__(self, fault=lambda method, header: None, **rules):
         super().__init__(1, **rules)
         self.fault = fault
-        self.copies = [[ShardCopy(self.connect) for _ in range(2)] for _ in range(2)]
+        self.copies = [[ReplicatedShard(self.connect) for _ in range(2)] for _ in range(2)]
         self.servers = {f"ps{i}": FakeServer(f"ps{i}", slots(c)) for i, c in enumerate(self.copies)}
         (self.found,) = two_copies(lambda a: FakeChannel(self.servers[a]), ["ps0"], ["ps0", "ps1"])
         self.keeping = keeping_of(self.layout, self.layout.shards[0], Rules(**rules))
@@ -139,7 +139,7 @@ def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing
     with Pair() as pair:
         pair.lead(0, 1, backup=True)
         pair.restore()
-        for module in (keeper, shard_copy):
+        for module in (shard_server, replicated_shard):
             monkeypatch.setattr(module, "check_files", check_files)
         share = pair.computed()[0]
         for closure in range(12):
@@ -158,18 +158,18 @@ def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
     with Pair().begun() as pair:
         share = pair.computed()[0]
         leader, backup = pair.both
-        put = keeper.Keeper._put
+        put = shard_server.ShardServer._put
 
         def half(self, *state):
             if self is backup:
                 raise RuntimeError("out of memory")
             put(self, *state)
 
-        monkeypatch.setattr(keeper.Keeper, "_put", half)
+        monkeypatch.setattr(shard_server.ShardServer, "_put", half)
         pair.lead(0, 2, backup=True)
         pair.clients[0].say([push(closure=0, base=0)], share)
         assert not backup._standing.complete
-        monkeypatch.setattr(keeper.Keeper, "_put", put)
+        monkeypatch.setattr(shard_server.ShardServer, "_put", put)
         pair.until_in_sync(0)
         same(leader, backup)
 
@@ -200,7 +200,7 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
 
 
 def plain(message):
-    from jdist.ps.wire import to_plain
+    from jdist.ps.protocol.wire import to_plain
 
     return to_plain(message)
 
@@ -211,7 +211,7 @@ def test_a_copy_that_comes_back_gets_what_is_staged_applied_and_returned():
         share = pair.computed()[0]
         pair.clients[0].say([push(closure=0, base=0)], share, b"zero")
         pair.clients[0].say([push(Stage, closure=1, base=0)], share, b"one")
-        pair.copies[1][1] = ShardCopy(pair.connect)
+        pair.copies[1][1] = ReplicatedShard(pair.connect)
         pair.servers["ps1"]._methods = slots(pair.copies[1])
         pair.lead(0, 3, backup=True)
         pair.until_in_sync(0)
@@ -257,7 +257,7 @@ def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first()
             "lead", {"term": 9, "incarnation": "another", "backup": None}, timeout_s=5
         )
         assert (header["leads"], header["term"]) == (False, 1)
-        sent, arrays = taken_apart(State(shard=pair.both[0]._shard))
+        sent, arrays = pack_shard(State(shard=pair.both[0]._shard))
         said = {**sent, "term": 9, "number": 1, "to": "another"}
         header, _ = pair.found.connected(1).call("install", said, arrays, timeout_s=5)
         assert header == {"took": "stranger", "term": 1}
@@ -285,11 +285,11 @@ def test_a_state_that_travels_is_checked():
         pair.clients[0].say([push(Stage, closure=0, base=0)], pair.computed()[0], b"r")
         with pair.both[0]._lock:
             _, state = pair.both[0].state()
-        header, arrays = taken_apart(state)
+        header, arrays = pack_shard(state)
         assert [(s.shape, s.dtype) for s in expected(header)] == [
             (x.shape, str(x.dtype)) for x in map(np.asarray, arrays)
         ]
-        again = put_together(header, arrays)
+        again = unpack_shard(header, arrays)
         assert (again.shard.staged, again.shard.version) == (state.shard.staged, state.shard.version)
         for name, value in (("whole", None), ("keeping", None), ("keeping", {"is": "Whole"})):
             with pytest.raises(WireError):

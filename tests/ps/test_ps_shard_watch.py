@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from jdist.cluster import exit_codes
+from jdist.cluster import exit_status
 from jdist.errors import NoWorkersError, ShardLostError
-from jdist.ps.shard_watch import ShardWatch
-from jdist.ps.times import Times
-from jdist.ps.transport.seam import CallFailed
+from jdist.ps.coordinator.shard_watch import ShardWatch
+from jdist.ps.protocol.times import Times
+from jdist.ps.transport.interface import CallFailed
 
 
 class Hub:
@@ -74,7 +74,7 @@ def watch():
 
 @pytest.mark.parametrize("error", [ShardLostError, NoWorkersError])
 def test_a_program_that_it_ends_may_be_started_again(error):
-    assert exit_codes.of(error("gone")) == exit_codes.PEER_LOST
+    assert exit_status.of(error("gone")) == exit_status.PEER_LOST
 
 
 def test_another_token_is_told_at_once(watch):

@@ -11,11 +11,20 @@ from by_default import some
 
 import jdist
 from jdist.errors import BatchError, ClosureError, StrategyError
-from jdist.ps.dispatch import handle
-from jdist.ps.dispatched import Dispatch
-from jdist.ps.events import Answered, Assign, Decide, Decided, Lost, Registered, Reported, Scheduled, Tell
-from jdist.ps.messages import Commit, Done, Drop, Fence, Held
-from jdist.ps.rounds import Rounds
+from jdist.ps.protocol.messages import Commit, Done, Drop, Fence, Held
+from jdist.ps.protocol.scheduler import Dispatch, handle
+from jdist.ps.protocol.scheduler_events import (
+    Answered,
+    Assign,
+    Decide,
+    Decided,
+    Lost,
+    Registered,
+    Reported,
+    Scheduled,
+    Tell,
+)
+from jdist.ps.protocol.sync_rounds import Rounds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_program import BATCH, create, loss, train_step

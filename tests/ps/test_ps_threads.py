@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 import pytest
 from servers import environment
 
-from jdist.ps.threads import Threads
+from jdist.ps.transport.threads import Threads
 
 
 def test_work_is_done_at_the_same_time_and_its_result_or_error_is_told():
@@ -41,7 +41,7 @@ def test_after_the_end_nothing_is_begun_and_what_is_under_way_goes_on():
 
 LATE = """
 import threading
-from jdist.ps.threads import Threads
+from jdist.ps.transport.threads import Threads
 threads = Threads(1, "test")
 threads.submit(int).result()
 stuck = Threads(1, "stuck")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import trustme
 
+from jdist.ps.protocol.wire import Spec, spec_of
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.rpc import RpcChannel, RpcServer, Security
-from jdist.ps.transport.seam import CallFailed, Method, Untimely
-from jdist.ps.wire import Spec, spec_of
+from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer, Security
+from jdist.ps.transport.interface import CallFailed, Method, Untimely
 
 
 def specs(header):

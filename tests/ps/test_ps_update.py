@@ -9,8 +9,8 @@ import optax
 import pytest
 from by_default import some
 
-from jdist.ps.update import sort_update
-from jdist.transforms.spread_equations import prepared
+from jdist.jaxpr.elementwise import prepared
+from jdist.ps.program.update_units import sort_update
 
 PARAMS = {
     "a": np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32),

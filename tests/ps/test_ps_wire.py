@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdist.errors import WireError
-from jdist.ps.messages import TRAVELLING as KINDS
-from jdist.ps.messages import Commit, Fence, Held, Pull, Push, Refused, Restore, Stage
-from jdist.ps.wire import ALIGNED, Buffers, Spec, chunks, decode, encode, from_plain, spec_of, to_plain, wide
+from jdist.ps.protocol.messages import TRAVELLING as KINDS
+from jdist.ps.protocol.messages import Commit, Fence, Held, Pull, Push, Refused, Restore, Stage
+from jdist.ps.protocol.wire import ALIGNED, Buffers, Spec, chunks, decode, encode, from_plain, spec_of, to_plain, wide
 
 EXAMPLES = [
     Pull(generation=3, known=None),

@@ -11,7 +11,7 @@ from by_default import some
 
 import jdist
 from jdist.errors import ClosureError
-from jdist.ps.worker_scale import WorkerScale
+from jdist.ps.worker.execute import WorkerScale
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ps_program import BATCH, create, loss

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jdist.cli import main
+from jdist.cli.main import main
 
 EXPERIMENT = Path(__file__).parents[1] / "experiment"
 sys.path.insert(0, str(EXPERIMENT))

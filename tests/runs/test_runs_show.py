@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jdist.run_lock import hold
+from jdist.support.file_lock import hold
 
 
 def test_it_lists_runs_and_compares_two(jdist):

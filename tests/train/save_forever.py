@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 
-from jdist.train import checkpoint, checkpoint_arrays
-from jdist.train import checkpoint_disk as disk
+from jdist.checkpoint import arrays, checkpointer
+from jdist.checkpoint import folder as disk
 
-STAGES = {"store": checkpoint_arrays, "write_manifest": disk, "commit": disk, "remove": disk}
+STAGES = {"store": arrays, "write_manifest": disk, "commit": disk, "remove": disk}
 KEEP = 2
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         rmtree(path, **options)
 
     disk.shutil.rmtree = half_rmtree
-    with checkpoint.Checkpointer(directory, keep=KEEP) as checkpoints:
+    with checkpointer.Checkpointer(directory, keep=KEEP) as checkpoints:
         first = max(checkpoints.steps(), default=0) + 1
         for step in itertools.count(first):
             checkpoints.save(step, state_at(step), data={"position": step}, wait=True)

@@ -14,9 +14,11 @@ strategy = jdist.multi_worker()
 import jax  # noqa: E402 # not before the processes have joined
 import numpy as np  # noqa: E402
 
+from jdist.checkpoint import folder as shared_folder
+from jdist.checkpoint import save
 from jdist.errors import JDistError  # noqa: E402
-from jdist.global_arrays import put  # noqa: E402
-from jdist.train import Checkpointer, checkpoint_save, shared_folder  # noqa: E402
+from jdist.support.arrays import put  # noqa: E402
+from jdist.train import Checkpointer  # noqa: E402
 
 folder, process = Path(sys.argv[1]), jax.process_index()
 
@@ -50,15 +52,15 @@ with Checkpointer(folder / "run", keep=9, check=strategy.check, cluster=strategy
             assert new == old
     met["restored"] = restored.data
 
-    write = checkpoint_save.write_pieces
+    write = save.write_pieces
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if process == 1:
-        checkpoint_save.write_pieces = full
+        save.write_pieces = full
     met["full disk"] = said(lambda: checkpoints.save(3, state_at(3), wait=True))
-    checkpoint_save.write_pieces = write
+    save.write_pieces = write
     checkpoints.save(4, state_at(4), wait=True)
     met["steps"] = checkpoints.steps()
 

@@ -19,9 +19,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jdist
+from jdist.checkpoint import arrays as checkpoint_arrays
+from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.errors import CheckpointError, DonatedStateError, ReplicaDivergenceError
-from jdist.train import checkpoint_arrays
-from jdist.train.checkpoint import Checkpointer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -351,7 +351,7 @@ def test_inside_a_running_event_loop_which_is_left_as_it_was(tmp_path):
 LEAVES_NOTHING = """
 import os, sys, threading
 import jax.numpy as jnp
-from jdist.train.checkpoint import Checkpointer
+from jdist.checkpoint.checkpointer import Checkpointer
 def held():
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0, threading.enumerate()
 state, found = {"w": jnp.arange(3.0)}, []
@@ -451,7 +451,7 @@ SAVES = """
 import sys
 import jax.numpy as jnp
 from jdist.errors import CheckpointError
-from jdist.train import checkpoint
+from jdist.checkpoint import checkpointer
 checkpoint._CLAIM_S = 0.2
 checkpoints = checkpoint.Checkpointer(sys.argv[1])
 try:

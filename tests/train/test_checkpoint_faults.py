@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from save_forever import KEEP, state_at
 
+from jdist.checkpoint import arrays as checkpoint_arrays
+from jdist.checkpoint import folder as disk
+from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.errors import CheckpointError
-from jdist.train import checkpoint_arrays
-from jdist.train import checkpoint_disk as disk
-from jdist.train.checkpoint import Checkpointer, CheckpointWarning
 
 SCRIPT = pathlib.Path(__file__).with_name("save_forever.py")
 ROOT = pathlib.Path(__file__).parents[2]

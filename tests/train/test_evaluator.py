@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 import jdist
+from jdist.checkpoint.evaluator import LOCK, new_checkpoints
 from jdist.errors import CheckpointError, ClusterError
-from jdist.run_lock import hold, is_held
+from jdist.support.file_lock import hold, is_held
 from jdist.train import Checkpointer
-from jdist.train.evaluator import LOCK, new_checkpoints
 
 LIKE = {"w": jnp.zeros(3)}
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import ALLOWED, host_problem, join, problem
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_env import counted
-from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX, chosen_port
+from jdist.cluster.address import ALLOWED, host_problem, join, problem, refused
+from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX, chosen_port, counted
 from jdist.cluster.spec import ClusterSpec
 
 POD = "KUBERNETES_SERVICE_HOST"  # set in every pod

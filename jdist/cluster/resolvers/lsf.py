@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import host_problem, join
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import (
+from jdist.cluster.address import host_problem, join, refused
+from jdist.cluster.resolvers.jax_env import (
     ADDRESS,
     COUNT,
     INDEX,

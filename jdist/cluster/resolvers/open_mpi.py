@@ -6,10 +6,9 @@ import re
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import host_problem, join
-from jdist.cluster.refuse import refused
+from jdist.cluster.address import host_problem, join, refused
 from jdist.cluster.resolvers import sagemaker
-from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_port, derived_port
+from jdist.cluster.resolvers.jax_env import ADDRESS, chosen_port, derived_port
 from jdist.cluster.resolvers.ranks import Launcher, ranked
 from jdist.cluster.spec import ClusterSpec
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jdist.cluster import environment
-from jdist.cluster.address import join
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_env import MOST
-from jdist.cluster.resolvers.jax_variables import (
+from jdist.cluster.address import join, refused
+from jdist.cluster.resolvers.jax_env import (
     ADDRESS,
     DEVICES,
+    MOST,
     chosen_coordinator,
     chosen_devices,
     chosen_port,

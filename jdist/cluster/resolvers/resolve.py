@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jdist.cluster.resolvers.jax_env import jax_env
 from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
 from jdist.cluster.resolvers.lsf import lsf
 from jdist.cluster.resolvers.mpi import mpi
 from jdist.cluster.resolvers.open_mpi import open_mpi
-from jdist.cluster.resolvers.resolver import Resolver
 from jdist.cluster.resolvers.sagemaker import sagemaker
 from jdist.cluster.resolvers.skypilot import skypilot
 from jdist.cluster.resolvers.slurm import slurm
@@ -70,3 +69,7 @@ def resolve(environ: Mapping[str, str] | None = None, resolvers: Sequence[Resolv
         if spec is not None:
             return spec
     return ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0, resolver="nothing (one process)")
+
+
+Resolver = Callable[[Mapping[str, str]], ClusterSpec | None]
+"""A pure function of an environment: the cluster that it describes, None if it describes none of this kind."""

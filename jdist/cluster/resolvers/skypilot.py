@@ -6,9 +6,8 @@ import zlib
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import host_problem, join
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import chosen_coordinator, chosen_devices, chosen_port, derived_port
+from jdist.cluster.address import host_problem, join, refused
+from jdist.cluster.resolvers.jax_env import chosen_coordinator, chosen_devices, chosen_port, derived_port
 from jdist.cluster.spec import ClusterSpec
 
 NODES, RANK, COUNT, TASK = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_TASK_ID"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import join
+from jdist.cluster.address import join, refused
 from jdist.cluster.check import JOBS
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import (
+from jdist.cluster.resolvers.jax_env import (
     ADDRESS,
     COUNT,
     INDEX,
@@ -17,8 +17,6 @@ from jdist.cluster.resolvers.jax_variables import (
     chosen_port,
     derived_port,
 )
-from jdist.cluster.resolvers.slurm_gpus import own_gpus
-from jdist.cluster.resolvers.slurm_lists import expand_nodes, expand_tasks
 from jdist.cluster.spec import ClusterSpec
 
 NODES, RANK, JOB, STEP = "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID"
@@ -179,3 +177,133 @@ def _assigned(
             own = (name, rank - start)
         start += jobs[name]
     return members, *own
+
+
+ON_NODE = "SLURM_GPUS_ON_NODE"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+PLATFORMS = "JAX_PLATFORMS"
+_NONE = ("-1", "NoDevFiles")  # what stands for no GPU
+
+
+def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
+    """The numbers of this task's GPUs among those that it sees, and where they came from.
+
+    Args:
+        environ: the environment.
+        tasks: how many tasks this node has.
+        local: this task's number among them.
+
+    Returns:
+        None for all that it sees: it is alone, or Slurm has shown each task its own, or there is none. Otherwise an equal
+        share.
+
+    Raises:
+        ClusterConfigError: all tasks see all GPUs, and their number cannot be shared equally.
+
+    Example:
+        >>> own_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, tasks=2, local=1)
+        ((2, 3), 'SLURM_GPUS_ON_NODE, SLURM_LOCALID')
+    """
+    visible = next((name for name in VISIBLE if environment.text(environ, name) is not None), None)
+    on_node = environment.number(environ, ON_NODE, "Slurm sets it.")
+    if tasks == 1 or visible is None or not on_node or environment.text(environ, PLATFORMS) == "cpu":
+        return None, None
+    seen = [entry for entry in environ[visible].split(",") if entry.strip() and entry.strip() not in _NONE]
+    if len(seen) < on_node:
+        return None, None
+    if on_node % tasks:
+        raise refused(
+            ON_NODE,
+            on_node,
+            f"a multiple of the {tasks} tasks of this node, which all see all its GPUs ({visible}={environ[visible][:80]})",
+            "Start as many tasks as there are GPUs, or one a node, or give each its own by srun --gpus-per-task=1.",
+        )
+    share = on_node // tasks
+    return tuple(range(local * share, (local + 1) * share)), f"{ON_NODE}, SLURM_LOCALID"
+
+
+MOST = 100_000  # nodes, or tasks: a slip of the pen must not fill the memory
+_ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
+_PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def expand_nodes(listed: str, variable: str) -> list[str]:
+    """The nodes of a list, in its order; a range counts up, and keeps the zeros that it is written with.
+
+    Args:
+        listed: as Slurm writes it.
+        variable: where it is from.
+
+    Raises:
+        ClusterConfigError: it is no such list, a range counts down, or a node is there twice.
+
+    Example:
+        >>> expand_nodes("n[1-2],m5,o[08-10]", "SLURM_STEP_NODELIST")
+        ['n1', 'n2', 'm5', 'o08', 'o09', 'o10']
+    """
+    nodes: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", listed):  # commas outside brackets
+        names = [""]
+        if _ITEM.fullmatch(item.strip()) is None:
+            raise _no_nodes(variable, listed)
+        for literal, ranges in _PART.findall(item):
+            ends = [literal] if literal else _numbers(ranges, listed, variable)
+            if len(nodes) + len(names) * len(ends) > MOST:
+                raise refused(variable, listed, f"a list of at most {MOST} nodes", "Slurm sets it in each job step.")
+            names = [name + end for name in names for end in ends]
+        nodes += names
+    seen: set[str] = set()
+    for node in nodes:
+        if node in seen:
+            raise refused(variable, listed, f"a list with each node once, and {node} is there twice", "Leave one out.")
+        seen.add(node)
+    return nodes
+
+
+def _numbers(ranges: str, listed: str, variable: str) -> list[str]:
+    """What stands in brackets, "1-3,07": each number as it is written."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        bounds = _RANGE.fullmatch(part)
+        if bounds is None:
+            raise _no_nodes(variable, listed)
+        first, last = bounds[1], bounds[2] or bounds[1]
+        if int(last) < int(first):
+            raise refused(variable, listed, f"a list whose ranges count up, unlike {part}", "Write the smaller first.")
+        if len(numbers) + int(last) - int(first) >= MOST:
+            raise refused(variable, listed, f"a list of at most {MOST} nodes", "Slurm sets it in each job step.")
+        numbers += [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _no_nodes(variable: str, listed: str) -> Exception:
+    return refused(variable, listed, "a list of nodes such as n[1-2],m5,o[08-10]", "Slurm sets it in each job step.")
+
+
+def expand_tasks(listed: str, variable: str) -> list[int]:
+    """How many tasks each node has.
+
+    Args:
+        listed: as Slurm writes it.
+        variable: where it is from.
+
+    Raises:
+        ClusterConfigError: it is no such list, or a node has no task.
+
+    Example:
+        >>> expand_tasks("2(x2),1", "SLURM_STEP_TASKS_PER_NODE")
+        [2, 2, 1]
+    """
+    tasks: list[int] = []
+    for part in listed.split(","):
+        found = _TASKS.fullmatch(part.strip())
+        if found is None or int(found[1]) == 0 or int(found[2] or 1) == 0:
+            raise refused(variable, listed, "numbers of tasks such as 2(x2),1", "Slurm sets it in each job step.")
+        if len(tasks) + int(found[2] or 1) > MOST:
+            raise refused(variable, listed, f"numbers of tasks of at most {MOST} nodes", "Slurm sets it.")
+        tasks += [int(found[1])] * int(found[2] or 1)
+    if sum(tasks) > MOST:
+        raise refused(variable, listed, f"at most {MOST} tasks in all", "Slurm sets it in each job step.")
+    return tasks

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jdist.cluster.address import refused
 from jdist.cluster.check import JOBS
 from jdist.cluster.environment import text, whole_number
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import chosen_devices
+from jdist.cluster.resolvers.jax_env import chosen_devices
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterConfigError
 

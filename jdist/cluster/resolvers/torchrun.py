@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import host_problem, join, split
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_env import counted
-from jdist.cluster.resolvers.jax_variables import ADDRESS, chosen_port, derived_port
+from jdist.cluster.address import host_problem, join, refused, split
+from jdist.cluster.resolvers.jax_env import ADDRESS, chosen_port, counted, derived_port
 from jdist.cluster.resolvers.ranks import Launcher, ranked
 from jdist.cluster.resolvers.slurm import COUNTS
 from jdist.cluster.resolvers.slurm import NODES as STEP_NODES

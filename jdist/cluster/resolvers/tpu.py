@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.address import host_problem, join
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import chosen_coordinator, chosen_devices, chosen_port
+from jdist.cluster.address import host_problem, join, refused
+from jdist.cluster.resolvers.jax_env import chosen_coordinator, chosen_devices, chosen_port
 from jdist.cluster.spec import ClusterSpec
 
 HOSTS = "TPU_WORKER_HOSTNAMES"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster import environment
-from jdist.cluster.refuse import refused
-from jdist.cluster.resolvers.jax_variables import ADDRESS, COUNT, INDEX
+from jdist.cluster.address import refused
+from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX
 from jdist.cluster.resolvers.kubernetes import COMPLETION_INDEX, POD
 from jdist.cluster.resolvers.lsf import HOSTS as LSF_HOSTS
 from jdist.cluster.resolvers.lsf import hosts_of

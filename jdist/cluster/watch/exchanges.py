@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jdist.cluster.watch.lines import MOST_BYTES, encode
-from jdist.cluster.watch.whereabouts import exchanging
+from jdist.cluster.watch.messages import MOST_BYTES, encode
+from jdist.cluster.watch.stacks import exchanging
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 Message = dict[str, Any]

@@ -1,1 +1,6 @@
-"""How bytes get to another process: one small seam, an in-process fake, and gRPC."""
+"""How messages and arrays travel: gRPC, data connections, and a fake for tests.
+
+Start at `interface`; `shard_client` repeats a call until it is answered; `routed` asks whoever leads.
+
+May import: ps.protocol, ps.program's plans.
+"""

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.security import Security
-from jdist.ps.transport.seam import EXHAUSTED, Arrays, CallFailed, Header
+from jdist.ps.protocol.wire import Spec
+from jdist.ps.transport.interface import EXHAUSTED, Arrays, CallFailed, Header
+from jdist.ps.transport.security import Security
 from jdist.ps.transport.stream import Stream
-from jdist.ps.wire import Spec
 
 _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens

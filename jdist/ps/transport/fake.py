@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jdist.ps.transport.seam import EXHAUSTED, Arrays, CallFailed, Header, Methods, OutOfFilesError
-from jdist.ps.wire import Buffers, Spec, chunks, decode, encode
+from jdist.ps.protocol.wire import Buffers, Spec, chunks, decode, encode
+from jdist.ps.transport.interface import EXHAUSTED, Arrays, CallFailed, Header, Methods, OutOfFilesError
 
 Fault = Literal["lose the call", "lose the answer", "twice"]
 

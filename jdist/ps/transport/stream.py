@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.transport.seam import Arrays, Header
-from jdist.ps.wire import PREFIX_BYTES, Buffers, Spec, as_bytes, body_size, decode, encode
+from jdist.ps.protocol.wire import PREFIX_BYTES, Buffers, Spec, as_bytes, body_size, decode, encode
+from jdist.ps.transport.interface import Arrays, Header
 
 _LOG = logging.getLogger(__name__)
 STALL_S = 20.0  # without a byte in the middle of a message

@@ -1,0 +1,379 @@
+"""Checkpoints: written behind the run's back, there whole or not at all, checked when read.
+
+    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf and file, with crc32
+    DIRECTORY/step_00000500_save_00003/arrays/          the leaves; see checkpoint_arrays.py
+    DIRECTORY/step_00000500_save_00003/pieces_1/        what process 1 holds of leaves that are spread over processes
+    DIRECTORY/.saving_...  .deleting_...                what a killed process left half done; removed by the next one
+
+A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
+process 0: the name is the commit. Saves are numbered, so a step saved again replaces nothing before its successor is
+whole, and "newest" means saved last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import operator
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jdist.checkpoint import arrays as arrays
+from jdist.checkpoint import folder as disk
+from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.folder import Damaged, open_shared
+from jdist.checkpoint.pieces import Held
+from jdist.checkpoint.save import Job, save_together
+from jdist.cluster import failpoints
+from jdist.cluster.agree import together
+from jdist.cluster.failpoints import Point
+from jdist.cluster.runtime import Runtime, alone
+from jdist.core.host_sharded import is_spread
+from jdist.core.remote_tree import fetched, shapes_of
+from jdist.core.static_leaves import pack, unpack
+from jdist.errors import CheckpointError
+
+PyTree = Any
+_opened = itertools.count(1)
+_CLAIM_S = 10.0  # an earlier run may be about to end
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, or a folder left alone that looks like one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint held.
+
+    Attributes:
+        step: the step it was saved at.
+        state: the state, laid out as `like` was.
+        data: the data position it was saved with.
+        metrics: the metrics it was saved with.
+        metadata: the other facts it was saved with.
+    """
+
+    step: int
+    state: PyTree
+    data: dict[str, Any] | None
+    metrics: dict[str, float]
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Read:
+    path: Path
+    body: dict[str, Any]
+    order: list[int | None]
+    arrays: list[np.ndarray]
+    problems: list[str]
+
+
+class Checkpointer:
+    """Saves state and data position in a directory, and finds the newest that can be read.
+
+    Use it as a context manager, or call `close`: a save still in flight when the interpreter exits is lost (the
+    checkpoint before it is not). Any number of readers and one writing run can share a directory.
+
+    With `cluster` all processes of a job make it, save and restore, each in the same order: each writes what it alone
+    holds, process 0 the rest and the commit. A checkpoint can be restored on any number of processes.
+
+    Args:
+        directory: where to save, on a mounted file system; made if need be.
+        keep: how many of the checkpoints saved last are kept; more than one, so that a damaged one has a successor.
+        best_metric: the metric whose best checkpoint is kept too; None for none.
+        best_mode: whether the best is the greatest ("max") or the least ("min").
+        check: called with the state before each save; raises to prevent it. Pass `strategy.check`: saving reads
+            one replica's copy, which would hide that replicas have diverged.
+        timeout_s: the longest that any call waits for devices, disk, another writer or another process, in seconds.
+        cluster: the processes that save together, `strategy.cluster`; None: this one alone.
+
+    Raises:
+        CheckpointError: an argument is not valid, the directory cannot be made, or the processes do not share it.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp
+        >>> state = {"w": jnp.arange(3.0)}
+        >>> with Checkpointer(tempfile.mkdtemp()) as checkpoints:
+        ...     checkpoints.save(10, state, data={"position": 640})
+        ...     restored = checkpoints.restore(state)
+        >>> restored.step, restored.data, restored.state["w"].tolist()
+        (10, {'position': 640}, [0.0, 1.0, 2.0])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        best_metric: str | None = None,
+        best_mode: Literal["max", "min"] = "max",
+        check: Callable[[PyTree], None] | None = None,
+        timeout_s: float = 600.0,
+        cluster: Runtime | None = None,
+    ):
+        if "://" in str(directory):
+            raise CheckpointError(f"`directory`: {directory} is not on a mounted file system; give a local path")
+        if keep < 1:
+            raise CheckpointError(f"`keep` is {keep}: at least 1 checkpoint must be kept")
+        if best_mode not in ("max", "min"):
+            raise CheckpointError(f"`best_mode` is {best_mode!r}: it must be 'max' or 'min'")
+        if not timeout_s > 0:
+            raise CheckpointError(f"`timeout_s` is {timeout_s}: it must be more than 0 seconds")
+        self._directory = Path(directory).expanduser().absolute()
+        self._keep, self._best_metric, self._best_mode = keep, best_metric, best_mode
+        self._check, self._timeout_s = check, timeout_s
+        self._damaged: set[str] = set()
+        self._saving: tuple[int, Job] | None = None
+        self._closed = False
+        self._let_go: Callable[[], None] | None = None
+        self._cluster = cluster or alone()
+        # What the processes exchange is named by this, as their paths may differ, and several may save at the same time.
+        self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
+        strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
+        if strangers:
+            text = f"left alone, it is not jdist's alone although it is named so: {', '.join(map(str, strangers))}"
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        data: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save; returns once the state is copied to the host, so it may be donated at once. The rest goes on behind.
+
+        Args:
+            step: the number of updates in `state`. A step saved before is saved anew, then the old one removed.
+            state: any pytree of arrays, PRNG keys and numbers.
+            data: where the data is, as `dataset.state()` gives it: plain JSON values.
+            metrics: scalars by name, among them `best_metric` where it was measured; NaN is never the best.
+            metadata: other facts to keep with the state: plain JSON values.
+            wait: return only when the checkpoint is committed.
+
+        Raises:
+            CheckpointError: the save before this one failed, or an argument cannot be saved; with `wait`, this one.
+            DonatedStateError: `state` was donated already.
+            Exception: whatever `check` raises.
+        """
+        if self._closed:
+            raise CheckpointError(f"{self._directory}: this Checkpointer is closed; make another to save again")
+        if (step := operator.index(step)) < 0:
+            raise CheckpointError(f"`step` is {step}: it must be 0 or more")
+        body = {
+            "step": step,
+            "data": None if data is None else disk.plain("data", data),
+            "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
+            "metadata": disk.plain("metadata", metadata or {}),
+        }
+        leaves = codec.flatten(pack(fetched(state)))
+        self.wait()
+        self.claim()
+        failpoints.reached(Point.BEFORE_SAVE)
+        for path, leaf in leaves.items():
+            codec.check_savable(path, leaf, self._cluster.num_processes)
+        body["leaves"] = [codec.described(path, leaf) for path, leaf in leaves.items()]
+        with self._cluster.blocked():
+            if self._check is not None:
+                self._check(state)
+            # What all processes compute is computed here: a thread of its own could do it in another order on another.
+            numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
+            copying = Job(lambda: [codec.held(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
+            held = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
+        self._saving = step, Job(lambda: self._write(body, held))
+        if wait:
+            self.wait()
+
+    def claim(self) -> None:
+        """Hold the directory for the saves of this job, until it is closed; the first save does so by itself.
+
+        Raises:
+            CheckpointError: another job holds it; says which process, on which machine.
+        """
+        if self._let_go is not None:
+            return
+        with together(f"{self._name}: claiming", self._timeout_s, self._cluster):
+            let_go = disk.claim(self._directory, _CLAIM_S) if self._cluster.is_chief else lambda: None
+        self._let_go = weakref.finalize(self, let_go)
+
+    def wait(self) -> None:
+        """Wait until the save in flight, if there is one, is committed.
+
+        Raises:
+            CheckpointError: it failed (said once), or did not end in time (it goes on).
+        """
+        if self._saving is not None:
+            step, job = self._saving
+            try:
+                with self._cluster.blocked():
+                    job.result(self._timeout_s, f"saving step {step} in {self._directory}")
+            finally:
+                if job.done():
+                    self._saving = None
+
+    def close(self) -> None:
+        """Wait for the save in flight and refuse further ones; closing twice changes nothing.
+
+        Raises:
+            CheckpointError: as `wait`.
+        """
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            if self._let_go is not None:
+                self._let_go()
+
+    def steps(self) -> list[int]:
+        """The steps that are saved whole, as far as can be told without reading the arrays; ascending."""
+        return sorted({body["step"] for _, body in self._whole()})
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the best `best_metric`, the earlier of equals; None if none was saved with it."""
+        best = self._best(self._whole())
+        return None if best is None else best["step"]
+
+    def restore(self, like: PyTree, *, step: int | None = None) -> Restored | None:
+        """Read the checkpoint saved last; one that is damaged is passed over, with a warning, for the one before.
+
+        Args:
+            like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes
+                and shardings, so another number of devices than at the save is no matter; its values are not read, but
+                for residuals of compressed gradients that the checkpoint does not have for as many replicas.
+            step: read this step and no other.
+
+        Returns:
+            The checkpoint; None if the directory has none.
+
+        Raises:
+            CheckpointError: `like` does not fit, no checkpoint can be read, `step` is not there, or the checkpoints in the
+                directory are not jdist's.
+        """
+        self.wait()
+        like = pack(shapes_of(like))
+        wanted = codec.flatten(like)
+        # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
+        described = [codec.described(path, leaf) for path, leaf in wanted.items()]
+        failpoints.reached(Point.BEFORE_RESTORE)
+        with self._cluster.blocked():
+            there = [path.name for path in disk.committed(self._directory)] if self._cluster.is_chief else []
+            # Process 0 says which there are: what others see of a shared folder may be older.
+            there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
+            with together(f"{self._name}: reading", self._timeout_s, self._cluster):
+                read = self._read([self._directory / name for name in there], described, step)
+            failpoints.reached(Point.IN_RESTORE)
+            names = self._cluster.exchange(
+                f"{self._name}: which was read",
+                None if read is None else read.path.name,
+                self._timeout_s,
+            )
+        if len(set(names)) > 1:
+            said = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
+            raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({said})")
+        if read is None:
+            if found := disk.foreign(self._directory):
+                raise CheckpointError(
+                    f"{self._directory}: holds {', '.join(found[:3])}, checkpoints that jdist has not written and does not "
+                    "read. Give jdist a folder of its own; restore the others by what wrote them, and begin from the state "
+                    "that this gives, `strategy.init(lambda: state)`."
+                )
+            return None
+        values = [
+            leaf if i is None else codec.placed(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
+            for i, (name, leaf) in zip(read.order, wanted.items(), strict=True)
+        ]
+        failpoints.reached(Point.AFTER_RESTORE)
+        for problem in read.problems:
+            text = f"{problem}. Going on from step {read.body['step']} instead."
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+        return Restored(
+            step=read.body["step"],
+            state=unpack(jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_spread), values)),
+            data=read.body["data"],
+            metrics=read.body["metrics"],
+            metadata=read.body["metadata"],
+        )
+
+    def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
+        """The checkpoint among `paths` that `restore` takes, on the host."""
+        if step is not None:
+            found = sorted({disk.step(path) for path in paths})
+            paths = [path for path in paths if disk.step(path) == step]
+            if not paths:
+                raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {found}")
+        problems: list[str] = []
+        for path in reversed(paths):
+            try:
+                body = disk.manifest(path)
+                order = codec.fit(path, body["leaves"], described)
+                reading = Job(lambda path=path, body=body: arrays.read(path, body))
+                return _Read(path, body, order, reading.result(self._timeout_s, f"reading {path}"), problems)
+            except Damaged as error:
+                problems.append(str(error))
+                self._damaged.add(path.name)
+        if problems:
+            raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  " + "\n  ".join(problems))
+        return None
+
+    def _write(self, body: dict[str, Any], held: list[Held]) -> None:
+        """All of a save that happens behind the run's back."""
+        save_together(
+            self._directory,
+            body,
+            held,
+            cluster=self._cluster,
+            name=self._name,
+            timeout_s=self._timeout_s,
+            prune=self._prune,
+        )
+
+    def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
+        """What looks readable, the last save of each step, in the order of saving."""
+        whole: dict[int, tuple[Path, dict[str, Any]]] = {}
+        for path in disk.committed(self._directory):
+            with contextlib.suppress(Damaged):  # `restore` reports it; here it only does not count
+                if path.name not in self._damaged:
+                    body = disk.manifest(path)
+                    whole.pop(body["step"], None)
+                    whole[body["step"]] = path, body
+        return list(whole.values())
+
+    def _best(self, whole: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any] | None:
+        sign = 1 if self._best_mode == "max" else -1
+        scored = [body for _, body in whole if not math.isnan(body["metrics"].get(self._best_metric, math.nan))]
+        return max(scored, key=lambda b: (sign * b["metrics"][self._best_metric], -b["step"]), default=None)
+
+    def _prune(self) -> None:
+        whole = self._whole()
+        best = self._best(whole)
+        newest = [path for path, _ in whole[-self._keep :]]
+        if not newest:
+            return
+        kept = {*newest, *(path for path, body in whole if body is best)}
+        last = {body["step"]: path for path, body in whole}
+        for path in disk.committed(self._directory):
+            # A damaged one newer than what is kept stays: someone may want to look at it.
+            old = disk.number(path) < max(disk.number(newest[0]), disk.number(last.get(disk.step(path), path)))
+            if old and path not in kept:
+                disk.remove(path)

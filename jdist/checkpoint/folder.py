@@ -1,0 +1,335 @@
+"""A checkpoint's folder: its name, its manifest, and how it comes to be there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from jdist.checkpoint import folder as disk
+from jdist.cluster.agree import together
+from jdist.cluster.runtime import Runtime
+from jdist.errors import CheckpointError, ClusterError
+
+FORMAT = 1
+NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+|part_\d+\.json")  # what a checkpoint's folder may hold
+UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
+
+
+class Damaged(CheckpointError):
+    """This checkpoint cannot be read; an older one may do."""
+
+
+def step(path: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(path.name.split("_")[1])
+
+
+def number(path: Path) -> int:
+    """The number of the save in a checkpoint folder's name."""
+    return int(path.name.split("_")[3])
+
+
+def committed(directory: Path) -> list[Path]:
+    """Committed checkpoints in the order of saving."""
+    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number)
+
+
+def next_number(directory: Path) -> int:
+    """A number that no save in the directory has had."""
+    found = (NAME.search(path.name) for path in directory.iterdir())
+    return 1 + max((int(match[2]) for match in found if match), default=0)
+
+
+def is_ours_alone(path: Path) -> bool:
+    """Whether nothing is lost to a person if this folder goes."""
+    return path.is_dir() and not path.is_symlink() and all(OURS.fullmatch(p.name) for p in path.iterdir())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: unnamed first, so that a kill half way leaves no half checkpoint."""
+    if is_ours_alone(path):
+        shutil.rmtree(path.rename(path.with_name(f".deleting_{path.name}")))
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Remove what killed processes left; returns what looks like it but holds something else."""
+    strangers: list[Path] = []
+    # Another process may be saving right now, or the disk be read-only: either way there is nothing to clean up.
+    with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
+        for path in sorted(directory.iterdir()):
+            if UNFINISHED.fullmatch(path.name):
+                if is_ours_alone(path):
+                    shutil.rmtree(path)
+                else:
+                    strangers.append(path)
+    return strangers
+
+
+@contextlib.contextmanager
+def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the directory's lock: a folder under a hidden name is then known to be no live writer's."""
+    import fcntl  # POSIX only: imported here so that checkpoints can be read anywhere
+
+    deadline_s = time.monotonic() + timeout_s
+    with (directory / ".lock").open("a") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the system however the process ends
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
+                    raise CheckpointError(text) from error
+                time.sleep(0.02)
+        yield
+
+
+# Of this process, by directory: the open lock, and how many Checkpointers hold it.
+_claims: dict[str, tuple[IO[str], int]] = {}
+_claiming = threading.Lock()
+
+
+def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
+    """Hold a directory for the saves of this process, until what this returns is called; the system lets go at its end.
+
+    Several of one process hold it together. A forked child does not hold it, and so does not keep it when its parent is gone.
+
+    Raises:
+        CheckpointError: another process holds it, and still does after `timeout_s`; says which.
+    """
+    import fcntl
+
+    key, deadline_s = os.path.realpath(directory), time.monotonic() + timeout_s
+    with _claiming:
+        if key in _claims:
+            handle, count = _claims[key]
+            _claims[key] = handle, count + 1
+        else:
+            try:
+                handle = (directory / ".job").open("a+")
+            except OSError:
+                return lambda: None  # the save that comes next says what is wrong with the disk
+            while True:
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.EACCES, errno.EAGAIN):
+                        _warn_of_no_locks(directory, error)
+                        break
+                    if time.monotonic() >= deadline_s:
+                        handle.seek(0)
+                        who = handle.read().strip() or "another process"
+                        handle.close()
+                        raise CheckpointError(
+                            f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its "
+                            "end. Stop that job, wait for it, or give this one another folder."
+                        ) from error
+                time.sleep(0.05)
+            with contextlib.suppress(OSError):  # on a full disk nobody can read who it is
+                handle.truncate(0)
+                handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+                handle.flush()
+            _claims[key] = handle, 1
+
+    def let_go() -> None:
+        with _claiming:
+            handle, count = _claims.pop(key)
+            if count > 1:
+                _claims[key] = handle, count - 1
+            else:
+                handle.close()
+
+    return let_go
+
+
+def _warn_of_no_locks(directory: Path, error: OSError) -> None:
+    text = (
+        f"{directory}: its file system has no locks ({reason(error)}), so nothing keeps a second job from saving here"
+    )
+    warnings.warn(text, stacklevel=2)
+
+
+_FOREIGN_FILES = re.compile(
+    r"checkpoint(_\d+)?|.*\.(keras|h5|ckpt|index|pt|pth|safetensors|msgpack|orbax)|saved_model\.pb|_CHECKPOINT_METADATA|_METADATA"
+)
+_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint", "default")
+
+
+def foreign(directory: Path) -> list[str]:
+    """What looks like checkpoints in a directory, and is no checkpoint of jdist's: those of Orbax, flax, Keras and others."""
+
+    def is_foreign(path: Path) -> bool:
+        if path.is_dir():
+            return not NAME.fullmatch(path.name) and any((path / name).exists() for name in _ORBAX)
+        return _FOREIGN_FILES.fullmatch(path.name) is not None
+
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and is_foreign(path))
+
+
+def flush(tree: Path) -> dict[str, list[int]]:
+    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file, by its path with the tree."""
+    files: dict[str, list[int]] = {}
+    for folder, _, names in os.walk(tree):
+        for path in [Path(folder) / name for name in sorted(names)]:
+            fsync(path)
+            files[path.relative_to(tree.parent).as_posix()] = [path.stat().st_size, file_crc32(path)]
+        fsync(Path(folder))
+    return files
+
+
+def file_crc32(path: Path) -> int:
+    """crc32 of a file's bytes."""
+    crc32 = 0
+    with path.open("rb", buffering=0) as handle:
+        while block := handle.read(1 << 20):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
+
+
+def fsync(path: Path) -> None:
+    """Has the disk hold a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(part: Path, path: Path) -> None:
+    """Gives a finished folder its name: from here on the checkpoint exists."""
+    part.rename(path)
+    fsync(path.parent)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    text = str(error).strip()
+    if isinstance(error, ClusterError):
+        return text
+    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to say it, at the end of a long story
+        return os.strerror(int(code[1]))
+    return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
+
+
+def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The value as JSON would give it back; refused if that is another value."""
+    value = dict(value)
+    try:
+        same = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"`{name}` cannot be saved as JSON: {error}. It is {value!r}") from error
+    if same != value:
+        text = "JSON would change it (a tuple to a list, a key to a string, or a NaN)"
+        raise CheckpointError(f"`{name}` is not plain JSON: {text}. It is {value!r}")
+    return same
+
+
+def digest_of(body: dict[str, Any]) -> str:
+    """sha256 of a manifest's body."""
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file that the disk holds when this returns."""
+    path.write_text(json.dumps(value), encoding="ascii")
+    fsync(path)
+
+
+def write_manifest(part: Path, body: dict[str, Any]) -> None:
+    """Writes what is in a checkpoint, last of all its files."""
+    write_json(part / "manifest.json", {"format": FORMAT, "sha256": digest_of(body), "body": body})
+    fsync(part)
+
+
+def manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there in full length."""
+    file = path / "manifest.json"
+    try:
+        whole = json.loads(file.read_text(encoding="ascii"))
+        version, digest, body = whole["format"], whole["sha256"], whole["body"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{file}: cannot be read: {reason(error)}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{file}: has format {version!r}; this jdist reads {FORMAT}. Use the jdist that saved it")
+    if digest != digest_of(body):
+        raise Damaged(f"{file}: its checksum does not match")
+    for name, (size_bytes, _) in body["files"].items():
+        try:
+            there_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{path / name}: {reason(error)}") from error
+        if there_bytes != size_bytes:
+            raise Damaged(f"{path / name}: has {there_bytes:,} bytes of {size_bytes:,}")
+    return body
+
+
+_SEEN_S = 10.0  # a network file system may show a new file late
+_POLL_S = 0.05
+
+
+def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
+    """Makes the folder and clears away what killed processes left in it; all processes see the same one afterwards.
+
+    Args:
+        directory: the folder.
+        cluster: the processes.
+        timeout_s: how long to wait for the other processes.
+        name: names what they exchange, the same on all.
+
+    Returns:
+        On process 0, what looks like a killed process's and holds something else.
+
+    Raises:
+        CheckpointError: it cannot be made, or is not the one that process 0 writes to.
+        ClusterError: so on another process.
+    """
+    strangers: list[Path] = []
+    token = directory / f".shared_{secrets.token_hex(8)}"
+    try:
+        with together(f"{name}: opening", timeout_s, cluster):
+            if cluster.is_chief:
+                try:
+                    directory.mkdir(parents=True, exist_ok=True)
+                    strangers = disk.sweep(directory)
+                    if cluster.num_processes > 1:
+                        token.touch()
+                except OSError as error:
+                    raise CheckpointError(f"{directory}: cannot be made: {disk.reason(error)}") from error
+        first = cluster.exchange(f"{name}: a file", token.name, timeout_s)[0]
+        with together(f"{name}: looking", timeout_s, cluster):
+            if not cluster.is_chief:
+                _await(directory / first, cluster.process_index)
+    finally:
+        if cluster.is_chief and cluster.num_processes > 1:
+            with contextlib.suppress(OSError):  # it never came to be; or it stays, which does no harm
+                token.unlink()
+    return strangers
+
+
+def _await(token: Path, process: int) -> None:
+    deadline_s = time.monotonic() + _SEEN_S
+    while not token.exists():
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"process {process}, on {socket.gethostname()}, does not see in {token.parent} what process 0 has written "
+                "there. All processes need one folder on a file system that they share, and the same path to it."
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,226 @@
+"""The leaves of a state as a checkpoint holds them: described, copied to the host, compared, and placed again."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.checkpoint.folder import Damaged
+from jdist.checkpoint.pieces import Held
+from jdist.core.host_sharded import HostSharded, is_spread, restored, spread_like
+from jdist.core.per_replica import AroundState, WithResiduals
+from jdist.errors import CheckpointError, DonatedStateError
+from jdist.replica.loss_scale import WithLossScale
+from jdist.support.arrays import is_key, put
+
+PyTree = Any
+_RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
+SCALARS = (bool, int, float, complex)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithKept(AroundState):
+    """A state, and trees that are saved with it. Either can be restored without the other's being there.
+
+    Attributes:
+        state: the state, with what steps keep beside it.
+        kept: trees by name; a leaf that a checkpoint lacks is left as it is.
+    """
+
+    state: PyTree
+    kept: Mapping[str, PyTree]
+
+
+def flatten(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths; a user's own state by the paths that it has without what steps keep beside it."""
+    if isinstance(tree, WithKept):
+        return {**flatten(tree.state), **{f"{_KEPT}{path}": leaf for path, leaf in flatten(tree.kept).items()}}
+    if isinstance(tree, WithLossScale):
+        scale = {f"{_LOSS_SCALE}{path}": leaf for path, leaf in flatten(tree.loss_scale).items()}
+        return {**flatten(tree.state), **scale}
+    if isinstance(tree, WithResiduals):
+        owed = {f"{_RESIDUALS}{path}": leaf for path, leaf in flatten(tree.residuals).items()}
+        return {**flatten(tree.state), **owed}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spread)
+    flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    if len(flat) != len(leaves):
+        raise CheckpointError("two leaves of the tree have the same path; give its nodes distinct keys")
+    return flat
+
+
+def described(path: str, leaf: Any) -> dict[str, Any]:
+    """What a leaf is, for the manifest and for comparing: a number of Python's own has a dtype as "python int"."""
+    if type(leaf) in SCALARS:
+        return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
+    if isinstance(leaf, (jax.Array, HostSharded, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
+        known = is_key(leaf) or jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+        if known:
+            impl = {"key": str(jax.random.key_impl(leaf))} if is_key(leaf) and isinstance(leaf, jax.Array) else {}
+            return {"path": path, "shape": list(leaf.shape), "dtype": str(leaf.dtype), **impl}
+    dtype = getattr(leaf, "dtype", "")
+    raise CheckpointError(
+        f"leaf {path} is a {type(leaf).__name__} {dtype}: only arrays, PRNG keys and numbers are saved"
+    )
+
+
+def check_savable(path: str, leaf: Any, num_processes: int) -> None:
+    """Refuses a leaf that cannot be saved, by name."""
+    described(path, leaf)
+    if is_spread(leaf):
+        leaf = leaf.stored
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise CheckpointError(f"leaf {path} is a ShapeDtypeStruct, which has no value to save")
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        raise CheckpointError(f"leaf {path} is {leaf}: an integer must fit in 64 bits")
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise DonatedStateError(
+                f"leaf {path} was donated to a step already: save the state that the step returned; `donate=False` keeps old "
+                "states usable"
+            )
+        if num_processes == 1 and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            text = "is spread over processes, each of which has to save its part: pass `cluster=strategy.cluster`"
+            raise CheckpointError(f"leaf {path} {text}. Its sharding is {leaf.sharding}")
+
+
+def without_keys(leaf: Any) -> Any:
+    """A leaf as numbers: of PRNG keys their data."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def held(leaf: Any, *, is_chief: bool) -> Held:
+    """What this process writes of a leaf without keys: of an array that is spread, the shards of which it has replica 0.
+
+    The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
+    """
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        array = _host_copy(leaf)
+        return Held(array.shape, array.dtype, whole=array if is_chief else None)
+    shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+    if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
+        return Held(shape, dtype, whole=_host_copy(leaf) if is_chief else None)
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    for shard in shards:
+        shard.data.copy_to_host_async()
+    boxes = [(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+    return Held(shape, dtype, boxes=boxes)
+
+
+def _host_copy(leaf: Any) -> np.ndarray:
+    if is_spread(leaf):
+        return restored(_host_copy(leaf.stored), leaf.shape)
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf, order="C")
+    copy = np.empty(leaf.shape, leaf.dtype)
+    if leaf.is_fully_replicated:
+        copy[...] = np.asarray(leaf.addressable_data(0))
+    else:
+        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for shard in shards:
+            shard.data.copy_to_host_async()
+        for shard in shards:
+            copy[shard.index] = np.asarray(shard.data)
+    return copy
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """As orbax can store it: it does not know every one-byte type of JAX (uint4, some float8), so those as bytes."""
+    return array.view(np.uint8) if array.dtype.kind == "V" and array.dtype.itemsize == 1 else array
+
+
+def crc32(array: np.ndarray) -> int:
+    """crc32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def empty(leaf: dict[str, Any]) -> np.ndarray:
+    """An array for the values of a leaf, as it was saved."""
+    return np.empty(tuple(leaf["stored"]["shape"]), jnp.dtype(leaf["stored"]["dtype"]))
+
+
+def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
+    """An array as orbax returned it, with the dtype and shape that it was saved with."""
+    dtype, shape = jnp.dtype(leaf["stored"]["dtype"]), tuple(leaf["stored"]["shape"])
+    array = np.empty(shape, dtype) if stored is None else np.asarray(stored)
+    array = array if array.dtype == dtype else array.view(dtype)
+    if array.shape != shape:
+        raise Damaged(f"leaf {leaf['path']}: has shape {array.shape} instead of {shape}")
+    return array
+
+
+def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
+    """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one.
+
+    Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
+    another all-reduce or on another number of devices. So does a loss scale that was not saved, of a run in another precision,
+    and what was not kept beside the state.
+    """
+    places = {leaf["path"]: i for i, leaf in enumerate(saved)}
+    names = {leaf["path"] for leaf in wanted}
+    anew = {x["path"] for x in wanted if _may_begin_anew(x["path"]) and x["shape"] != _saved_shape(saved, places, x)}
+    required = [leaf for leaf in wanted if leaf["path"] not in anew]
+    problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in required if leaf["path"] not in places]
+    unasked = [name for name in places if name not in names and not _may_begin_anew(name)]
+    problems += [f"leaf {name}: in the checkpoint, not in the state" for name in unasked]
+    for leaf in required:
+        there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
+        shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
+        # A counter that starts as Python's 0 comes back from the first step as an array: `placed` converts it.
+        number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
+        if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
+            problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
+    if problems:
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        text = "\n  ".join([*problems[:5], *more])
+        raise CheckpointError(
+            f"{path}: does not fit the state, which is left as it is. Make it as it was when that was saved, or save in "
+            f"another directory:\n  {text}"
+        )
+    return [None if leaf["path"] in anew else places[leaf["path"]] for leaf in wanted]
+
+
+def _may_begin_anew(path: str) -> bool:
+    return path.startswith((_RESIDUALS, _LOSS_SCALE, _KEPT))
+
+
+def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict[str, Any]) -> list[int] | None:
+    return saved[places[leaf["path"]]]["shape"] if leaf["path"] in places else None
+
+
+def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
+    """The saved value as a leaf like `like`."""
+    if type(like) in SCALARS:
+        return type(like)(cast(path, array, np.array(like).dtype).item())
+    if is_spread(like):
+        return spread_like(cast(path, array, like.dtype), like)
+    # What JAX may place as it likes stays so: on a fixed device the first two steps would compile.
+    is_free = isinstance(like, jax.Array) and not like.committed
+    sharding = None if is_free or isinstance(like, np.ndarray | np.generic) else like.sharding
+    if key is not None:
+        return put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), sharding)
+    array = cast(path, array, like.dtype)
+    if isinstance(like, (np.ndarray, np.generic)):
+        return array if isinstance(like, np.ndarray) else array[()]
+    if like.weak_type and array.shape == ():
+        # A Python number is the public way to a weak type; without it the resumed step compiles a second time.
+        weak = put(array.item(), sharding)
+        if weak.dtype == like.dtype:
+            return weak
+    return put(array, sharding)
+
+
+def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Only a number of Python's own meets another dtype here; a float is rounded, as JAX does when it takes one."""
+    cast = array.astype(dtype, copy=False)
+    rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)
+    if not rounded and cast.astype(array.dtype).tobytes() != array.tobytes():
+        raise CheckpointError(f"leaf {path}: saved {array.dtype} {array}, which {dtype} cannot hold exactly")
+    return cast

@@ -1,0 +1,172 @@
+"""One save, by all processes of a job: each writes what it holds, and the first commits what all have written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jdist.checkpoint import arrays as arrays
+from jdist.checkpoint import folder as disk
+from jdist.checkpoint import leaves as codec
+from jdist.checkpoint.pieces import Held, Piece, write_pieces
+from jdist.cluster import failpoints
+from jdist.cluster.agree import together
+from jdist.cluster.failpoints import Point
+from jdist.cluster.runtime import Runtime
+from jdist.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a process has written.
+
+    Attributes:
+        crc32s: of the leaves that it wrote whole, by their numbers.
+        pieces: of each leaf, those that it wrote.
+        files: size and crc32 of each file.
+    """
+
+    crc32s: dict[str, int]
+    pieces: list[list[Piece]]
+    files: dict[str, list[int]]
+
+
+def save_together(
+    directory: Path,
+    body: dict[str, Any],
+    held: list[Held],
+    *,
+    cluster: Runtime,
+    name: str,
+    timeout_s: float,
+    prune: Callable[[], None],
+) -> None:
+    """Write a checkpoint; every process calls this, and none has it before all have written their part.
+
+    Args:
+        directory: where checkpoints are.
+        body: what the manifest is to say, leaves without their values; the same on all.
+        held: what this process holds of each leaf.
+        cluster: the processes.
+        name: names what they exchange.
+        timeout_s: how long to wait for another writer, or for the other processes.
+        prune: removes older checkpoints after the commit.
+
+    Raises:
+        CheckpointError: it cannot be written, here or on another process; nothing is committed then.
+    """
+    path = directory / f"step_{body['step']:08d}"
+    part, committed = None, False
+    try:
+        with contextlib.ExitStack() as stack:
+            with together(f"{name}: beginning to save", timeout_s, cluster):
+                if cluster.is_chief:
+                    stack.enter_context(disk.only_writer(directory, timeout_s))
+                    path = path.with_name(f"{path.name}_save_{disk.next_number(directory):05d}")
+                    part = path.with_name(f".saving_{path.name}")
+                    part.mkdir()
+            # The others learn the name from process 0: what they would see in the folder may be old.
+            path = directory / cluster.exchange(f"{name}: the name", path.name, timeout_s)[0]
+            hidden = path.with_name(f".saving_{path.name}")
+            with together(f"{name}: writing", timeout_s, cluster):
+                own = _write_own(hidden, held, cluster.process_index)
+            failpoints.reached(Point.IN_SAVE)
+            wrote = cluster.exchange(f"{name}: who wrote", bool(own.files), timeout_s)
+            with together(f"{name}: committing", timeout_s, cluster):
+                if cluster.is_chief:
+                    others = [process for process, did in enumerate(wrote) if did and process]
+                    disk.write_manifest(hidden, _complete(hidden, body, held, own, others))
+                    disk.commit(hidden, path)
+                    committed = True
+                    prune()
+        failpoints.reached(Point.AFTER_SAVE)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = "cannot be written; the checkpoints saved before are untouched"
+        if committed:
+            text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
+        elif part is not None:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
+        raise CheckpointError(f"{path}: {text}: {disk.reason(error)}. Free or mend the disk.") from error
+
+
+def _write_own(part: Path, held: list[Held], process: int) -> Written:
+    """Writes what this process holds; processes other than 0 leave a note of it for that one."""
+    whole = {str(number): each.whole for number, each in enumerate(held) if each.whole is not None}
+    crc32s = {number: codec.crc32(array) for number, array in whole.items()}
+    arrays.check_room(part, [*whole.values(), *(array for each in held for _, array in each.boxes)])
+    files: dict[str, list[int]] = {}
+    if process == 0:
+        arrays.store(part / "arrays", whole)
+        files |= disk.flush(part / "arrays")
+    own = part / f"pieces_{process}"
+    pieces = write_pieces(own, held)
+    if any(pieces):
+        files |= disk.flush(own)
+    written = Written(crc32s, pieces, files)
+    if process and files:
+        disk.write_json(_note(part, process), asdict(written))
+    return written
+
+
+def _note(part: Path, process: int) -> Path:
+    return part / f"part_{process}.json"
+
+
+def _complete(part: Path, body: dict[str, Any], held: list[Held], own: Written, others: list[int]) -> dict[str, Any]:
+    """The manifest's body, with what all processes have written."""
+    written = [asdict(own)]
+    for process in others:  # by name: a listing of a shared folder may be old
+        written.append(json.loads(_note(part, process).read_text()))
+        _note(part, process).unlink()
+    for number, (leaf, each) in enumerate(zip(body["leaves"], held, strict=True)):
+        leaf["stored"] = {"shape": list(each.shape), "dtype": str(each.dtype)}
+        if each.whole is not None:
+            leaf["crc32"] = own.crc32s[str(number)]
+        else:
+            pieces = [piece for one in written for piece in one["pieces"][number]]
+            leaf["pieces"] = sorted(pieces, key=lambda piece: list(piece["start"]))
+    return {**body, "files": {name: facts for one in written for name, facts in one["files"].items()}}
+
+
+class Job:
+    """A function on a thread of its own, so that a wait for it ends in time and runs in no event loop.
+
+    The thread is a daemon: a disk that never answers must not keep the process from ending.
+    """
+
+    def __init__(self, work: Callable[[], Any]):
+        self._future: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="jdist-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - not swallowed: raised in the thread that asks for the result
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout_s: float, what: str) -> Any:
+        try:
+            result = self._future.result(timeout_s)
+        except TimeoutError as error:
+            if self._future.done():
+                raise
+            raise CheckpointError(f"{what}: not done after {timeout_s:g} s (`timeout_s`); it goes on") from error
+        finally:
+            if self._future.done():
+                self._thread.join()
+        return result

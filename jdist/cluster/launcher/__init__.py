@@ -1,1 +1,0 @@
-"""The local launcher: several processes of one machine as one job."""

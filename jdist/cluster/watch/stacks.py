@@ -1,0 +1,101 @@
+"""Where a process is, for the others that wait for it: its phase and its stack, read from outside while it may be stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+import jdist
+
+_MOST_FRAMES, _MOST_LETTERS = 12, 300
+_JAX, _JDIST = Path(jax.__file__).parent, Path(jdist.__file__).parent
+_OTHERS = tuple(str(path) for path in (_JAX.parent, _JDIST, Path(threading.__file__).parent, "<frozen"))
+_ALONE = ("compiling", "tracing")
+WAITING, HOST = "waiting for the others", "the program's own code"
+# What may take as long as it does: a part of the file's path, of the function's name, and what that is.
+_LONG = (
+    (_JAX / "_src" / "compiler.py", "compile", "compiling"),
+    (_JAX / "_src" / "interpreters" / "partial_eval.py", "trace", "tracing"),
+    (_JDIST / "checkpoint" / "", "", "saving or restoring"),
+    (_JDIST / "fit" / "evaluate.py", "", "evaluating"),
+    (_JDIST / "checkpoint" / "evaluator.py", "", "evaluating"),
+    (_JDIST / "experiment", "evaluate", "evaluating"),
+)
+
+
+_awaited: dict[int, int] = {}  # of threads of this process, which other one each waits for
+_exchanging: set[int] = set()  # threads that wait for what other processes say
+
+
+@contextlib.contextmanager
+def awaiting(thread: int | None) -> Iterator[None]:
+    """Notes that this thread waits for another one of this process, as for a batch."""
+    own = threading.get_ident()
+    if thread is not None:
+        _awaited[own] = thread
+    try:
+        yield
+    finally:
+        _awaited.pop(own, None)
+
+
+@contextlib.contextmanager
+def exchanging() -> Iterator[None]:
+    """Notes that this thread waits for what other processes say."""
+    own = threading.get_ident()
+    _exchanging.add(own)
+    try:
+        yield
+    finally:
+        _exchanging.discard(own)
+
+
+def acting(thread: int) -> int:
+    """The thread whose work a thread waits for; itself if for none."""
+    return _awaited.get(thread, thread)
+
+
+def is_exchanging(thread: int) -> bool:
+    """Whether a thread, or the one that it waits for, waits for what other processes say."""
+    return acting(thread) in _exchanging
+
+
+def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]:
+    """What a thread does, as JSON can hold it.
+
+    Args:
+        thread: its identifier.
+        busy: what the program says that it does; see `Runtime.busy`.
+        waits: whether it waits for other processes.
+
+    Returns:
+        `phase`, in words; `may_last`, whether that may take long; `where`, the innermost frame of the program's own code;
+        `stack`, the innermost frames, the outermost of them first.
+    """
+    frame = sys._current_frames().get(acting(thread))
+    frames = [] if frame is None else [*traceback.walk_stack(frame)]
+    phase = busy or next((what for each, _ in frames if (what := _long(each)) is not None), None)
+    stack = [f"{each.f_code.co_filename}:{line} {each.f_code.co_name}"[-_MOST_LETTERS:] for each, line in frames]
+    own = [
+        said for said, (each, _) in zip(stack, frames, strict=True) if not each.f_code.co_filename.startswith(_OTHERS)
+    ]
+    return {
+        "phase": phase or (WAITING if waits else HOST),
+        # Who saves or evaluates, and waits for the others meanwhile, is not what keeps them waiting.
+        "may_last": phase is not None and (busy is not None or not waits or phase in _ALONE),
+        "where": next(iter(own or stack), "no frame"),
+        "stack": stack[:_MOST_FRAMES][::-1],
+    }
+
+
+def _long(frame: FrameType) -> str | None:
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    return next((what for path, part, what in _LONG if file.startswith(str(path)) and part in name), None)

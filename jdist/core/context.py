@@ -1,0 +1,165 @@
+"""Which strategy is current, and what is known while a step is traced under one.
+
+Two kinds of context, and nothing else in jdist keeps any:
+
+- the *current strategy*, which `strategy.scope()` and `set_strategy` choose and which library code may ask for;
+- the *replica trace*: while a transform traces a step, `replica.py` finds here the strategy, and which microbatch
+  the step is traced for. It is JAX user context, so a function that the user jitted
+  inside a step is never taken from a cache that another strategy filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+from jdist.errors import StrategyError
+
+if TYPE_CHECKING:
+    from jdist.core.precision import InUse
+    from jdist.core.strategy import Strategy
+
+PyTree = Any
+
+
+class Residuals(Protocol):
+    """Hands each gradient of a step what earlier all-reduces of it left out; see `transforms/residuals.py`."""
+
+    def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""
+        ...
+
+
+def _trace_level() -> Any:
+    return get_opaque_trace_state(convention="nnx")  # the convention that compares by trace, not by identity
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaTrace:
+    """One tracing of one step under one strategy.
+
+    Attributes:
+        strategy: the strategy whose replicas run the step.
+        num_microbatches: how many parts each replica's batch comes in; each counts as a replica of its own.
+        microbatch: which of them the step is traced for; int32 scalar, None where there is one.
+        finite: `(leaf path, flag)` of each gradient that the step computed at its own level.
+        looks_at_parts: whether each replica may look at its own part of a gradient only, flags being combined later.
+        hidden: one entry for each gradient computed inside a `lax.scan` or the like, where its flag cannot be seen.
+        residuals: set where the strategy's all-reduce keeps something of each gradient.
+        precision: set where the step computes in 16 bits.
+        level: identifies the trace that the step itself runs in; inside `lax.scan` or `jax.jit` it is another.
+    """
+
+    strategy: Strategy
+    num_microbatches: int = 1
+    microbatch: jax.Array | None = None
+    finite: list[tuple[str, jax.Array]] = field(default_factory=list)
+    looks_at_parts: bool = False
+    hidden: list[str] = field(default_factory=list)
+    residuals: Residuals | None = None
+    precision: InUse | None = None
+    level: Any = field(default_factory=_trace_level)
+
+    def at_step_level(self) -> bool:
+        """Whether the caller runs in the step itself, not inside a `lax.scan` or `jax.jit` of it."""
+        return self.level == _trace_level()
+
+
+# A weak reference, as JAX's caches keep every context that they have met, and would keep the strategy with it.
+_trace = jax.make_user_context(None)
+_scoped: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("jdist_strategy", default=None)
+_process_wide: list[Strategy] = []
+
+
+@contextlib.contextmanager
+def tracing(trace: ReplicaTrace) -> Iterator[ReplicaTrace]:
+    """Makes `trace` the current replica trace, and its strategy the current strategy."""
+    with _trace(weakref.ref(trace)), scope(trace.strategy):
+        yield trace
+
+
+def current_trace() -> ReplicaTrace | None:
+    """The replica trace under way, or None outside a step."""
+    reference = _trace.value
+    return None if reference is None else reference()
+
+
+@contextlib.contextmanager
+def scope(strategy: Strategy) -> Iterator[Strategy]:
+    """Makes `strategy` the current one within a `with` block.
+
+    Raises:
+        StrategyError: another strategy's scope is open, other than the default one's.
+    """
+    check_not_mixed(strategy)
+    token = _scoped.set(strategy)
+    try:
+        yield strategy
+    finally:
+        _scoped.reset(token)
+
+
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Leaves every `with strategy.scope()` within the block, so that another strategy can be used there."""
+    token = _scoped.set(None)
+    try:
+        yield
+    finally:
+        _scoped.reset(token)
+
+
+def check_not_mixed(strategy: Strategy) -> None:
+    """Refuses to use `strategy` within the scope, or in a step, of another one.
+
+    Raises:
+        StrategyError: names both.
+    """
+    outer = _scoped.get()
+    if outer is None or outer is strategy or outer.name == "default":
+        return
+    raise StrategyError(
+        f"two strategies are mixed: within the scope of {outer!r} no other may be used, here {strategy!r}. Leave the "
+        "first one's `with` block before, or use that strategy for both; two calls of `jdist.mirrored()` make two strategies."
+    )
+
+
+def set_process_wide(strategy: Strategy | None) -> None:
+    """Makes `strategy` the current one for the whole process, outside every `scope()`; None undoes it."""
+    _process_wide[:] = [] if strategy is None else [strategy]
+
+
+def current_strategy() -> Strategy | None:
+    """The strategy of the innermost scope, else the process-wide one, else None."""
+    return _scoped.get() or (_process_wide[0] if _process_wide else None)
+
+
+def in_replica_context() -> bool:
+    """Whether the caller's code is what a replica runs.
+
+    True while a distributed step or `strategy.run`'s function is traced, in the global view too; and where no strategy
+    other than the default one is current, as code is then run by itself, once. False within `strategy.scope()` outside
+    a step.
+
+    Source: `tf.distribute.in_cross_replica_context`, which is the opposite.
+
+    Example:
+        >>> import jdist
+        >>> with jdist.one_device().scope() as strategy:
+        ...     jdist.in_replica_context(), strategy.run(lambda: jdist.in_replica_context()).value.tolist()
+        (False, [True])
+    """
+    return current_trace() is not None or not has_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current."""
+    strategy = current_strategy()
+    return strategy is not None and strategy.name != "default"

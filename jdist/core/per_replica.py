@@ -1,0 +1,429 @@
+"""Values that differ from replica to replica."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdist.errors import StepError
+from jdist.support.arrays import check_not_donated, is_key, local_rows, put_rows, to_host
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Uneven:
+    """What replicas hold in different sizes, on the host: no array has them all, so each replica's tree is kept by itself.
+
+    Attributes:
+        parts: one pytree of numpy arrays a replica, all of the same structure.
+    """
+
+    parts: tuple[PyTree, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerReplica:
+    """A value that each replica holds its own version of.
+
+    Inside a step, `PerReplica(x)` wraps this replica's `x` and keeps it from being averaged. Outside, the
+    same wrapper holds the versions of all replicas, stacked along a new leading axis. Versions of different sizes, which
+    `PerReplica.of` allows, stay on the host: `strategy.gather`, `strategy.reduce` and `local_results` take them, compiled
+    code (`strategy.run`, a step) does not.
+
+    Attributes:
+        value: a pytree; inside a step this replica's arrays, outside arrays of shape [num_replicas, ...], or `Uneven`.
+
+    Example:
+        >>> import jdist, jax.numpy as jnp
+        >>> strategy = jdist.one_device()
+        >>> [float(x) for x in strategy.run(lambda: jnp.float32(jdist.replica_id())).local_results()]
+        [0.0]
+    """
+
+    value: PyTree
+
+    @classmethod
+    def of(cls, values: Sequence[PyTree]) -> PerReplica:
+        """Each replica's value, put together on the host.
+
+        Args:
+            values: one pytree of arrays or numbers a replica, in the order of the replicas; sizes may differ.
+
+        Returns:
+            The values stacked along a new leading axis; or kept apart, where their shapes differ.
+
+        Raises:
+            StepError: no value, trees of different structure, or a leaf that is no array of numbers.
+
+        Example:
+            >>> import jdist, numpy as np
+            >>> jdist.PerReplica.of([np.arange(2), np.arange(2)]).value.shape
+            (2, 2)
+            >>> [len(x) for x in jdist.PerReplica.of([np.arange(4), np.arange(2)]).local_results()]
+            [4, 2]
+        """
+        values = tuple(values)
+        if not values:
+            raise StepError("jdist.PerReplica.of: there is no value; pass one for each replica.")
+        for i, value in enumerate(values):
+            if jax.tree.structure(value) != jax.tree.structure(values[0]):
+                raise StepError(
+                    f"jdist.PerReplica.of: the value of replica {i} has the tree {jax.tree.structure(value)}, that of "
+                    f"replica 0 has {jax.tree.structure(values[0])}. Replicas may differ in sizes, not in structure."
+                )
+        check_not_donated(values, "a value of a replica")
+        parts = tuple(jax.tree_util.tree_map_with_path(_as_array, value) for value in values)
+        shapes = [[leaf.shape for leaf in jax.tree.leaves(part)] for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            return cls(Uneven(parts))
+        return cls(jax.tree.map(_stacked, *parts))
+
+    def local_results(self) -> tuple[PyTree, ...]:
+        """The version of each replica of this process, on the host, in the order of the replicas.
+
+        Returns:
+            A tuple of pytrees of numpy arrays, `num_replicas` of them with one process.
+        """
+        return self._versions(local_rows)
+
+    def all_results(self) -> tuple[PyTree, ...]:
+        """Every replica's version, on the host; with several processes, all of them have to ask.
+
+        Returns:
+            A tuple of `num_replicas` pytrees of numpy arrays.
+        """
+        return self._versions(to_host)
+
+    def _versions(self, read: Callable[[Any], Any]) -> tuple[PyTree, ...]:
+        check_not_donated(self.value, "the value")
+        stacked = jax.tree.map(read, self.value)
+        if isinstance(stacked, Uneven):
+            return stacked.parts
+        leaves = jax.tree.leaves(stacked)
+        sizes = {leaf.shape[:1] for leaf in leaves}
+        if () in sizes or len(sizes) > 1:
+            raise StepError(
+                "a PerReplica holds arrays with one leading axis of replicas, it has the shapes "
+                f"{', '.join(str(leaf.shape) for leaf in leaves)}. To put one value for each replica together, write "
+                "`jdist.PerReplica.of([first, second, ...])`."
+            )
+        num_replicas = leaves[0].shape[0] if leaves else 0
+        return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
+
+
+@dataclasses.dataclass(frozen=True)
+class AroundState:
+    """A step's state with something of the step's own beside it.
+
+    Fields and items of `state` can be read as if they were its own. Its methods, too: what they return of the state's own
+    type, as `replace` and `apply_gradients` do, has the same beside it.
+
+    Attributes:
+        state: the state as the step returned it.
+    """
+
+    state: PyTree
+
+    def with_user(self, state: PyTree) -> Self:
+        """Another state of the user's own, with what this one has beside it: after a change that no method of it makes.
+
+        Example:
+            >>> import jdist
+            >>> state = jdist.WithResiduals({"w": 1.0, "n": 1}, {})
+            >>> state.with_user({**state, "w": 2.0})
+            WithResiduals(state={'w': 2.0, 'n': 1}, residuals={})
+        """
+        return with_own_state(self, own_state(state))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while an object is being made
+            raise AttributeError(name)
+        inner = self.state
+        while isinstance(inner, AroundState) and name not in inner.__dataclass_fields__:
+            inner = inner.state
+        value = getattr(inner, name)
+        is_method = (inspect.ismethod(value) or inspect.isbuiltin(value)) and value.__self__ is inner
+        return _keeping_around(self, value) if is_method else value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.state[key]
+
+
+def _keeping_around(around: AroundState, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a user's own state that gives what it returns of the state's type what is beside the state."""
+    own = own_state(around)
+    structure = jax.tree.structure(own)
+
+    def is_state(x: Any) -> bool:
+        if type(x) is not type(own):
+            return False
+        is_container = isinstance(own, dict | list) or type(own) is tuple
+        return jax.tree.structure(x) == structure if is_container else not jax.tree_util.all_leaves([own])
+
+    @functools.wraps(method)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if is_state(result):
+            return around.with_user(result)
+        if type(result) is tuple:  # a state and more
+            return tuple(around.with_user(x) if is_state(x) else x for x in result)
+        return result
+
+    return keeping
+
+
+def own_state(state: PyTree) -> PyTree:
+    """The user's own state, without what steps keep beside it."""
+    return own_state(state.state) if isinstance(state, AroundState) else state
+
+
+def own_states(tree: PyTree) -> PyTree:
+    """A tree of states, each without what steps keep beside it."""
+    return jax.tree.map(own_state, tree, is_leaf=lambda x: isinstance(x, AroundState))
+
+
+def with_own_state(around: PyTree, state: PyTree) -> PyTree:
+    """A user's own state with what steps keep beside another."""
+    if not isinstance(around, AroundState):
+        return state
+    return dataclasses.replace(around, state=with_own_state(around.state, state))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithResiduals(AroundState):
+    """A step's state, and what its all-reduce still owes: what a compressed gradient left out is sent with the next one.
+
+    A step under a strategy that compresses gradients returns its state so; the step itself sees only `state`. Pass it on
+    whole, and save it whole. Attributes and items of `state` can be read as if they were its own.
+
+    Attributes:
+        state: the state as the step returned it.
+        residuals: `{name of a step: one entry for each gradient that it takes}`; inside a step this replica's arrays,
+            outside arrays of shape [num_replicas, ...] of which each replica holds its own part.
+    """
+
+    state: PyTree
+    residuals: PyTree
+
+
+def kinds_around(state: PyTree) -> set[type[AroundState]]:
+    """What steps keep beside a state, by its kinds."""
+    return {type(state), *kinds_around(state.state)} if isinstance(state, AroundState) else set()
+
+
+def without_residuals(state: PyTree) -> PyTree:
+    """The user's own state."""
+    return state.state if isinstance(state, WithResiduals) else state
+
+
+def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
+    """The state with `fn` applied to the residuals' leaves, if it has any."""
+    if not isinstance(state, WithResiduals):
+        return state
+    return WithResiduals(state.state, jax.tree.map(fn, state.residuals))
+
+
+def _as_array(path: Any, x: Any) -> Any:
+    """A leaf on the host in the dtype that JAX gives it, a typed PRNG key as it is."""
+    if is_key(x):
+        return x
+    array = np.asarray(x)
+    if array.dtype.kind in "OSUMm":
+        raise StepError(
+            f"a value of a replica is no array of numbers: {jax.tree_util.keystr(path) or 'it'} is a {type(x).__name__}. "
+            "Keep other things in a list of your own, one entry for each replica."
+        )
+    return array.astype(jnp.result_type(array))
+
+
+def _stacked(*arrays: Any) -> Any:
+    if is_key(arrays[0]):
+        return jnp.stack(arrays)
+    return np.stack(arrays).astype(jnp.result_type(*arrays))
+
+
+def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
+    """Whether `x` is an array of a distributed batch, of which each replica has some rows.
+
+    Args:
+        x: anything.
+        by_replica: the sharding of such an array; None where there is no mesh.
+        call: who asks, for the error.
+
+    Raises:
+        StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.
+    """
+    if by_replica is None or not isinstance(x, jax.Array):
+        return False
+    of_stack = NamedSharding(by_replica.mesh, PartitionSpec(None, *by_replica.spec))
+    if x.sharding == of_stack and of_stack.num_devices > 1:
+        raise StepError(
+            f"{call}: an array of shape {x.shape} is a stack of {x.shape[0]} batches, as `distribute_dataset(..., "
+            "steps_per_call=...)` makes them. Take one batch of it: `jax.tree.map(lambda x: x[0], batches)`."
+        )
+    return x.sharding == by_replica
+
+
+def is_per_replica(node: object) -> bool:
+    """Whether `node` is a `PerReplica`, for use as `is_leaf`."""
+    return isinstance(node, PerReplica)
+
+
+def take_per_replica(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """Separates what differs between replicas from what does not.
+
+    Returns:
+        `(tree with each PerReplica emptied, the values taken out in order)`; `put_per_replica` undoes it.
+    """
+    taken: list[PyTree] = []
+
+    def take(node: PyTree) -> PyTree:
+        if not isinstance(node, PerReplica):
+            return node
+        taken.append(node.value)
+        return PerReplica(None)
+
+    return jax.tree.map(take, tree, is_leaf=is_per_replica), taken
+
+
+def put_per_replica(tree: PyTree, taken: list[PyTree]) -> PyTree:
+    """Undoes `take_per_replica`."""
+    values = iter(taken)
+    return jax.tree.map(
+        lambda node: PerReplica(next(values)) if isinstance(node, PerReplica) else node,
+        tree,
+        is_leaf=is_per_replica,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """A strategy's replicas.
+
+    Attributes:
+        count: how many there are.
+        local: the numbers of those that this process drives.
+        by_replica: the strategy's `batch_sharding`, by which an array that `distribute_dataset` made is known to be
+            spread over the replicas in rows.
+    """
+
+    count: int
+    local: tuple[int, ...]
+    by_replica: NamedSharding | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is made for, as `strategy.distribute_values_from_function` tells its function.
+
+    Attributes:
+        replica_id_in_sync_group: the replica's number, from 0.
+        num_replicas_in_sync: how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replicas) -> PerReplica:
+    """`Strategy.distribute_values_from_function`: each process makes the values of its own replicas."""
+    if not callable(fn):
+        raise StepError(
+            "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
+            f"it got a {type(fn).__name__}."
+        )
+    made, sharding = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local]), replicas.by_replica
+    if isinstance(made.value, Uneven) or sharding is None:
+        return made
+    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), made.value))
+
+
+def as_array(call: str, name: str, x: Any) -> jax.Array:
+    """An argument as an array of numbers, or of keys.
+
+    Args:
+        call: who was called, `jdist.mean`.
+        name: what it is, for the error.
+        x: anything.
+
+    Raises:
+        StepError: names it and its type.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as exc:  # text, None, lists of unequal lengths
+        raise StepError(
+            f"{call}: {name} is {x!r:.60}, a {type(x).__name__}; it must be an array of numbers, or a number. Keep other "
+            "things out of what replicas exchange."
+        ) from exc
+
+
+def as_arrays(call: str, tree: PyTree) -> PyTree:
+    """A tree with each leaf as an array of numbers, or of keys.
+
+    Raises:
+        StepError: names the first leaf that is none.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, x: as_array(call, named(path), x), tree)
+
+
+def check_numbers(call: str, op: str, tree: PyTree) -> None:
+    """Refuses arrays of which there is no such reduction.
+
+    Args:
+        call: who was called, for the error.
+        op: "mean", "sum", "max" or "min".
+        tree: what `as_arrays` returned.
+
+    Raises:
+        StepError: a leaf holds PRNG keys; or complex numbers, which have no order, for "max" and "min".
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if is_key(x):
+            raise StepError(
+                f"{call}: {named(path)} is {x.dtype}{list(x.shape)}, PRNG keys, which have no {op}. Make the same key on "
+                'every replica, or take that of the first: `jdist.aggregate(key, "first")`.'
+            )
+        if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise StepError(
+                f"{call}: {named(path)} is {x.dtype}{list(x.shape)}; complex numbers have no order and so no {op}. Take that "
+                "of `abs(x)`, or of `x.real` and `x.imag`."
+            )
+
+
+def as_axis(call: str, axis: Any) -> int:
+    """An axis to concatenate along, as a Python int.
+
+    Raises:
+        StepError: it is no int.
+    """
+    if isinstance(axis, int | np.integer) and not isinstance(axis, bool):
+        return int(axis)
+    raise StepError(f"{call}: `axis` is {axis!r}; it must be an int, the axis to concatenate along.")
+
+
+def named(path: Any) -> str:
+    """A leaf in an error, by its path."""
+    return f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
+
+
+def floating(x: jax.Array) -> jax.Array:
+    """As floating point, in which a mean of integers is: their sum might not fit their own dtype."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(x, float))
+
+
+def countable(x: jax.Array) -> jax.Array:
+    """As an array that can be added up: bools are counted."""
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -1,0 +1,199 @@
+"""Mixed precision: forward and backward pass in a 16-bit float, parameters and everything that is kept in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist.core.static_leaves import pack, unpack
+from jdist.errors import StepError
+from jdist.replica.loss_scale import LossScaling
+from jdist.support.suggest import did_you_mean
+
+PyTree = Any
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What a step computes in; `jdist.precision` makes it.
+
+    Attributes:
+        name: "bf16" or "fp16".
+        keep: names of entries of the parameters and of the batch that stay as they are.
+        loss_scaling: how the loss scale moves; None: the loss is not scaled.
+    """
+
+    name: str
+    keep: tuple[str, ...] = ()
+    loss_scaling: LossScaling | None = None
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype of the forward and backward pass."""
+        return jnp.dtype(_DTYPES[self.name])
+
+    def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
+        """Floating-point leaves that are wider in the compute dtype, all others as they are.
+
+        Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
+        gradients come back in the dtype that a leaf had.
+
+        Args:
+            tree: pytree of arrays or numbers; constants, as the functions and numbers of an `equinox.Module`, stay.
+            keep: further names of entries that stay.
+
+        Example:
+            >>> import jdist, jax.numpy as jnp
+            >>> half = jdist.precision("bf16", keep=("scale",))
+            >>> {k: str(x.dtype) for k, x in half.cast_to_compute({"w": jnp.ones(2), "scale": jnp.ones(2)}).items()}
+            {'scale': 'float32', 'w': 'bfloat16'}
+        """
+        kept = {*self.keep, *keep}
+
+        def cast(path: Any, x: Any) -> Any:
+            dtype = jax.typeof(x).dtype
+            wider = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 16
+            if not wider or not self._names(path).isdisjoint(kept):
+                return x
+            return jnp.asarray(x).astype(self.compute_dtype)
+
+        return unpack(jax.tree_util.tree_map_with_path(cast, pack(tree)))
+
+    def cast_to_output(self, tree: PyTree) -> PyTree:
+        """Leaves of the compute dtype as float32, all others as they are."""
+
+        def cast(x: Any) -> Any:
+            is_half = isinstance(x, jax.Array) and x.dtype == self.compute_dtype
+            return x.astype(jnp.float32) if is_half else x
+
+        return jax.tree.map(cast, tree)
+
+    def check_names(self, tree: PyTree) -> None:
+        """Refuses a name in `keep` that nothing has.
+
+        Args:
+            tree: the state and the batch.
+
+        Raises:
+            StepError: says which names there are.
+        """
+        if not self.keep:
+            return
+        there = {name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in self._names(path)}
+        for name in self.keep:
+            if name not in there:
+                raise StepError(
+                    f"`jdist.precision({self.name!r}, keep=...)` names {name!r}, which is no entry of the state or the batch."
+                    f"{did_you_mean(name, there)} They have: {', '.join(sorted(there))}."
+                )
+
+    @staticmethod
+    def _names(path: Any) -> set[str]:
+        return {jax.tree_util.keystr((key,), simple=True) for key in path}
+
+
+def precision(
+    name: str, *, keep: Sequence[str] = (), initial_scale: float | None = None, growth_interval: int | None = None
+) -> Precision:
+    """The precision that a step computes in, for `jdist.distribute(..., precision=...)`.
+
+    The batch, but for its "mask", reaches the step in the compute dtype, and what `jdist.value_and_grad` differentiates by the
+    loss function. What a step computes of the batch elsewhere, such as a metric, is computed from rounded values: `keep` names
+    entries that are not to be. Gradients come back in float32 to the parameters, which are float32 throughout, as are the
+    optimiser's state, batch statistics, the sums of `jdist.mean`, all-reduces, and the loss, what `has_aux` returns and metrics
+    as they are returned. Integers, bools and keys are never cast, nor are replicated arguments of the step.
+
+    "fp16" scales the loss (Micikevicius et al. 2018): a step whose all-reduced gradients are not finite is left out on all
+    replicas alike, and the scale halved; after `growth_interval` finite ones in a row it doubles. What is still not finite
+    at scale 1 does what `non_finite` says.
+
+    Args:
+        name: "bf16", with the range of float32 and 8 significant bits; or "fp16", with 11 significant bits and a range that
+            ends at 65,504.
+        keep: names of entries, anywhere in the parameters or the batch, that stay float32: `("target", "BatchNorm_0")`.
+        initial_scale: of the loss, a power of two; only with "fp16". None: 2**15.
+        growth_interval: number of steps; only with "fp16". None: 2,000.
+
+    Returns:
+        A frozen value.
+
+    Raises:
+        StepError: a name or value that is not allowed.
+
+    Example:
+        >>> import jdist, jax.numpy as jnp, numpy as np
+        >>> @jdist.distribute(jdist.one_device(), precision=jdist.precision("bf16"))
+        ... def train_step(w, batch):
+        ...     def loss_fn(w):
+        ...         print("computes in", (w * batch["x"]).dtype)
+        ...         return jdist.mean((w * batch["x"] - 2.0) ** 2)
+        ...     loss, grad = jdist.value_and_grad(loss_fn)(w)
+        ...     return w - 0.1 * grad, {"loss": loss}
+        >>> w, metrics = train_step(jnp.float32(0), {"x": np.ones(8, np.float32)})
+        computes in bfloat16
+        >>> str(w.dtype), str(metrics["loss"].dtype)
+        ('float32', 'float32')
+
+    Source: jmp's Policy (https://github.com/google-deepmind/jmp), whose names the methods of the value have.
+    """
+    if name not in _DTYPES:
+        choices = ", ".join(map(repr, _DTYPES))
+        raise StepError(
+            f"jdist.precision has no {name!r}; there are {choices}.{did_you_mean(name, _DTYPES)} Without `precision` a step "
+            "computes in the dtype of its parameters."
+        )
+    names = (keep,) if isinstance(keep, str) else tuple(keep)
+    for each in names:
+        if not isinstance(each, str):
+            raise StepError(f"`keep` has {each!r}; it must hold names of entries, as text.")
+    given = {"initial": initial_scale, "growth_interval": growth_interval}
+    given = {key: value for key, value in given.items() if value is not None}
+    if name != "fp16" and given:
+        raise StepError(
+            f'`initial_scale` and `growth_interval` are for "fp16". "{name}" has the range of float32: its loss is not scaled.'
+        )
+    return Precision(name=name, keep=names, loss_scaling=LossScaling(**given) if name == "fp16" else None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InUse:
+    """A precision in one tracing of a step.
+
+    Attributes:
+        precision: which.
+        scale: what losses are multiplied by; None: nothing.
+    """
+
+    precision: Precision
+    scale: jax.Array | None
+
+    def cast(self, tree: PyTree) -> PyTree:
+        """What is differentiated by, in the compute dtype."""
+        return self.precision.cast_to_compute(tree)
+
+    def result(self, result: Any, has_aux: bool) -> Any:
+        """What the function that is differentiated returns: the loss in float32, and scaled; what comes with it in float32."""
+        loss, aux = result if has_aux else (result, None)
+        loss = jnp.asarray(loss)
+        loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+        loss = loss if self.scale is None else loss * self.scale
+        return (loss, self.precision.cast_to_output(aux)) if has_aux else loss
+
+    def unscaled(self, tree: PyTree) -> PyTree:
+        """The loss and its gradient without the scale; leaves without a gradient as they are."""
+        scale = self.scale
+        if scale is None:
+            return tree
+
+        def divided(x: Any) -> Any:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            return (x.astype(wide) / scale.astype(jnp.finfo(wide).dtype)).astype(x.dtype)
+
+        return jax.tree.map(divided, tree)

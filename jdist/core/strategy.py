@@ -1,0 +1,434 @@
+"""The `Strategy` value: where replicas live and which functions lay out, compile and feed a step there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdist.core import context, host_reduce
+from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
+from jdist.errors import DeviceError
+from jdist.reduction import Reduction
+from jdist.report.html import table
+from jdist.support.tracebacks import without_own_frames
+
+if TYPE_CHECKING:
+    from jdist.cluster.runtime import Runtime
+    from jdist.data.dataset import DistributedDataset
+    from jdist.data.options import InputContext, InputOptions
+    from jdist.data.sources.protocol import RandomAccessSource
+    from jdist.ps.coordinator.api import ClusterCoordinator
+    from jdist.ps.coordinator.datasets import WorkerDataset
+
+PyTree = Any
+Device = Any  # jax.Device, which type checkers take for a variable
+Transform = Literal["shard_map", "pmap", "jit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """What a kind of strategy does, as plain functions; each takes the strategy first.
+
+    Attributes:
+        init: `(strategy, fn, args) -> state` laid out as the strategy wants it.
+        fetch: `(strategy, state) -> state` whole, on the host.
+        check: `(strategy, state) -> None`, raises where replicas differ.
+        run: `(strategy, fn, args, kwargs) -> PerReplica results`.
+        distribute_dataset: `(strategy, source, options) -> DistributedDataset`.
+        distribute_datasets_from_function: `(strategy, fn, options) -> DistributedDataset`.
+        distribute: `(strategy, step, options) -> callable step`.
+    """
+
+    init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]
+    fetch: Callable[[Strategy, PyTree], PyTree]
+    check: Callable[[Strategy, PyTree], None]
+    run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
+    distribute_dataset: Callable[[Strategy, Iterable[PyTree], dict[str, Any]], DistributedDataset]
+    distribute_datasets_from_function: Callable[
+        [Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset | WorkerDataset
+    ]
+    distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Strategy:
+    """How a train step is spread over devices: an immutable value that `jdist.mirrored()` and its like build.
+
+    Attributes:
+        name: "default", "one_device", "mirrored", ...
+        devices: the devices of the mesh, in its order; empty under default.
+        mesh: the device mesh, or None under default.
+        axes: the mesh axes that replicas are spread over; empty under default.
+        transform: how a step for one replica becomes a step over the mesh; None under default.
+        reduction: the all-reduce algorithm.
+        operations: the functions behind the methods.
+        cluster: the processes that take part; None for a strategy that is this process's alone.
+        coordinator: what schedules functions on the workers of a parameter server; None elsewhere.
+        topology: what the devices are part of if they are not here, such as "v5p:8x8x8"; None for devices
+            that are. Under such a strategy a step can be lowered and compiled, and nothing can be run.
+    """
+
+    name: str
+    devices: tuple[Device, ...] = ()
+    mesh: Mesh | None = None
+    axes: tuple[str, ...] = ()
+    transform: Transform | None = None
+    reduction: Reduction
+    operations: Operations = field(repr=False)
+    cluster: Runtime | None = None
+    coordinator: ClusterCoordinator | None = None
+    topology: str | None = None
+
+    if not TYPE_CHECKING:  # for type checkers there are the fields and methods alone
+
+        def __getattr__(self, name: str) -> Any:
+            from jdist.support.tensorflow_names import unknown
+
+            raise unknown("a jdist.Strategy", name, dir(type(self)))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model compute at the same time."""
+        return max(1, len(self.devices))
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many replicas there are, and which of them this process drives."""
+        local = range(self.num_replicas)
+        if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
+            here = self.batch_sharding.addressable_devices
+            local = (i for i in local if self.devices[i] in here)
+        return Replicas(count=self.num_replicas, local=tuple(local), by_replica=self.batch_sharding)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a step's state comes back as a `jdist.WithResiduals`: the all-reduce keeps something of each gradient."""
+        return self.num_replicas > 1 and not self.reduction.exact
+
+    @property
+    def replicated_sharding(self) -> NamedSharding | None:
+        """The sharding of what every replica holds whole; None under default."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch_sharding(self) -> NamedSharding | None:
+        """The sharding of a global batch, rows spread over the replicas; None under default."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(self.axes))
+
+    @without_own_frames
+    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """Creates a state in the strategy's own layout.
+
+        Shapes come first, by `jax.eval_shape`; then every leaf is computed directly in its sharding, so the
+        state is never built twice.
+
+        Args:
+            fn: a pure function that makes the state, for example `create_state(key)`.
+            *args: its arguments.
+
+        Returns:
+            `fn(*args)`, each leaf a `jax.Array` in its place.
+
+        Raises:
+            StepError: a leaf of the result is not an array.
+
+        Example:
+            >>> import jax, jdist
+            >>> jdist.one_device().init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))["w"].shape
+            (3,)
+        """
+        self.need_devices("init")
+        with self._waiting():
+            return self.operations.init(self, fn, args)
+
+    @without_own_frames
+    def fetch(self, state: PyTree) -> PyTree:
+        """The whole state on the host, after the steps in flight are done and the replicas were compared.
+
+        Args:
+            state: a state that a step under this strategy returned.
+
+        Returns:
+            The same tree with numpy leaves; typed PRNG keys stay key arrays.
+
+        Raises:
+            ReplicaDivergenceError: replicas hold different values.
+            NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
+        """
+        self.need_devices("fetch")
+        with self._waiting():
+            return self.operations.fetch(self, state)
+
+    @without_own_frames
+    def check(self, state: PyTree) -> None:
+        """Waits for the steps in flight and compares the replicas' copies of `state` bit by bit; call it before every save.
+
+        Raises:
+            NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
+            ReplicaDivergenceError: names the leaves and the replicas that differ.
+        """
+        self.need_devices("check")
+        with self._waiting():
+            self.operations.check(self, state)
+
+    @without_own_frames
+    def run(self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Calls `fn` once on every replica.
+
+        Args:
+            fn: a function of one replica's values; it may use the replica calls (`jdist.replica_id()`, ...).
+            *args: `PerReplica` values (of one size on all replicas) and distributed batches arrive as the replica's own
+                part, all else whole; True and False stay Python's.
+            **kwargs: as `args`.
+
+        Returns:
+            `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`.
+        """
+        self.need_devices("run")
+        with self._waiting():
+            return self.operations.run(self, fn, args, kwargs)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Each replica's version of a value, on the host.
+
+        Args:
+            value: a `PerReplica`, a distributed batch (each replica's rows), or a tree with such in it.
+
+        Returns:
+            One tree of numpy arrays for each replica, in order; `(value,)` where nothing in it differs between replicas.
+
+        Raises:
+            StepError: a `PerReplica` of another number of replicas.
+        """
+        with self._waiting():
+            return host_reduce.local_results(value, self.replicas)
+
+    @without_own_frames
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
+        """Makes a value for each replica.
+
+        Args:
+            fn: called on the host once for each replica, with a `jdist.ValueContext`; returns a pytree of arrays or
+                numbers. Sizes may differ between replicas; such values stay on the host and cannot go into `run` or a step.
+
+        Returns:
+            A `PerReplica`, each replica's value on its own device.
+
+        Raises:
+            StepError: the values' trees differ, or hold what is no array of numbers.
+
+        Example:
+            >>> import jdist
+            >>> strategy = jdist.one_device()
+            >>> value = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group + 5)
+            >>> [int(x) for x in strategy.run(lambda x: x * 2, value).local_results()]
+            [10]
+        """
+        self.need_devices("distribute_values_from_function")
+        return values_from_function(fn, self.replicas)
+
+    @without_own_frames
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenates what the replicas hold, on the host.
+
+        Args:
+            value: a `PerReplica` or a distributed batch, each leaf of rank 1 or more.
+            axis: the axis to concatenate along, on which alone sizes may differ; negative counts from the end.
+
+        Returns:
+            A tree of numpy arrays.
+
+        Raises:
+            StepError: a leaf is a scalar, has no such axis, or differs in size on another one.
+        """
+        with self._waiting():
+            return host_reduce.gather(value, axis, self.replicas)
+
+    @without_own_frames
+    def reduce(self, op: host_reduce.HostReduceOp, value: PyTree, axis: int | tuple[int, ...] | None = None) -> PyTree:
+        """Reduces what the replicas hold to one value, on the host.
+
+        Args:
+            op: "sum" or "mean".
+            value: a `PerReplica`, a distributed batch, or for "mean" what is the same on all replicas.
+            axis: None reduces over the replicas alone, shapes are then alike. An axis, or a tuple of them, is reduced as
+                well, and its size may differ between replicas: a mean divides by the true count.
+
+        Returns:
+            A tree of numpy arrays of their own dtype; a mean of integers is floating point, and a sum of bools or of
+            integers of less than 32 bits has 32.
+
+        Raises:
+            StepError: `op` or `axis` is not allowed, what is left differs in shape, or a mean of nothing.
+
+        Example:
+            >>> import jdist, numpy as np
+            >>> strategy = jdist.one_device()
+            >>> float(strategy.reduce("mean", jdist.PerReplica.of([np.arange(4)]), axis=0))
+            1.5
+        """
+        with self._waiting():
+            return host_reduce.reduce(op, value, axis, self.replicas)
+
+    @without_own_frames
+    def distribute_dataset(
+        self,
+        dataset: Iterable[PyTree],
+        options: InputOptions | None = None,
+        *,
+        partial: Literal["pad", "drop", "error"] = "pad",
+        with_mask: bool = False,
+        steps_per_call: int = 1,
+        batch_axis: Any = 0,
+        prefetch: int | None = None,
+    ) -> DistributedDataset:
+        """Feeds global batches to the replicas.
+
+        Args:
+            dataset: `jdist.data.from_arrays(...)`, or any iterable of numpy pytrees, one global batch each. With
+                several processes all make the same one, unless `autoshard` of the options says otherwise.
+            options: how batches are made ahead, and how several processes share the dataset; None:
+                `jdist.InputOptions()`.
+            partial: what to do with a batch that has fewer rows than the first: fill it up and mask the filling,
+                leave it out, or refuse it.
+            with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a "mask" leaf.
+            steps_per_call: how many batches go into one call of a step made with the same option.
+            batch_axis: the axis that the rows of a batch are on, here and in the step, made with the same option: an int, or
+                a tree of them with which the batch's tree begins. A mask that is added leads with its rows.
+            prefetch: how many batches a background thread puts on the devices ahead of the consumer; 0: none. Short for
+                `options=jdist.InputOptions(prefetch=...)`; None: 2.
+
+        Returns:
+            An iterable with `element_spec`, `state()` and `restore(state)`.
+
+        Raises:
+            DatasetError: the dataset is empty or not what it says, or `prefetch` is given in `options` too.
+            BatchError: a batch does not fit the replicas, or its leaves disagree.
+        """
+        given = {
+            "partial": partial,
+            "with_mask": with_mask,
+            "steps_per_call": steps_per_call,
+            "batch_axis": batch_axis,
+            "prefetch": prefetch,
+            "options": options,
+        }
+        self.need_devices("distribute_dataset")
+        return self.operations.distribute_dataset(self, dataset, given)
+
+    @without_own_frames
+    def distribute_datasets_from_function(
+        self,
+        fn: Callable[[InputContext], Iterable[PyTree] | RandomAccessSource],
+        options: InputOptions | None = None,
+        *,
+        partial: Literal["pad", "drop", "error"] = "pad",
+        with_mask: bool = False,
+        steps_per_call: int = 1,
+        batch_axis: Any = 0,
+    ) -> DistributedDataset | WorkerDataset:
+        """Feeds the replicas from datasets that a function makes, batched for one replica.
+
+        The function is called at once, once for each process, with its place among all input pipelines; each step
+        takes as many successive batches from its dataset as the process has replicas, one for each, in their order.
+        With `InputOptions(replication="per_replica")` it is called once for each replica, which takes its own
+        dataset's next batch. Padding is always at the end of the joined global batch: where a batch is short, the
+        rows behind it move up.
+
+        Under a parameter server it runs on the workers, each of which has to find it: see
+        `strategy.coordinator.create_per_worker_dataset`.
+
+        Args:
+            fn: from a `jdist.InputContext` to a source whose batches are per-replica batches.
+            options: how batches are made ahead; None: `jdist.InputOptions()`.
+            partial: what to do with a global batch that has fewer rows than per-replica batches as large as the
+                first would make: fill it up and mask the filling, leave it out, or refuse it.
+            with_mask: as for `distribute_dataset`.
+            steps_per_call: as for `distribute_dataset`.
+            batch_axis: as for `distribute_dataset`.
+
+        Returns:
+            An iterable with `element_spec`, and with `state()` and `restore(state)` if every source can resume.
+
+        Raises:
+            DatasetError: `fn` is no function, or made no source.
+            BatchError: per-replica batches of one step differ in more than their rows.
+
+        Example:
+            >>> import numpy as np
+            >>> import jdist
+            >>> def dataset(context):
+            ...     return jdist.data.from_arrays({"x": np.arange(4)}, global_batch=context.per_replica_batch(2))
+            >>> [batch["x"].tolist() for batch in jdist.default().distribute_datasets_from_function(dataset)]
+            [[0, 1], [2, 3]]
+
+        Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
+        """
+        given = {
+            "partial": partial,
+            "with_mask": with_mask,
+            "steps_per_call": steps_per_call,
+            "batch_axis": batch_axis,
+            "options": options,
+        }
+        self.need_devices("distribute_datasets_from_function")
+        return self.operations.distribute_datasets_from_function(self, fn, given)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Round what may wait for other processes: theirs is then the delay, and a loss among them explains an error."""
+        return contextlib.nullcontext() if self.cluster is None else self.cluster.blocked()
+
+    def need_devices(self, what: str) -> None:
+        """Refuses what cannot be done without the devices.
+
+        Raises:
+            DeviceError: the strategy was built for devices that are not here.
+        """
+        if self.topology is not None:
+            raise DeviceError(
+                f"these devices are not here: the strategy was built for the topology {self.topology!r}, to compile "
+                f"for, so `{what}` cannot run. `step.lower(state, batch).compile()` with `jax.ShapeDtypeStruct`s "
+                "works, and so does `jdist plan`. Where the devices are, leave `topology` out."
+            )
+
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+        """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it.
+
+        Raises:
+            StrategyError: another strategy's scope is open; the same one's may be opened again.
+        """
+        return context.scope(self)
+
+    def __repr__(self) -> str:
+        if self.coordinator is not None:
+            return f"Strategy({self.name}: {self.coordinator.describe()})"
+        if self.mesh is None:
+            return f"Strategy({self.name}: the step runs as it is, on the device that JAX chooses)"
+        kinds = sorted({d.device_kind for d in self.devices})
+        ids = [d.id for d in self.devices]
+        shown = str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
+        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
+        if self.cluster is not None and self.cluster.num_processes > 1:
+            replicas += (
+                f" in {self.cluster.num_processes} processes, of which this is number {self.cluster.process_index},"
+            )
+        return (
+            f"Strategy({self.name}: {replicas} on {self.devices[0].platform} devices {shown} ({', '.join(kinds)}), "
+            f"mesh {axes}, transform {self.transform}, all-reduce {self.reduction.name})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {"strategy": self.name, "replicas": self.num_replicas}
+        if self.mesh is not None:
+            rows |= {
+                "devices": ", ".join(map(str, self.devices[:8])) + (", ..." if len(self.devices) > 8 else ""),
+                "mesh": dict(self.mesh.shape),
+                "transform": self.transform,
+                "all-reduce": self.reduction.name,
+            }
+        return table(rows.items())

@@ -1,0 +1,235 @@
+"""How a process reads a dataset's source: global batches of which it keeps its rows, or batches that are its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jdist.data.batching import padded_rows
+from jdist.data.leaves import count_rows, to_numpy
+from jdist.data.lockstep import OwnBatches, agreed, alike
+from jdist.data.peers import Peers, check_alike
+from jdist.data.prefetch import Stop
+from jdist.data.process_shard import LocalRows, ProcessShard, part_of, read_part
+from jdist.data.sources.files import FileSource
+from jdist.data.sources.protocol import RandomAccessSource, Resumable, fields, steps_from
+from jdist.data.sources.replica_batches import ReplicaBatches
+from jdist.data.sources.shards import Policy, by_file, has_files_for
+from jdist.errors import BatchError, DatasetError
+
+PyTree = Any
+Source = Iterable[PyTree] | RandomAccessSource
+NumberedPart = tuple[int, LocalRows]
+
+
+class GlobalReader:
+    """Reads global batches, as every process does, and keeps this process's rows of each.
+
+    Args:
+        source: of global batches.
+        share: which rows.
+        num_replicas: how many replicas all processes have.
+        peers: the processes, which agree in each step on the batches of an iterable; None: they cannot.
+    """
+
+    def __init__(self, source: Source, share: ProcessShard, num_replicas: int, peers: Peers | None = None):
+        self.source, self._share, self._num_replicas, self._peers = source, share, num_replicas, peers
+        self._passes = itertools.count()
+
+    @property
+    def facts(self) -> Resumable | None:
+        """What a position is about; None: there are no positions to go to."""
+        return self.source if isinstance(self.source, RandomAccessSource) else None
+
+    @property
+    def full(self) -> tuple[int, ...] | None:
+        """How many rows of a full batch each process has; None: the first batch tells."""
+        rows = _full_rows(self.source)
+        return None if rows is None else self._share.sizes(rows)
+
+    def look(self) -> Iterator[NumberedPart | None]:
+        """Parts from the beginning, as far as this process can tell without the others; of a random-access source."""
+        return self.parts(0, Stop())
+
+    def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
+        """This process's parts of the batches from `start` on, with the position after each.
+
+        Args:
+            start: a position; 0 for an iterable.
+            stop: whether to stop waiting for other processes; None is yielded then.
+        """
+        if self.facts is not None:  # arithmetic and a fingerprint say that all have the same
+            return self._from(self.source, start)
+        batches = _numpys(self.source)
+        if self._peers is None:
+            return self._of_iterable(batches)
+        line = self._peers.line(f"pass {next(self._passes)}", stop)
+        parts = self._of_iterable(alike(batches, line, bounded=self._peers.bounded))
+        weakref.finalize(parts, line.leave).atexit = False  # by itself it leaves only if it was begun
+        return parts
+
+    def _from(self, source: Any, start: int) -> Iterator[NumberedPart]:
+        rows = padded_rows(self._share.sizes(source.global_batch), num_replicas=self._num_replicas)
+        return ((number + 1, read_part(source, number, self._share, rows)) for number in steps_from(source, start))
+
+    def _of_iterable(self, batches: Iterator[PyTree | None]) -> Iterator[NumberedPart | None]:
+        full, number = self.full, 0
+        for batch in batches:
+            if batch is None:
+                yield None
+                continue
+            if full is None and (found := count_rows(batch)):
+                full = self._share.sizes(found)
+            number += 1
+            yield number, part_of(batch, self._share, padded_rows(full or (0,), num_replicas=self._num_replicas))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointReader:
+    """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
+
+    num_steps: int | None
+    global_batch: int
+    fingerprint: str
+
+
+class LocalReader:
+    """Reads batches that are this process's rows; the processes agree in each step on what they have together.
+
+    Args:
+        source: of this process's rows.
+        peers: the processes.
+        said: what each process has said of its source, as `_describe` does.
+    """
+
+    def __init__(self, source: Source, peers: Peers, said: list[dict[str, Any]]):
+        self.source, self._peers = source, peers
+        self._passes = itertools.count()
+        self.facts, self.full = None, None
+        if isinstance(source, RandomAccessSource):
+            self.full = tuple(one["full"] for one in said)
+            steps = [one["steps"] for one in said]
+            parts = [f"processes={len(said)}"]
+            parts += [f"process_{i}.{part}" for i, one in enumerate(said) for part in one["fingerprint"].split()]
+            self.facts = JointReader(
+                num_steps=None if None in steps else max(steps),
+                global_batch=sum(self.full),
+                fingerprint=" ".join(parts),
+            )
+
+    def look(self) -> Iterator[NumberedPart | None]:
+        """As `GlobalReader.look`."""
+        assert isinstance(self.source, RandomAccessSource), "asked of those only"
+        for number in steps_from(self.source, 0):
+            batch = to_numpy(self.source.batch_at(number))
+            yield number + 1, LocalRows(batch, (count_rows(batch),), self.full or ())
+
+    def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
+        """As `GlobalReader.parts`; all processes ask for the same, in the same order."""
+        own = OwnBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
+        line = self._peers.line(f"pass {next(self._passes)}", stop)
+        parts = agreed(own, line, start=start, bounded=self._peers.bounded)
+        weakref.finalize(parts, line.leave).atexit = False  # by itself it leaves only if it was begun
+        return parts
+
+    def _last(self) -> PyTree | None:
+        if not isinstance(self.source, RandomAccessSource) or self.source.num_steps is None:
+            return None
+        return self.source.batch_at(self.source.num_steps - 1)
+
+
+def _numpys(source: Any) -> Iterator[PyTree]:
+    """The batches of an iterable, which is asked for the first one only then."""
+    yield from map(to_numpy, source)
+
+
+def _batches(source: Source, start: int) -> Iterator[PyTree]:
+    """The batches of a source from a position on; of an iterable from the first one with rows on."""
+    if isinstance(source, RandomAccessSource):
+        yield from map(source.batch_at, steps_from(source, start))
+    else:
+        yield from itertools.dropwhile(lambda batch: count_rows(to_numpy(batch)) == 0, source)
+
+
+def read_by(
+    source: Source, *, share: ProcessShard, num_replicas: int, autoshard: Policy, peers: Peers | None
+) -> GlobalReader | LocalReader:
+    """How this process reads a source.
+
+    Args:
+        source: what the user gave.
+        share: which process this is.
+        num_replicas: how many replicas all processes have.
+        autoshard: how the processes share the source, see `jdist.InputOptions`.
+        peers: the processes; None: they cannot tell each other anything.
+
+    Raises:
+        DatasetError: the source cannot be shared so, or the processes have different ones.
+        BatchError: the global batch does not divide by the processes.
+    """
+    if share.count == 1:
+        return GlobalReader(source, share, num_replicas)
+    if peers is None:
+        if autoshard in ("file", "off"):
+            raise DatasetError(
+                f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
+                "know how to reach them. Make it with `jdist.multi_worker()`"
+            )
+        return GlobalReader(source, share, num_replicas)
+    if autoshard == "auto":
+        autoshard = "file" if has_files_for(source, share.count) else "data"
+    own, said = peers.together(
+        "the source",
+        lambda: _own_files(source, share) if autoshard == "file" else source,
+        lambda _: _describe(source, autoshard, peers),
+    )
+    check_alike(
+        [one["alike"] for one in said],
+        "the sources of the processes",
+        'Every process has to make the same; one that has a part of its own is fed by `autoshard="off"`',
+    )
+    return GlobalReader(source, share, num_replicas, peers) if autoshard == "data" else LocalReader(own, peers, said)
+
+
+def _own_files(source: Source, share: ProcessShard) -> FileSource:
+    source = by_file(source, share.count, share.index, option="autoshard")
+    below = source.global_batch // share.count * share.count
+    if below != source.global_batch:
+        nearest = f"{below} or {below + share.count}" if below else f"{share.count}"
+        raise BatchError(
+            f"a global batch of {source.global_batch} rows does not divide by {share.count} processes, of which each makes "
+            f'its own rows by autoshard="file"; use a global batch of {nearest}, or autoshard="data"'
+        )
+    return dataclasses.replace(source, global_batch=source.global_batch // share.count)
+
+
+def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]:
+    """What the other processes have to know of a source: what has to be the same on all, and what each adds."""
+    random_access = isinstance(source, RandomAccessSource)
+    alike = {"the kind of source": "random-access" if random_access else "iterable"}
+    if isinstance(source, FileSource) and autoshard != "off":
+        names = "\n".join(os.path.basename(os.fspath(path)) for path in source.paths)
+        alike["the number of files"] = f"{len(source.paths):,}"
+        alike["the hash of the files' names"] = hashlib.sha256(os.fsencode(names)).hexdigest()[:16]
+    elif random_access and autoshard == "data":
+        alike |= fields(source.fingerprint) | {"the fingerprint": source.fingerprint}
+    description: dict[str, Any] = {"alike": peers.bounded(json.dumps(alike))}
+    if random_access and autoshard == "off":
+        description["full"] = int(source.global_batch)  # JSON knows no numbers of numpy
+        description["steps"] = None if source.num_steps is None else int(source.num_steps)
+        description["fingerprint"] = peers.bounded(source.fingerprint)
+    return description
+
+
+def _full_rows(source: Source) -> int | None:
+    """Rows of a full batch, if the source tells; some know it from their first batch on."""
+    told = isinstance(source, RandomAccessSource | FileSource | ReplicaBatches)
+    rows = source.global_batch if told else None
+    return None if rows is None else int(rows)

@@ -1,0 +1,195 @@
+"""Arrays in memory as a source of batches, with an order that depends on the seed and the epoch alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.data.leaves import count_rows, to_numpy
+from jdist.data.sources.protocol import whole_number
+from jdist.errors import DatasetError
+from jdist.support.tensorflow_names import without_tensorflow_keywords
+
+PyTree = Any
+_SAMPLED_BYTES = 4096
+
+
+@without_tensorflow_keywords
+def from_arrays(
+    arrays: PyTree, *, global_batch: int, shuffle_seed: int | None = None, epochs: int | None = 1
+) -> ArraySource:
+    """A source of batches from arrays in memory (or memory-mapped).
+
+    Args:
+        arrays: a pytree of arrays [rows, ...] that agree on `rows`. They are not copied: do not change them
+            while the source is in use. Batches are copies.
+        global_batch: rows of a full batch, over all replicas. The last batch of an epoch has fewer if the
+            rows do not divide; batches never reach into the next epoch.
+        shuffle_seed: a whole number, 0 or more, draws a new order each epoch; None keeps the rows in order.
+            The order depends on the seed and the epoch alone, never on the number of devices.
+        epochs: how often to go through the rows; None repeats without end.
+
+    Returns:
+        A random-access source, for `strategy.distribute_dataset`.
+
+    Raises:
+        DatasetError: there are no rows, or an option is out of range.
+        BatchError: a leaf is not an array, or the leaves disagree on the number of rows.
+
+    Example:
+        >>> import numpy as np
+        >>> from jdist.data import from_arrays
+        >>> [batch.tolist() for batch in from_arrays(np.arange(5), global_batch=2)]
+        [[0, 1], [2, 3], [4]]
+    """
+    return ArraySource(
+        arrays=to_numpy(arrays),
+        global_batch=whole_number(global_batch, name="global_batch", least=1),
+        shuffle_seed=None if shuffle_seed is None else whole_number(shuffle_seed, name="shuffle_seed", least=0),
+        epochs=None if epochs is None else whole_number(epochs, name="epochs", least=1),
+    )
+
+
+class _EpochOrder:
+    """Remembers the order of one epoch.
+
+    Any thread may ask: the pair is replaced as a whole, so the worst a race can do is to compute an order
+    twice.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[int, np.ndarray] | None = None
+
+    def __call__(self, *, rows: int, seed: int, epoch: int) -> np.ndarray:
+        latest = self._latest
+        if latest is None or latest[0] != epoch:
+            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+            latest = self._latest = (epoch, np.random.Generator(bits).permutation(rows))
+        return latest[1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArraySource:
+    """Batches from arrays, each made from its number alone; see `from_arrays`, which builds one.
+
+    Attributes:
+        arrays: a pytree of numpy arrays [rows, ...].
+        global_batch: rows of a full batch.
+        shuffle_seed: seed of the order; None: the rows' own order.
+        epochs: how often to go through the rows; None: without end.
+        drop_short: leave out the short last batch of each epoch.
+        shard: `(num_shards, index)` if the arrays are the rows of one shard, see `jdist.data.shard`; None: all rows.
+    """
+
+    arrays: PyTree = field(repr=False)
+    global_batch: int
+    shuffle_seed: int | None
+    epochs: int | None
+    drop_short: bool = False
+    shard: tuple[int, int] | None = None
+    _order: _EpochOrder = field(default_factory=_EpochOrder, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.num_rows == 0:
+            raise DatasetError("the dataset is empty: its arrays have 0 rows; check the file or filter they came from")
+        if self.steps_per_epoch == 0:
+            raise DatasetError(
+                f"nothing is left of the dataset: its {self.num_rows} rows are fewer than the global batch "
+                f'of {self.global_batch}, and partial="drop" leaves short batches out. Use a global batch '
+                f'of at most {self.num_rows}, or partial="pad"'
+            )
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Rows of the arrays, which is rows of one epoch."""
+        return count_rows(self.arrays)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of one epoch."""
+        full = self.num_rows // self.global_batch
+        return full if self.drop_short else -(-self.num_rows // self.global_batch)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Batches of all epochs; None: without end."""
+        return None if self.epochs is None else self.epochs * self.steps_per_epoch
+
+    def rows_of(self, step: int) -> int:
+        """How many rows batch number `step` has."""
+        within = step % self.steps_per_epoch
+        return min(self.global_batch, self.num_rows - within * self.global_batch)
+
+    def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
+        """Batch number `step`.
+
+        Args:
+            step: from 0, counted over all epochs.
+            part: which of its rows; all.
+
+        Returns:
+            A new pytree of arrays [rows, ...] that share no memory with the source; rows is `global_batch`,
+            or fewer at the end of an epoch.
+
+        Raises:
+            DatasetError: there is no such step.
+
+        Example:
+            >>> import numpy as np
+            >>> from jdist.data import from_arrays
+            >>> from_arrays(np.arange(5), global_batch=2, epochs=None).batch_at(3_000_000)
+            array([0, 1])
+        """
+        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
+            raise DatasetError(f"there is no batch {step}: the source has {self.num_steps} steps, counted from 0")
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.global_batch
+        stop = start + self.rows_of(step)
+        if self.shuffle_seed is None:
+            return jax.tree.map(lambda leaf: np.array(leaf[start:stop][part], order="C"), self.arrays)
+        rows = self._order(rows=self.num_rows, seed=self.shuffle_seed, epoch=epoch)[start:stop][part]
+        return jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), self.arrays)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        step = 0
+        while self.num_steps is None or step < self.num_steps:
+            yield self.batch_at(step)
+            step += 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Which data in which order: sizes, seed, hashes of the shapes and of a sample of the content.
+
+        The sample is the first and the last 4 KB of each leaf, so the price does not grow with the data;
+        changes in the middle go unnoticed.
+        """
+        leaves = jax.tree_util.tree_flatten_with_path(self.arrays)[0]
+        shapes = [(jax.tree_util.keystr(path), leaf.shape[1:], str(leaf.dtype)) for path, leaf in leaves]
+        content = hashlib.sha256()
+        for _, leaf in leaves:
+            count = max(1, _SAMPLED_BYTES // max(1, leaf[:1].nbytes))
+            content.update(leaf[:count].tobytes()[:_SAMPLED_BYTES])
+            content.update(leaf[-count:].tobytes()[-_SAMPLED_BYTES:])
+        parts = {
+            "rows": self.num_rows,
+            "global_batch": self.global_batch,
+            "shuffle_seed": self.shuffle_seed,
+            "short_batches": "dropped" if self.drop_short else "kept",
+            "leaves": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
+            "content": content.hexdigest()[:12],
+        }
+        if self.shard is not None:
+            num_shards, index = self.shard
+            parts["shard"] = f"{index}/{num_shards}"
+        return " ".join(f"{key}={value}" for key, value in parts.items())
+
+    def without_short(self) -> ArraySource:
+        """The same source without the short last batch of each epoch."""
+        return dataclasses.replace(self, drop_short=True)

@@ -1,0 +1,169 @@
+"""Per-replica batches joined to global ones: each replica's batch is the next element of its input pipeline."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.data.leaves import count_rows, join, to_numpy
+from jdist.data.options import InputContext
+from jdist.data.sources.protocol import RandomAccessSource, check_source, steps_from
+from jdist.errors import BatchError, DatasetError
+
+PyTree = Any
+
+
+def from_function(
+    fn: Callable[[InputContext], Any], contexts: Sequence[InputContext], *, num_replicas: int
+) -> RandomAccessReplicaBatches | ReplicaBatches:
+    """Calls a dataset function once for each pipeline, and joins what they give to global batches.
+
+    Args:
+        fn: from an `InputContext` to a source of per-replica batches.
+        contexts: one for each pipeline that feeds replicas of this process.
+        num_replicas: how many replicas of this process they feed; a multiple of their number. Pipeline 0 feeds the
+            first replicas, and so on.
+
+    Returns:
+        A source of batches for `num_replicas` replicas: a random-access one if all pipelines are, an iterator if one
+        of them is.
+
+    Raises:
+        DatasetError: `fn` is no function, or returned what is no source.
+
+    Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
+    """
+    if not callable(fn):
+        raise DatasetError(
+            f"a {type(fn).__name__} is not a dataset function; pass a function from an `jdist.InputContext` to a "
+            "source of per-replica batches, or give the source itself to `strategy.distribute_dataset`"
+        )
+    pipelines = []
+    for context in contexts:
+        source = fn(context)
+        try:
+            check_source(source)
+        except DatasetError as error:
+            raise DatasetError(f"the dataset function's result for {context}: {error}") from error
+        pipelines.append(source)
+    turns = num_replicas // len(contexts)
+    random_access = [source for source in pipelines if isinstance(source, RandomAccessSource)]
+    if len(random_access) == len(pipelines):
+        return RandomAccessReplicaBatches(random_access, turns)
+    once = any(isinstance(source, Iterator) for source in pipelines)
+    return (ReplicaBatchesOnce if once else ReplicaBatches)(pipelines, turns)
+
+
+class RandomAccessReplicaBatches:
+    """Global batches of pipelines that can make any batch at once.
+
+    Args:
+        pipelines: sources of per-replica batches.
+        turns: how many replicas each feeds.
+    """
+
+    def __init__(self, pipelines: Sequence[RandomAccessSource], turns: int):
+        self._pipelines = tuple(pipelines)
+        self._turns = turns
+
+    @property
+    def num_steps(self) -> int | None:
+        """Batches until every pipeline has ended; None: one never does."""
+        steps = [source.num_steps for source in self._pipelines]
+        return None if None in steps else max(-(-count // self._turns) for count in steps if count is not None)
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full batch over the replicas."""
+        return sum(self._turns * source.global_batch for source in self._pipelines)
+
+    @property
+    def fingerprint(self) -> str:
+        """The pipelines' own, numbered, and how many elements of each make a batch."""
+        parts = [f"replicas_each={self._turns}"]
+        for number, source in enumerate(self._pipelines):
+            parts += [f"pipeline_{number}.{part}" for part in source.fingerprint.split()]
+        return " ".join(parts)
+
+    def batch_at(self, step: int) -> PyTree:
+        """The global batch number `step`, from 0.
+
+        Raises:
+            DatasetError: there is no such step.
+            BatchError: the per-replica batches do not fit each other.
+        """
+        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
+            raise DatasetError(f"there is no batch {step}: the source has {self.num_steps} steps, counted from 0")
+        elements = [
+            _copied(source.batch_at(number))
+            for source in self._pipelines
+            for number in range(step * self._turns, (step + 1) * self._turns)
+            if source.num_steps is None or number < source.num_steps
+        ]
+        return join(elements)
+
+
+class ReplicaBatches(Iterable[PyTree]):
+    """Global batches of pipelines that only go forward.
+
+    Args:
+        pipelines: sources of per-replica batches.
+        turns: how many replicas each feeds.
+    """
+
+    def __init__(self, pipelines: Sequence[Iterable[PyTree] | RandomAccessSource], turns: int):
+        self._pipelines = tuple(pipelines)
+        self._turns = turns
+        self._rows: int | None = None
+
+    @property
+    def global_batch(self) -> int | None:
+        """Rows of a full batch over the replicas; None before the first element with rows was read."""
+        return None if self._rows is None else self._rows * self._turns * len(self._pipelines)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        iterators = [
+            map(source.batch_at, steps_from(source, 0)) if isinstance(source, RandomAccessSource) else iter(source)
+            for source in self._pipelines
+        ]
+        while True:
+            elements = [
+                self._taken(element) for iterator in iterators for element in itertools.islice(iterator, self._turns)
+            ]
+            if not elements:
+                return
+            yield join(elements)
+
+    def _taken(self, element: PyTree) -> PyTree:
+        element = _copied(element)
+        rows = count_rows(element)
+        self._rows = self._rows or rows or None
+        if self._rows is not None and rows > self._rows:
+            raise BatchError(
+                f"a per-replica batch has {rows} rows, but the first had {self._rows}; a larger one would compile the "
+                "step again. Let the source give its largest batch first, or split this one"
+            )
+        return element
+
+
+class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
+    """As `ReplicaBatches`, where a pipeline is an iterator, which cannot start again."""
+
+    def __init__(self, pipelines: Sequence[Iterable[PyTree] | RandomAccessSource], turns: int):
+        super().__init__(pipelines, turns)
+        self._batches = super().__iter__()
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self
+
+    def __next__(self) -> PyTree:
+        return next(self._batches)
+
+
+def _copied(element: PyTree) -> PyTree:
+    # The source may refill the same memory when it is asked for the next replica's batch.
+    return jax.tree.map(lambda leaf: np.array(leaf, order="C"), to_numpy(element))

@@ -1,0 +1,176 @@
+"""One source shared by several input pipelines: by files, or by rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
+
+import jax
+
+from jdist.data.sources.arrays import ArraySource
+from jdist.data.sources.files import FileSource
+from jdist.data.sources.protocol import RandomAccessSource, check_source, whole_number
+from jdist.errors import DatasetError
+from jdist.support.suggest import did_you_mean
+
+PyTree = Any
+Policy = Literal["auto", "file", "data", "off"]
+
+
+def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> Any:
+    """The part of a source that one of several input pipelines reads; all parts together are the whole.
+
+    What is shared out are the rows of `from_arrays` and `from_files`, and the elements (batches) of any other source.
+    The size of batches stays as it is: a source that is sharded makes batches for its pipeline alone. Shards may
+    differ by one row or element.
+
+    Args:
+        source: `jdist.data.from_arrays(...)`, `jdist.data.from_files(...)`, a random-access source, or any iterable.
+        num_shards: how many pipelines share it.
+        index: which of them this is, from 0.
+        policy: "data": element i goes to shard `i % num_shards`; every pipeline reads files whole and keeps its rows.
+            "file": file i goes to shard `i % num_shards`, so a pipeline reads its own files only. "auto": by file
+            where there are at least as many files as shards, else by data. "off": the whole source for everyone.
+
+    Returns:
+        A source of the same kind. One that could be resumed still can be: `state()` tells the shards apart.
+
+    Raises:
+        DatasetError: a number or the policy is not allowed, "file" is asked of a source without enough files, or
+            nothing is left for this shard.
+
+    Example:
+        >>> from jdist.data import shard
+        >>> [list(shard(range(10), 3, index)) for index in range(3)]
+        [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+
+    Source: `tf.data.experimental.AutoShardPolicy`.
+    """
+    if policy not in get_args(Policy):
+        hint = did_you_mean(policy, get_args(Policy))
+        raise DatasetError(f"`policy` must be one of {', '.join(get_args(Policy))}, but it is {policy!r}.{hint}")
+    num_shards = whole_number(num_shards, name="num_shards", least=1)
+    index = whole_number(index, name="index", least=0)
+    if index >= num_shards:
+        raise DatasetError(
+            f"`index` is {index}, but there are {num_shards} shards, counted from 0; use 0 to {num_shards - 1}"
+        )
+    check_source(source)
+    if policy == "off":
+        return source
+    if policy == "file" or (policy == "auto" and has_files_for(source, num_shards)):
+        return by_file(source, num_shards, index)
+    return _by_data(source, num_shards, index)
+
+
+def has_files_for(source: Any, num_shards: int) -> bool:
+    """Whether a source can be shared by file."""
+    return isinstance(source, FileSource) and source.every == 1 and len(source.paths) >= num_shards
+
+
+def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy") -> FileSource:
+    """One of `num_shards` parts of a source's files.
+
+    Args:
+        source: from `jdist.data.from_files`.
+        num_shards: how many parts.
+        index: which.
+        option: what the user has asked for this by, for the messages.
+
+    Raises:
+        DatasetError: the source cannot be shared by file.
+    """
+    if not isinstance(source, FileSource):
+        raise DatasetError(
+            f"a {type(source).__name__} cannot be shared file by file, as it does not tell its files; make it with "
+            f'`jdist.data.from_files(paths, read, global_batch=...)`, or use {option}="data"'
+        )
+    if source.every > 1:
+        raise DatasetError(
+            f"the files are shared by rows already (1 row in {source.every}), and rows cannot be counted when files "
+            f'are left out; share by file first, or use {option}="data"'
+        )
+    if len(source.paths) < num_shards:
+        raise DatasetError(
+            f"too few files: {len(source.paths)} cannot be shared by {num_shards} pipelines file by file, some would "
+            f'have none. Use {option}="data" (each reads all files and keeps 1 row in {num_shards}), or split the data '
+            f"into at least {num_shards} files"
+        )
+    return dataclasses.replace(source, paths=source.paths[index::num_shards])
+
+
+def _by_data(source: Any, num_shards: int, index: int) -> Any:
+    if isinstance(source, FileSource):
+        return dataclasses.replace(source, every=source.every * num_shards, first=source.first + source.every * index)
+    if isinstance(source, ArraySource):
+        _check_some_left(source.num_rows, "rows", num_shards, index)
+        every, first = source.shard or (1, 0)
+        return dataclasses.replace(
+            source,
+            arrays=jax.tree.map(lambda leaf: leaf[index::num_shards], source.arrays),
+            shard=(every * num_shards, first + every * index),
+        )
+    if isinstance(source, RandomAccessSource):
+        if source.num_steps is not None:
+            _check_some_left(source.num_steps, "batches", num_shards, index)
+        return RandomAccessShard(source, num_shards, index)
+    if isinstance(source, Iterator):
+        return itertools.islice(source, index, None, num_shards)
+    return IterableShard(source, num_shards, index)
+
+
+def _check_some_left(count: int, what: str, num_shards: int, index: int) -> None:
+    if index >= count:
+        raise DatasetError(
+            f"nothing is left for shard {index} of {num_shards}: the source has {count} {what}; use at most {count} "
+            'shards, or policy="off" (everyone has all)'
+        )
+
+
+class IterableShard(Iterable[Any]):
+    """Every `num_shards`-th element of an iterable, from number `index` on."""
+
+    def __init__(self, source: Iterable[Any], num_shards: int, index: int):
+        self._source, self._num_shards, self._index = source, num_shards, index
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._source, self._index, None, self._num_shards)
+
+
+class RandomAccessShard(Iterable[PyTree]):
+    """Every `num_shards`-th batch of a random-access source, from number `index` on; random-access itself."""
+
+    def __init__(self, source: RandomAccessSource, num_shards: int, index: int):
+        self._source, self._num_shards, self._index = source, num_shards, index
+
+    @property
+    def num_steps(self) -> int | None:
+        """Batches of this shard; None: without end."""
+        steps = self._source.num_steps
+        return None if steps is None else len(range(self._index, steps, self._num_shards))
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a full batch."""
+        return self._source.global_batch
+
+    @property
+    def fingerprint(self) -> str:
+        """The source's own, and which shard this is."""
+        return f"shard={self._index}/{self._num_shards} {self._source.fingerprint}"
+
+    def batch_at(self, step: int) -> PyTree:
+        """Batch number `step` of this shard, from 0.
+
+        Raises:
+            DatasetError: there is no such step.
+        """
+        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
+            raise DatasetError(f"there is no batch {step}: the shard has {self.num_steps} steps, counted from 0")
+        return self._source.batch_at(self._index + step * self._num_shards)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        for step in itertools.count() if self.num_steps is None else range(self.num_steps):
+            yield self.batch_at(step)

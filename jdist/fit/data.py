@@ -1,0 +1,253 @@
+"""What a user gives as data, as batches that are laid out for a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jdist.core.strategy import Strategy
+from jdist.data import from_arrays
+from jdist.data.dataset import DistributedDataset
+from jdist.data.sources.arrays import ArraySource
+from jdist.data.sources.protocol import RandomAccessSource
+from jdist.errors import DatasetError
+
+PyTree = Any
+
+
+class Batches(Protocol):
+    """What a loop needs of a dataset: of a `DistributedDataset`, or of one that a parameter server's workers read."""
+
+    element_spec: PyTree
+
+    def __iter__(self) -> Any: ...
+
+
+_PASSED = "passed"
+
+
+@dataclass(kw_only=True)
+class Feed:
+    """Batches for the calls of a step, and where epochs begin among them.
+
+    Attributes:
+        batches: once through them is a *pass*.
+        kind: what the user gave, for messages.
+        steps_per_epoch: how many steps an epoch has, where a pass may be several; None: each pass is an epoch.
+        num_steps: how many steps all that was asked for has; None: not known before.
+        pads: whether batches will have to be filled up, as far as that is known before.
+        is_begun: whether data without a position was read from before, so that it goes on where that has ended.
+    """
+
+    batches: Batches
+    kind: str
+    steps_per_epoch: int | None
+    num_steps: int | None
+    pads: bool = False
+    is_begun: bool = False
+    _passed: int = 0  # batches of the pass that a worker's dataset has handed out
+    _skip: int = 0  # of its next pass
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the data can go on at any batch without reading those before it."""
+        return isinstance(self.batches, DistributedDataset) and self.batches.is_resumable
+
+    def one_pass(self) -> Iterator[PyTree]:
+        """The batches from the position to the end of the pass."""
+        skip, self._skip, self._passed = self._skip, 0, 0
+        for batch in self.batches:
+            self._passed += 1
+            if self._passed > skip:
+                yield batch
+            del batch  # whether a worker's batch is still wanted is of interest
+
+    def end_pass(self) -> None:
+        """The pass has come to its end: a position that is saved now is the beginning of the next one."""
+        self._passed = 0
+        if isinstance(self.batches, DistributedDataset):
+            self.batches.rewind()
+
+    def state(self) -> dict[str, Any]:
+        """The position in the pass, to save; of data that has none, how many batches of it were handed out."""
+        if not isinstance(self.batches, DistributedDataset):
+            return {_PASSED: self._passed}
+        return self.batches.state() if self.has_position else {_PASSED: self.batches.position}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on where `state` says; data without a position is read up to there once more, unless it is begun."""
+        if state is None:
+            return
+        if self.has_position or _PASSED not in state:
+            if isinstance(self.batches, DistributedDataset):
+                self.batches.restore(state)
+        elif not self.is_begun and isinstance(self.batches, DistributedDataset):
+            self.batches.skip(state[_PASSED])
+        elif not self.is_begun:
+            self._skip = state[_PASSED]
+
+
+def open_feed(
+    data: Any,
+    strategy: Strategy,
+    *,
+    epochs: int | None,
+    steps: int | None,
+    global_batch: int | None,
+    shuffle_seed: int | None,
+    steps_per_epoch: int | None = None,
+    steps_per_call: int = 1,
+    batch_axis: Any = 0,
+) -> Feed:
+    """Lays data out for a strategy.
+
+    Args:
+        data: as `jdist.fit` takes it.
+        strategy: whose replicas get it.
+        epochs: how often to go through it.
+        steps: how many steps to make; at most one of both is given, none is one pass.
+        global_batch: rows of a step, of arrays.
+        shuffle_seed: seed of the order, of arrays.
+        steps_per_epoch: how many steps an epoch has, whatever a pass has; `steps` is given then.
+        steps_per_call: how many batches a call takes.
+        batch_axis: the axis of a batch's rows, as the step has it.
+
+    Raises:
+        DatasetError: `data` is nothing to train on, or an option does not go with it.
+    """
+    kind = "arrays" if is_arrays(data) else _kind(data)
+    if is_arrays(data):
+        if global_batch is None:
+            raise DatasetError(
+                "`global_batch` is missing: of arrays say how many rows a step takes, over all replicas, for example "
+                "global_batch=128."
+            )
+        _check_mask_has_a_place(data, strategy, global_batch)
+        data = from_arrays(
+            data,
+            global_batch=global_batch,
+            shuffle_seed=shuffle_seed,
+            epochs=None if steps is not None else epochs or 1,
+        )
+    else:
+        _check_is_data(data)
+        for name, value in (("global_batch", global_batch), ("shuffle_seed", shuffle_seed)):
+            if value is not None:
+                raise DatasetError(
+                    f"`{name}` is {value}, but `data` is {_kind(data)}, which has batches of its own. Leave it out, or give "
+                    "arrays: a dict of numpy arrays of one length."
+                )
+        if isinstance(data, ArraySource):
+            data = _with_epochs(data, epochs, steps)
+    if isinstance(data, ArraySource):
+        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
+        return Feed(
+            batches=batches,
+            kind=kind,
+            steps_per_epoch=steps_per_epoch or data.steps_per_epoch,
+            num_steps=data.num_steps,
+            pads=has_to_fill_up(data, strategy, steps),
+        )
+    if isinstance(data, DistributedDataset) or (strategy.coordinator is not None and _is_of_workers(data)):
+        batches: Any = data
+    elif callable(data):
+        function: Any = data
+        batches = strategy.distribute_datasets_from_function(
+            function, steps_per_call=steps_per_call, batch_axis=batch_axis
+        )
+    else:
+        batches = strategy.distribute_dataset(data, steps_per_call=steps_per_call, batch_axis=batch_axis)
+    if epochs is not None and isinstance(batches, DistributedDataset) and batches.is_endless:
+        raise DatasetError(
+            f"`epochs` is {epochs}, but `data` is a {type(data).__name__} without end, of which no epoch ends. Give "
+            "`steps_per_epoch`, how many steps are one, or `steps` in the place of `epochs`."
+        )
+    num_steps = None
+    if isinstance(batches, DistributedDataset) and batches.steps_per_pass is not None:
+        num_steps = batches.steps_per_pass * (epochs or 1) - batches.position % batches.steps_per_pass
+    return Feed(
+        batches=batches, kind=kind, steps_per_epoch=steps_per_epoch, num_steps=num_steps, is_begun=_is_begun(data)
+    )
+
+
+def _is_begun(data: Any) -> bool:
+    """Whether what has no position was read from before, by this program."""
+    if inspect.isgenerator(data):
+        return inspect.getgeneratorstate(data) != inspect.GEN_CREATED
+    return isinstance(data, DistributedDataset) and not data.is_resumable and data.position > 0
+
+
+def _check_is_data(data: Any) -> None:
+    """Refuses what is neither arrays nor a source of batches."""
+    if isinstance(data, Mapping | tuple):
+        leaves = jax.tree_util.tree_leaves_with_path(data, is_leaf=lambda x: not isinstance(x, Mapping | tuple))
+        if not leaves:
+            raise DatasetError(f"`data` is {data!r}, which has no arrays.")
+        path, leaf = next((path, leaf) for path, leaf in leaves if not is_arrays(leaf))
+        raise DatasetError(
+            f"`data` has a {type(leaf).__name__} at {jax.tree_util.keystr(path)}, where an array of rows should be. Make it "
+            "one: `np.asarray(...)`."
+        )
+    if not (callable(data) or isinstance(data, Iterable | RandomAccessSource)):
+        raise DatasetError(
+            f"`data` is a {type(data).__name__}: neither arrays nor a source of batches. After the step and the state give the "
+            'data, such as {"x": x, "y": y}.'
+        )
+
+
+def has_to_fill_up(source: ArraySource, strategy: Strategy, steps: int | None) -> bool:
+    """Whether a batch has to be filled up before `steps` are made."""
+    if source.global_batch % strategy.num_replicas:
+        return True
+    full, short = divmod(source.num_rows, source.global_batch)
+    return bool(short) and not source.drop_short and (steps is None or steps > full)
+
+
+def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) -> None:
+    """Refuses arrays that are no dict where batches have to be filled up."""
+    if isinstance(data, Mapping):
+        return
+    rows = len(jax.tree.leaves(data)[0])
+    if rows % global_batch or global_batch % strategy.num_replicas:
+        raise DatasetError(
+            f"`data` has {rows:,} rows, which do not come out even in batches of {global_batch:,} over "
+            f"{strategy.num_replicas} replicas: a batch has to be filled up, and a mask says which of its rows are real. Give "
+            'a dict, in which the mask has its place: {"x": data}, with batch["x"] and batch["mask"] in the step.'
+        )
+
+
+def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> ArraySource:
+    """So that the order is drawn anew in each epoch, which a second pass over the source would not do."""
+    if epochs is not None and source.epochs not in (None, 1):
+        raise DatasetError(
+            f"`epochs` is {epochs}, and `data` has {source.epochs} epochs already. Say it once: leave out one of them."
+        )
+    if epochs is not None:
+        return dataclasses.replace(source, epochs=epochs)
+    return source if steps is None else dataclasses.replace(source, epochs=None)
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether data is arrays of rows, not batches of them: a dict or tuple of arrays, or one array."""
+    if isinstance(data, Mapping | tuple):
+        leaves: Sequence[Any] = jax.tree.leaves(dict(data) if isinstance(data, Mapping) else data)
+        return bool(leaves) and all(isinstance(x, np.ndarray | jax.Array) for x in leaves)
+    return isinstance(data, np.ndarray | jax.Array)
+
+
+def _is_of_workers(data: Any) -> bool:
+    from jdist.ps.coordinator.datasets import WorkerDataset  # brings gRPC
+
+    return isinstance(data, WorkerDataset)
+
+
+def _kind(data: Any) -> str:
+    if isinstance(data, DistributedDataset) or not isinstance(data, Iterable):
+        return f"a {type(data).__name__}"
+    return f"a {type(data).__name__} of batches"

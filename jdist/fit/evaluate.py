@@ -1,0 +1,146 @@
+"""Evaluating and predicting: once through a data set, under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.core.strategy import Strategy
+from jdist.data.dataset import DistributedDataset
+from jdist.errors import DatasetError, StepError
+from jdist.fit.data import open_feed
+from jdist.fit.evaluation import measure
+from jdist.fit.keras_hints import with_hints
+from jdist.fit.preflight import names_of
+from jdist.fit.steps import eval_step_of, metrics_of, strategy_of
+from jdist.metrics import Metric
+from jdist.support.arrays import to_host
+from jdist.support.suggest import did_you_mean
+
+PyTree = Any
+_AHEAD = 8  # batches whose results may wait to be read
+
+
+@with_hints
+def evaluate(
+    step: Any,
+    state: PyTree,
+    data: Any,
+    *,
+    strategy: Strategy | None = None,
+    global_batch: int | None = None,
+    metrics: Mapping[str, Metric] | Metric | None = None,
+) -> dict[str, Any]:
+    """Evaluates a state on a data set, each row counted once, whatever the batches.
+
+    Args:
+        step: `(state, batch) -> metrics` of one replica's slice of the batch, distributed already or not; or a
+            `jdist.tasks.Task`. It returns scalars by name, each the `jdist.mean` over the rows, and contributions of `metrics`.
+        state: laid out by the strategy, or on the host.
+        data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
+        strategy: where it runs; None: the step's own, else the current one.
+        global_batch: rows of a step, if `data` is arrays.
+        metrics: the metrics of `jdist.metrics` whose contributions the step returns, by name; or the one metric, such as a
+            `jdist.metrics.collect`, of which all that it returns is the contribution. None: the task's.
+
+    Returns:
+        The results by name, the loss first; the same on all processes.
+
+    Raises:
+        StepError: `step` is no step, or what it returns is not as said.
+        DatasetError: `data` has no rows, or is nothing to evaluate on.
+
+    Warns:
+        UserWarning: the step never reads the mask of arrays whose batches are filled up.
+
+    Example:
+        >>> import jdist, numpy as np
+        >>> def eval_step(w, batch):
+        ...     return {"loss": jdist.mean((w * batch["x"] - 2.0) ** 2, batch["mask"])}
+        >>> jdist.evaluate(eval_step, 0.5, {"x": np.arange(5, dtype=np.float32)}, global_batch=2)
+        {'loss': 1.5}
+    """
+    strategy = strategy_of(step, strategy, state)
+    eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
+    feed = open_feed(
+        data,
+        strategy,
+        epochs=None,
+        steps=None,
+        global_batch=global_batch,
+        shuffle_seed=None,
+        batch_axis=eval_step.options.batch_axis,
+    )
+    wanted = metrics_of(step, metrics)
+    if feed.pads:
+        state = eval_step.prepare(state, feed.batches.element_spec)
+        names_of(eval_step, state, feed, wanted)  # warns of a mask that is not read
+    measured = measure(eval_step, state, feed.batches, strategy.cluster, wanted)
+    for name in metrics if isinstance(metrics, Mapping) else ():
+        if not any(found == name or found.startswith(f"{name}/") for found in measured):
+            raise StepError(
+                f"`metrics` has {name!r}, but the step returned {', '.join(map(repr, measured))}."
+                f"{did_you_mean(name, measured)} Let it return `{{{name!r}: metric.update(...)}}`."
+            )
+    return measured
+
+
+@with_hints
+def predict(
+    step: Any, state: PyTree, data: Any, *, strategy: Strategy | None = None, global_batch: int | None = None
+) -> PyTree:
+    """A step's results for each row of a data set, in its order, without padding.
+
+    Args:
+        step: `(state, batch) -> results` of one replica's slice of the batch, a tree of arrays [rows, ...]; distributed
+            already, with `returns=("examples",)`, or not.
+        state: laid out by the strategy, or on the host.
+        data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
+        strategy: where it runs; None: the step's own, else the current one.
+        global_batch: rows of a step, if `data` is arrays.
+
+    Returns:
+        The tree, of numpy arrays [rows of the data set, ...]; whole on every process.
+
+    Raises:
+        StepError: `step` is no step, or a result has no row for each row of the batch.
+        DatasetError: `data` has no rows, or is nothing to predict for.
+
+    Example:
+        >>> import jdist, numpy as np
+        >>> jdist.predict(lambda w, batch: w * batch["x"], 2.0, {"x": np.arange(5)}, global_batch=2)
+        array([0., 2., 4., 6., 8.], dtype=float32)
+    """
+    strategy = strategy_of(step, strategy, state)
+    predict_step = eval_step_of(step, strategy, call="jdist.predict", returns="examples")
+    feed = open_feed(
+        data,
+        strategy,
+        epochs=None,
+        steps=None,
+        global_batch=global_batch,
+        shuffle_seed=None,
+        batch_axis=predict_step.options.batch_axis,
+    )
+    if not isinstance(feed.batches, DistributedDataset):
+        raise DatasetError(
+            "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "
+            "source of batches."
+        )
+    feed.batches.rewind()
+    results: list[PyTree] = []
+    for batch in feed.batches:
+        results.append(predict_step(state, batch))
+        if len(results) > _AHEAD:
+            results[-1 - _AHEAD] = jax.tree.map(_on_host, results[-1 - _AHEAD])
+    if not results:
+        raise DatasetError("there is nothing to predict for: the data has no rows")
+    results = [jax.tree.map(_on_host, result) for result in results]
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *results)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.asarray(to_host(x))

@@ -1,0 +1,320 @@
+"""Training from first step to last, with everything that usually goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdist import callbacks as ready_made
+from jdist.callbacks.callback import Callback, Moment
+from jdist.callbacks.jsonl import jsonl
+from jdist.callbacks.progress import progress as progress_bar
+from jdist.cluster.stop import preemption
+from jdist.core.strategy import Strategy
+from jdist.data.dataset import DistributedDataset
+from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
+from jdist.fit.data import Feed, is_arrays, open_feed
+from jdist.fit.evaluation import Evaluation
+from jdist.fit.keras_hints import with_hints
+from jdist.fit.metric_totals import Metrics
+from jdist.fit.preflight import check_resumes, check_returned, check_watched, names_of
+from jdist.fit.run import Run
+from jdist.fit.steps import eval_step_of, metrics_of, strategy_of, train_step_of
+from jdist.fit.task import Task
+from jdist.metrics import Metric
+from jdist.report.history import History
+from jdist.step.base import Distributed
+from jdist.step.options import Verify, check_verify
+from jdist.support.checks import count
+
+PyTree = Any
+
+
+@with_hints
+def fit(
+    step: Any,
+    state: PyTree,
+    data: Any,
+    *,
+    strategy: Strategy | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    steps_per_epoch: int | None = None,
+    global_batch: int | None = None,
+    shuffle_seed: int | None = None,
+    steps_per_call: int | None = None,
+    eval_data: Any = None,
+    eval_step: Any = None,
+    eval_every: int | None = None,
+    eval_strategy: Strategy | None = None,
+    metrics: Mapping[str, Metric] | Metric | None = None,
+    callbacks: Sequence[Callback | Callable[[Moment], Any]] = (),
+    log_every: int = 20,
+    log_to: str | os.PathLike[str] | None = "runs/fit",
+    progress: bool = True,
+    verify: Verify = "first",
+) -> tuple[PyTree, History]:
+    """Trains a state: the loop over a decorated step, with evaluation, metrics, logs and callbacks.
+
+    Args:
+        step: `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or that step distributed already,
+            which is how other options of `jdist.distribute` are given; or a `jdist.tasks.Task`.
+        state: laid out by the strategy (`strategy.init(...)`), or on the host. It is consumed, as by a call of the step.
+        data: what to train on: numpy arrays (a dict, a tuple or one array, [rows, ...]); a source of global batches
+            (`jdist.data.from_arrays`, `from_files`, any iterable of numpy trees); a function from a `jdist.InputContext` to
+            a source, as for `strategy.distribute_datasets_from_function`; or a dataset that was distributed already.
+        strategy: where the step runs; None: the step's own, else the current one.
+        epochs: how often to go through the data; or give `steps`. Neither: once.
+        steps: how many optimiser updates to make, in as many passes over the data as it takes; with `steps_per_call` up to
+            a call more, where passes that are no multiple of it end in shorter calls.
+        steps_per_epoch: how many steps make an epoch, in as many passes over the data as they take; for data without end, or
+            for epochs that are no passes. None: a pass is an epoch.
+        global_batch: rows of a step over all replicas, if `data` is arrays; the last of an epoch may have fewer, which are
+            filled up and masked.
+        shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
+        steps_per_call: how many steps are compiled into one call; None: the step's own, else 1.
+        eval_data: what to evaluate on, as `data`; arrays in batches of `global_batch`.
+        eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
+        eval_every: how many steps lie between evaluations; None: an epoch. At the end as well, unless it was stopped before.
+        eval_strategy: where to evaluate, on the fetched state; None: where it trains.
+        metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
+            `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: the task's.
+        callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
+        log_every: how many steps lie between logged rows.
+        log_to: the folder for a new file of rows, one JSON object a line; None for none.
+        progress: whether to draw a bar, or print lines where there is neither terminal nor notebook.
+        verify: compares the first step with one replica that sees its whole batch, and names what differs: "first" warns,
+            "strict" raises, "off" compares nothing. It costs a compilation and a few steps; where one device cannot hold the
+            batch, nothing is compared. What the step's own `verify` says comes before this. See `jdist.verify`.
+
+    Returns:
+        The newest state, and the history, with the means and metrics of each epoch, exact over all its rows. An interrupt
+        (Ctrl-C, a notebook's stop button) ends training in good order after the running step, and what was reached is returned,
+        with `history.stopped`; a second one, more than a second later, is a KeyboardInterrupt.
+
+    Raises:
+        StepError: the step, its results or an option is not as said.
+        DatasetError: the data is nothing to train on, or ends before `steps`.
+        NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
+        VerificationError: the first step is another than on one replica, and `verify` is "strict".
+        SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
+
+    Warns:
+        VerificationWarning: the first step is another than on one replica, and `verify` is "first".
+        CheckpointWarning: a callback resumes runs, and the data has no position to go on at.
+        UserWarning: a step returns the state as it was given, or never reads the mask of arrays whose batches are filled up.
+
+    Example:
+        >>> import jdist, numpy as np
+        >>> def train_step(w, batch):
+        ...     loss, grad = jdist.value_and_grad(lambda w: jdist.mean((w * batch["x"] - 2.0) ** 2, batch["mask"]))(w)
+        ...     return w - 0.1 * grad, {"loss": loss}
+        >>> rows = {"x": np.ones(100, np.float32)}
+        >>> w, history = jdist.fit(train_step, 0.0, rows, epochs=2, global_batch=16, progress=False, log_to=None)
+        >>> [(epoch["step"], round(epoch["loss"], 3)) for epoch in history.epochs]
+        [(7, 1.667), (14, 0.073)]
+
+    Source: `tf.keras.Model.fit`
+    """
+    check_verify(verify)
+    log_every = _count("log_every", log_every)
+    counts = {
+        "epochs": epochs,
+        "steps": steps,
+        "steps_per_epoch": steps_per_epoch,
+        "steps_per_call": steps_per_call,
+        "eval_every": eval_every,
+    }
+    epochs, steps, steps_per_epoch, steps_per_call, eval_every = (
+        None if value is None else _count(name, value) for name, value in counts.items()
+    )
+    if epochs is not None and steps is not None:
+        raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
+    if steps_per_epoch is not None and steps is None:
+        epochs, steps = None, (epochs or 1) * steps_per_epoch
+    strategy = strategy_of(step, strategy, state)
+    train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
+    metrics = metrics_of(step, metrics)
+    per_call = train_step.options.steps_per_call
+    feed = open_feed(
+        data,
+        strategy,
+        epochs=epochs,
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        global_batch=global_batch,
+        shuffle_seed=shuffle_seed,
+        steps_per_call=per_call,
+        batch_axis=train_step.options.batch_axis,
+    )
+    evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_every, eval_strategy, global_batch, metrics)
+    run = Run(
+        strategy=strategy,
+        train_step=train_step,
+        feed=feed,
+        metrics=metrics,
+        callbacks=(told := _callbacks(callbacks, log_to=log_to, progress=progress)),
+        total=steps if steps is not None else feed.num_steps,
+        log_every=log_every,
+        evaluate=evaluation,
+        eval_every=eval_every,
+    )
+    with contextlib.ExitStack() as ends:
+        for callback in told:
+            if callback.close is not None:
+                ends.callback(callback.close)
+        if isinstance(feed.batches, DistributedDataset):
+            ends.callback(feed.batches.close)
+        cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
+        stop = ends.enter_context(preemption(cluster, second="raise"))
+        state = train_step.prepare(state, feed.batches.element_spec)
+        train_step.verify_next(verify, pads=feed.pads)
+        trained = names_of(train_step, state, feed, metrics)
+        evaluated = frozenset() if evaluation is None else evaluation.names(state)
+        check_returned(metrics, trained, evaluated)
+        check_resumes(told, feed)
+        check_watched(told, trained=trained, evaluated=evaluated, evaluates=evaluation is not None)
+        run.start(state)
+        first = run.step
+        if steps is not None and (left := max(steps - run.step, 0)) % per_call:
+            given = "`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`"
+            raise StepError(
+                f"{given} is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose another "
+                "number of steps, or another `steps_per_call`."
+            )
+        passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
+
+        def is_over() -> bool:
+            return run.reason is not None or _is_enough(run, feed, steps, passes) or stop.stops_after(run.step)
+
+        try:
+            while not is_over():
+                for batch in feed.one_pass():
+                    run.call(batch)
+                    if is_over():
+                        break
+                else:
+                    run.end_pass()
+            run.history.stopped = run.reason if stop.reason is None else f"by {stop.reason}"
+            run.end(interrupted=stop.reason is not None)
+        except Exception as exc:
+            exc.add_note(
+                f"jdist.fit was at step {run.step:,}.{_which(exc, step, first)} The newest state of a step that you "
+                "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+            )
+            raise
+    if stop.reason not in (None, "SIGINT"):
+        raise SystemExit(stop.exit_code)
+    return run.state, run.history
+
+
+def _is_enough(run: Run, feed: Feed, steps: int | None, passes: int | None) -> bool:
+    """Whether no further pass over the data is wanted."""
+    if steps is not None:
+        return run.step >= steps
+    if feed.steps_per_epoch is not None:
+        return feed.num_steps is not None and run.step >= feed.num_steps
+    return passes is not None and run.epoch >= passes
+
+
+def _evaluation(
+    step: Any,
+    eval_step: Any,
+    data: Any,
+    strategy: Strategy,
+    every: int | None,
+    elsewhere: Strategy | None,
+    global_batch: int | None,
+    metrics: Metrics,
+) -> Evaluation | None:
+    """How to evaluate a state; None without data for it."""
+    if data is None:
+        for name, value in (("eval_step", eval_step), ("eval_every", every), ("eval_strategy", elsewhere)):
+            if value is not None:
+                raise StepError(f"`{name}` is given without `eval_data`. Give the data to evaluate on as well.")
+        return None
+    if eval_step is None and not isinstance(step, Task):
+        raise StepError(
+            "`eval_data` is given without `eval_step`, a function `(state, batch) -> metrics`. Give that as well."
+        )
+    place = strategy if elsewhere is None else elsewhere
+    rows = global_batch if is_arrays(data) else None
+    distributed = eval_step_of(step if eval_step is None else eval_step, place, call="jdist.fit")
+    batch_axis = distributed.options.batch_axis
+    return Evaluation(
+        step=distributed,
+        feed=open_feed(
+            data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None, batch_axis=batch_axis
+        ),
+        strategy=place,
+        trained_by=strategy,
+        metrics=metrics,
+    )
+
+
+def _callbacks(
+    given: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
+) -> list[Callback]:
+    """Those given, then those that report."""
+    if isinstance(given, Callback) or callable(given):
+        raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
+    if not isinstance(given, Sequence):
+        raise StepError(f"`callbacks` is {given!r:.80}; give a list, [] for none.")
+    made = [each if isinstance(each, Callback) else _on_step(each) for each in given]
+    if log_to is not None:
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+        made.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
+    return [*made, progress_bar()] if progress else made
+
+
+def _on_step(function: Any) -> Callback:
+    """A function of a moment as a callback."""
+    if callable(function) and function in vars(ready_made).values():
+        raise StepError(
+            f"`callbacks` has `jdist.callbacks.{function.__name__}` itself. Call it: `{function.__name__}(...)` makes the "
+            "callback."
+        )
+    if not callable(function) or not _takes_a_moment(function):
+        raise StepError(
+            f"`callbacks` has {function!r:.80}, which is no callback: give what a function of `jdist.callbacks` returns, or a "
+            "function of a moment."
+        )
+    return Callback(on_step=function)
+
+
+def _takes_a_moment(function: Callable[..., Any]) -> bool:
+    if isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of one that is written in C it is not known
+        return True
+    return True
+
+
+def _count(name: str, value: Any) -> int:
+    if (number := count(value)) is None:
+        raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
+    return number
+
+
+def _which(exc: Exception, step: Any, first: int) -> str:
+    """Which step of the run an error tells of that counts from 0.
+
+    Args:
+        exc: the error.
+        step: what `fit` was given; a plain function has been distributed for this run.
+        first: how many steps the run had behind it when it began, or went on.
+    """
+    if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
+        return ""
+    if isinstance(step, Distributed | Task):
+        return " The error counts from 0, since the step was distributed."
+    return f" The error counts from 0, since the run began or went on: that is the run's step {first + exc.step + 1:,}."

@@ -1,0 +1,329 @@
+"""What steps have measured, brought together: exact over batches of any size, replicas and processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.cluster.runtime import Runtime
+from jdist.core.per_replica import PerReplica
+from jdist.data.batching import Masked
+from jdist.data.leaves import MASK
+from jdist.errors import StepError
+from jdist.metrics import Metric
+from jdist.report.history import OF_ROWS, PREFIXES
+from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
+from jdist.step.tree_checks import kind_of
+from jdist.support.arrays import local_rows
+
+PyTree = Any
+Measured = dict[str, Any]
+Metrics = Mapping[str, Metric] | Metric | None
+_WHOLE = "metrics"  # the name of a metric that stands for all that a step returns
+_READ_AHEAD = 64  # calls whose results may wait to be read, so that no step waits for the host
+_EXCHANGE_S = 600.0
+
+
+class MetricTotals:
+    """Adds up what the calls of a step return for metrics, by epoch.
+
+    A scalar is averaged, each step with the weight that its batch has: the sum of its mask, else its rows; it is left out where
+    a parameter server's workers read the batches, as their rows are not known here. What a
+    `jdist.metrics.Metric` has contributed is added up by that metric.
+
+    Args:
+        metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
+            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`; a step that
+            returns scalars by name has these.
+        steps_per_call: how many steps a call makes; above 1 results lead with that axis.
+        skips: whether steps that are not finite are left out of the training, and so are their scalars.
+
+    Raises:
+        StepError: `metrics` is neither.
+    """
+
+    def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1, skips: bool = False):
+        self._whole = metrics if isinstance(metrics, Metric) else None
+        self._metrics = _by_name(metrics)
+        self._steps_per_call, self._skips = steps_per_call, skips
+        self._waiting: list[tuple[Any, Any, Sequence[int], Any]] = []
+        self._left_out = 0  # steps, as counted after the newest call that was read
+        self._newest: Any = None
+        self._epochs: dict[int, _Totals] = {}
+        self._checked = False
+
+    def begin(self, left_out: Any) -> None:
+        """Counts the steps that are left out from here on.
+
+        Args:
+            left_out: as for `add`, before the first call.
+        """
+        self._left_out = _flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
+
+    def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,), left_out: Any = None) -> None:
+        """Takes in what a call has returned; waits for it later.
+
+        Args:
+            measured: scalars, and contributions of metrics, by name; [steps, ...] with `steps_per_call` above 1.
+            batch: what the call was given.
+            epochs: the epoch that each of its steps belongs to.
+            left_out: how many steps were left out until after this call, as `Distributed.count_left_out` gives it; None: none.
+
+        Raises:
+            StepError: `measured` is no dict of scalars and contributions by name.
+        """
+        self._waiting.append((self.note(measured), _weights(batch, self._steps_per_call), epochs, left_out))
+        if len(self._waiting) > 2 * _READ_AHEAD:
+            self._read(_READ_AHEAD)
+
+    def note(self, measured: Any) -> Mapping[str, Any]:
+        """Takes in what a call has returned for `newest` alone: nothing is added up.
+
+        Args:
+            measured: as for `add`.
+
+        Returns:
+            It, by name.
+
+        Raises:
+            StepError: as `add`.
+        """
+        if self._whole is not None and self._is_of(self._whole, measured):
+            measured = {_WHOLE: measured}
+        if not self._checked:
+            self._check(measured, "the step")
+        self._newest = measured
+        return measured
+
+    def names(self, measured: Any, *, by: str) -> frozenset[str] | None:
+        """The names of what a step returns for metrics; None where one metric stands for all.
+
+        Args:
+            measured: as for `add`, or the shapes of that.
+            by: the step's name, for errors.
+
+        Raises:
+            StepError: `measured` is no dict of scalars and contributions by name.
+        """
+        if self._whole is not None and self._is_of(self._whole, measured):
+            return None
+        self._check(measured, by)
+        return frozenset(measured)
+
+    def newest(self) -> Measured:
+        """What the last step has measured: plain numbers by name, the loss first. Waits for it."""
+        if self._newest is None:
+            return {}
+        values = jax.device_get(dict(self._newest))
+        if self._steps_per_call > 1:
+            values = jax.tree.map(lambda x: x[-1], values)
+        return _flat({name: self._result(name, value) for name, value in values.items()})
+
+    def take(self, epoch: int = 0, cluster: Runtime | None = None) -> tuple[Measured, float]:
+        """The results of an epoch, which is forgotten then, and the weight of all its steps.
+
+        Args:
+            epoch: as given to `add`.
+            cluster: the processes that share the rows of each batch; None: this one alone. All have to ask.
+
+        Returns:
+            Means and results by name, the loss first; empty if there was no step.
+        """
+        self._read(0)
+        totals = self._epochs.pop(epoch, None) or _Totals()
+        weight, sums = totals.together(cluster)
+        found: Measured = {name: total / weight if weight else math.nan for name, total in sums.items()}
+        found |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
+        return _flat(found), weight
+
+    def notes(self, cluster: Runtime | None = None) -> dict[str, Any]:
+        """What there is of epochs that have not ended, as plain JSON values; all processes have to ask."""
+        self._read(0)
+        notes = {}
+        for epoch, totals in sorted(self._epochs.items()):
+            weight, sums = totals.together(cluster)
+            contributed = {name: _kept(self._metrics[name].zero, total) for name, total in totals.contributed.items()}
+            notes[str(epoch)] = {"weight": to_plain(weight), "sums": to_plain(sums), "contributed": contributed}
+        return notes
+
+    def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
+        """Goes on from what `notes` gave."""
+        is_one = cluster is None or cluster.is_chief  # each has a part of the sums, one has all of this
+        for epoch, note in notes.items():
+            totals = self._epochs[int(epoch)] = _Totals()
+            totals.weight = from_plain(note["weight"]) if is_one else 0.0
+            totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
+            totals.contributed = {
+                name: _found(self._metrics[name].zero, kept)
+                for name, kept in note["contributed"].items()
+                if name in self._metrics
+            }
+
+    def _is_of(self, metric: Metric, measured: Any) -> bool:
+        """Whether all that a step returned is a metric's contribution; one that keeps rows is not of its zero's form."""
+        alike = jax.tree.structure(measured) == jax.tree.structure(metric.zero)
+        return alike or not (isinstance(measured, Mapping) and all(map(self._is_scalar, measured.values())))
+
+    def _is_scalar(self, value: Any) -> bool:
+        return not isinstance(value, Mapping | list | tuple) and np.ndim(value) == (self._steps_per_call > 1)
+
+    def _check(self, measured: Any, by: str) -> None:
+        self._checked = True
+        if not isinstance(measured, Mapping):
+            raise StepError(
+                f"{by} returned {kind_of(measured)} for metrics; return a dict of scalars by name, such as "
+                '`{"loss": loss}`.'
+            )
+        for name, value in measured.items():
+            if not isinstance(name, str):
+                raise StepError(
+                    f"{by} returned a metric of the name {name!r:.80}, of type {type(name).__name__}; names are text."
+                )
+            if name in OF_ROWS or name.startswith(PREFIXES):
+                raise StepError(
+                    f"{by} returned a metric of the name {name!r}, which the rows of a run have themselves. Choose another, "
+                    f"which is not {', '.join(map(repr, OF_ROWS))} and does not begin with {' or '.join(map(repr, PREFIXES))}."
+                )
+            if isinstance(value, PerReplica):
+                raise StepError(
+                    f"{by} returned metric {name!r} as a PerReplica, of which there is no one number. Return the value "
+                    "itself, which is averaged, or `jdist.all_reduce(value, ...)`."
+                )
+            if name not in self._metrics and not self._is_scalar(value):
+                shape = (
+                    type(value).__name__ if isinstance(value, Mapping | list | tuple) else f"shape {np.shape(value)}"
+                )
+                raise StepError(
+                    f"{by} returned metric {name!r} of {shape}, not a scalar. If it holds a value for each row, return "
+                    'their mean, `jdist.mean(rows, batch["mask"])`; if it is what a `jdist.metrics` metric contributes, say '
+                    f"which: `metrics={{{name!r}: metric}}`."
+                    + (f" It has {', '.join(map(repr, self._metrics))}." if self._metrics else "")
+                )
+
+    def _read(self, keep: int) -> None:
+        """Reads all that waits but the last `keep`."""
+        end = len(self._waiting) - keep
+        read, self._waiting = self._waiting[:end], self._waiting[end:]
+        for measured, weights, epochs, left_out in read:
+            values = jax.device_get(dict(measured))
+            if weights is None:
+                values = {name: value for name, value in values.items() if name in self._metrics}
+                each = [math.nan]
+            else:
+                each = weights() if self._steps_per_call > 1 else [weights().sum()]
+            steps = [
+                values if self._steps_per_call == 1 else jax.tree.map(lambda x, i=i: x[i], values)
+                for i in range(len(epochs))
+            ]
+            skipped = self._which_left_out(len(steps), left_out)
+            for i, (epoch, own) in enumerate(zip(epochs, steps, strict=True)):
+                weight = 0.0 if i in skipped else float(np.sum(each[i]))
+                self._epochs.setdefault(epoch, _Totals()).add(weight, own, self._metrics)
+
+    def _which_left_out(self, num_steps: int, left_out: Any) -> set[int]:
+        """Which steps of a call were left out."""
+        if not self._skips or left_out is None:
+            return set()
+        count, _, *each = _flags(left_out)
+        if each:
+            return {i for i, was in enumerate(each[:num_steps]) if was}
+        before, self._left_out = self._left_out, count
+        return {0} if count > before else set()
+
+    def _result(self, name: str, value: Any) -> Any:
+        metric = self._metrics.get(name)
+        return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
+
+
+def _flags(left_out: Any) -> list[int]:
+    """The count, a number of no use here, and a flag for each step of the call if it has them."""
+    host = left_out.addressable_data(0) if isinstance(left_out, jax.Array) else left_out
+    return [*np.ravel(host).tolist(), 0][: max(2, np.size(host))]
+
+
+def _by_name(metrics: Any) -> dict[str, Metric]:
+    if isinstance(metrics, Metric):
+        return {_WHOLE: metrics}
+    if metrics is not None and not (
+        isinstance(metrics, Mapping) and all(isinstance(metric, Metric) for metric in metrics.values())
+    ):
+        raise StepError(
+            f'`metrics` is {metrics!r:.80}; give metrics by name, such as `{{"auc": jdist.metrics.auc()}}`, or the one of '
+            "which all that a step returns is the contribution."
+        )
+    return dict(metrics or {})
+
+
+class _Totals:
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.sums: dict[str, float] = {}
+        self.contributed: dict[str, Any] = {}
+
+    def together(self, cluster: Runtime | None) -> tuple[float, dict[str, float]]:
+        """The weight and the sums of all processes: each knows the weights of its own rows; what was measured is the same."""
+        if cluster is None or cluster.num_processes == 1:
+            return self.weight, self.sums
+        said = cluster.exchange("a mean over all rows", [self.weight, self.sums], _EXCHANGE_S)
+        return sum(weight for weight, _ in said), {name: sum(sums[name] for _, sums in said) for name in self.sums}
+
+    def add(self, weight: float, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
+        self.weight += weight
+        for name, value in values.items():
+            if name in metrics:
+                metric = metrics[name]
+                self.contributed[name] = metric.add(self.contributed.get(name, metric.zero), value)
+            elif weight:  # of no rows a mean is NaN, and says nothing
+                self.sums[name] = self.sums.get(name, 0.0) + weight * float(value)
+            else:
+                self.sums.setdefault(name, 0.0)
+
+
+def _kept(zero: PyTree, total: PyTree) -> dict[str, Any]:
+    """A total as plain JSON values: the leaves of what is of its zero's form, as that may be of any types."""
+    leaves, structure = jax.tree.flatten(total)
+    if structure == jax.tree.structure(zero):
+        return tree_to_plain(leaves)
+    if isinstance(zero, Mapping):
+        return {"dict": {name: _kept(zero[name], each) for name, each in total.items()}}
+    return tree_to_plain(total)
+
+
+def _found(zero: PyTree, kept: dict[str, Any]) -> PyTree:
+    """The total of which `_kept` made this."""
+    total, structure = tree_from_plain(kept), jax.tree.structure(zero)
+    leaves = jax.tree.leaves(total)
+    if len(leaves) == structure.num_leaves:
+        return jax.tree.unflatten(structure, leaves)
+    return {name: _found(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
+
+
+def _weights(batch: PyTree, steps_per_call: int) -> Any:
+    """A function that gives the weights of a batch's rows, or of each step's; it holds no other array of the batch."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else batch.mask if isinstance(batch, Masked) else None
+    if mask is not None:
+        return lambda: np.asarray(local_rows(mask, axis=int(steps_per_call > 1)), np.float64)
+    leaf = jax.tree.leaves(batch)[0]
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        return None  # a parameter server's worker reads it, and nobody here knows its rows
+    return lambda: np.ones(leaf.shape[:1])
+
+
+def _flat(found: Measured) -> Measured:
+    """Results with those of a collection of metrics by their own names, the loss first."""
+    flat: Measured = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= {inner if name == _WHOLE else f"{name}/{inner}": each for inner, each in value.items()}
+        else:
+            flat[name] = value
+    return loss_first(flat)
+
+
+def loss_first(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics in the order to show them in: JAX hands dicts back sorted by name."""
+    return dict(sorted(measured.items(), key=lambda item: item[0] != "loss"))

@@ -1,0 +1,168 @@
+"""What a run will measure, known from its traced steps before anything is compiled, and who looks at something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdist.callbacks.callback import Callback
+from jdist.checkpoint import CheckpointWarning
+from jdist.errors import StepError
+from jdist.fit.data import Feed
+from jdist.fit.metric_totals import Metrics, MetricTotals
+from jdist.report.history import PREFIXES
+from jdist.step.base import Distributed
+from jdist.support.suggest import did_you_mean
+
+PyTree = Any
+_EVAL, _EPOCH = PREFIXES
+
+
+def names_of(
+    step: Distributed, state: PyTree, feed: Feed, metrics: Metrics, *, depth: int = 3
+) -> frozenset[str] | None:
+    """The names of what a step measures, of metrics those that they have among its results; None where only a call shows them.
+
+    Args:
+        step: the distributed step.
+        state: as `Distributed.prepare` made it, or its shapes.
+        feed: of the step.
+        metrics: as for `MetricTotals`.
+        depth: how many calls below the user's own this one is, for the place that warnings name.
+
+    Raises:
+        StepError: the step does not return what it should.
+
+    Warns:
+        UserWarning: it returns the state that it was given, or never reads the mask of batches that will be filled up.
+    """
+    preview = step.preview(state, feed.batches.element_spec)
+    if preview is None:
+        return None
+    if "metrics" not in preview.results:
+        raise StepError(
+            f'{step.__name__} returns the state alone. Let it return its metrics too: `return state, {{"loss": loss}}`.'
+        )
+    tally = MetricTotals(metrics, steps_per_call=step.options.steps_per_call)
+    names = tally.names(preview.results["metrics"], by=step.__name__)
+    if "state" in preview.results and not preview.changes_state:
+        warnings.warn(
+            f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
+            "`return state.apply_gradients(grads=grads), metrics`.",
+            stacklevel=depth + 1,
+        )
+    if feed.pads and preview.ignores_mask:
+        warnings.warn(
+            f'{step.__name__} never reads batch["mask"], and batches of its data are filled up with rows that are not real: '
+            'these count like the others. Give the mask to each mean, `jdist.mean(losses, batch["mask"])`, and '
+            "to each metric; or choose a global batch that divides by the replicas, and by which the rows divide.",
+            stacklevel=depth + 1,
+        )
+    return names
+
+
+def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: frozenset[str] | None) -> None:
+    """Refuses a metric of which no step returns a contribution.
+
+    Args:
+        metrics: as for `MetricTotals`.
+        trained: the names of what the train step measures; None: not known yet.
+        evaluated: those of an evaluation.
+
+    Raises:
+        StepError: says what is returned.
+    """
+    if not isinstance(metrics, Mapping) or trained is None or evaluated is None:
+        return
+    there = sorted(trained | evaluated)
+    for name in metrics:
+        if name not in there:
+            raise StepError(
+                f"`metrics` has {name!r}, which no step returns; they return {', '.join(map(repr, there))}."
+                f"{did_you_mean(name, there)} Let one return `{{{name!r}: metric.update(...)}}`, or leave it out."
+            )
+
+
+def check_resumes(callbacks: Sequence[Callback], feed: Feed) -> None:
+    """Tells what it costs to go on with a run on data that has no position.
+
+    Args:
+        callbacks: all of the run.
+        feed: of the train step.
+
+    Warns:
+        CheckpointWarning: one of the callbacks goes on with runs, and the data cannot.
+    """
+    names = [callback.name for callback in callbacks if callback.on_resume is not None]
+    if names and not feed.has_position:
+        warnings.warn(
+            f"{names[0]}: `data` is {feed.kind}, whose position cannot be saved. A run that goes on reads the pass again from "
+            "its beginning, up to where it was, and leaves those batches out: that takes as long as reading them, and each row "
+            "counts once only if they come in the same order as before. To go on at once give arrays, "
+            "`jdist.data.from_arrays(...)`, or a source with `num_steps`, `global_batch`, `fingerprint` and `batch_at(step)`.",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+
+def check_watched(
+    callbacks: Sequence[Callback],
+    *,
+    trained: frozenset[str] | None,
+    evaluated: frozenset[str] | None,
+    evaluates: bool,
+) -> None:
+    """Refuses callbacks that look at what is never measured, or would log it in the place of what is.
+
+    Args:
+        callbacks: all of the run.
+        trained: the names of what the train step measures; None: not known yet.
+        evaluated: those of an evaluation.
+        evaluates: whether the run evaluates.
+
+    Raises:
+        StepError: says what there will be.
+    """
+    logged = _logged(callbacks)
+    measured = {prefix + name for prefix in ("", _EPOCH) for name in trained or ()} | {
+        _EVAL + n for n in evaluated or ()
+    }
+    for callback in callbacks:
+        for name in callback.logs or ():
+            if name in measured:
+                raise StepError(
+                    f"{callback.name}: it logs {name!r}, which a step returns already. Choose another name."
+                )
+        for metric in callback.watches:
+            is_eval = metric.startswith(_EVAL)
+            if is_eval and not evaluates:
+                # What saves by a metric, saves by an evaluation's.
+                other = "" if callback.on_save is not None else ", or take a metric of training, such as 'epoch/loss'"
+                raise StepError(
+                    f"{callback.name}: {metric!r} is never measured, as this run does not evaluate. Give `eval_data` and "
+                    f"`eval_step`{other}."
+                )
+            names = evaluated if is_eval else trained
+            if names is None or logged is None or metric in logged:
+                continue
+            prefix = _EVAL if is_eval else _EPOCH if metric.startswith(_EPOCH) else ""
+            name = metric.removeprefix(prefix)
+            if name not in names and name.partition("/")[0] not in names:
+                there = sorted(prefix + each for each in names)
+                raise StepError(
+                    f"{callback.name}: {metric!r} will not be measured; there will be "
+                    f"{', '.join(map(repr, there)) or 'none'}.{did_you_mean(metric, there)}"
+                )
+
+
+def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
+    """What callbacks add to a row before others look at it; None: it may be anything."""
+    found: set[str] = set()
+    for callback in callbacks:
+        functions = (callback.on_eval, callback.on_epoch, callback.on_step, callback.on_row)
+        if any(function is not None for function in functions):
+            if callback.logs is None:
+                return None
+            found.update(callback.logs)
+    return frozenset(found)

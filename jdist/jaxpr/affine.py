@@ -1,0 +1,234 @@
+"""How a leaf of the state follows from its old value: `new = slope * old + offset`, read from the traced step.
+
+A counter has the slope 1, a moving average its decay. Several who computed such a leaf from one old value, microbatches
+or workers, can then be brought together, where values of any other kind have nothing in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.core.collective_marks import collective_of
+from jdist.jaxpr import graph
+
+_ADDING = ("add", "add_any", "sub", "scatter-add")
+_KEEPING = (
+    "neg",
+    "copy",
+    "copy_p",
+    "optimization_barrier",
+    "stop_gradient",
+    "convert_element_type",
+    *graph.RESHAPING,
+)  # whole numbers
+Slope = Any  # a number of the program, or an array computed when the step runs; no axes, or those of the leaf
+
+
+class _NotAffineError(Exception):
+    """What is computed from the old value is no slope times it, and something that does not depend on it."""
+
+
+class AffineRule:
+    """Finds the slope of one new leaf.
+
+    Args:
+        closed: the traced step.
+        old: the argument of it that holds the old value.
+        new: the variable that holds the new one.
+        sizes: the number of replicas of the mesh, and of microbatches of each.
+        given: variables whose values are known where the slope is computed; the arguments if left out.
+    """
+
+    def __init__(self, closed: Any, old: Any, new: Any, sizes: tuple[int, int], given: Sequence[Any] | None = None):
+        arguments = list(graph.body_of(closed).invars if given is None else given)
+        self._flat = _entered(closed, arguments, new)
+        jaxpr = graph.body_of(self._flat)
+        self._sizes, self._old, self._new = sizes, jaxpr.invars[arguments.index(old)], jaxpr.outvars[0]
+        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._constants = dict(zip(jaxpr.constvars, self._flat.consts, strict=True))
+        self._depends = graph.dependents(self._flat, [self._old])
+        equations, _ = graph.needed(self._flat, [self._new], {self._old})
+        self._path = [
+            eqn for eqn in equations if any(v in self._depends for v in eqn.invars if not graph.is_literal(v))
+        ]
+
+    def of_program(self) -> float | jax.ShapeDtypeStruct | None:
+        """The slope: a number of the program, 0 where the old value plays no part; the shape of one that is computed; None."""
+        if graph.is_literal(self._new) or self._new not in self._depends:
+            return 0
+        found: list[Slope] = []
+
+        def run(*values: Any) -> Any:
+            found.append(self(values))
+            return () if isinstance(found[0], float | int) else found[0]
+
+        jaxpr = graph.body_of(self._flat)
+        try:
+            shape = jax.eval_shape(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
+        except (_NotAffineError, OverflowError):  # a number below nothing times an unsigned one
+            return None
+        dtype, slope = self._old.aval.dtype, found[0]
+        if isinstance(slope, float | int):
+            return slope
+        wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(shape.shape, wide)
+
+    @property
+    def adds_whole_numbers(self) -> bool:
+        """Whether all that is added to the old value is whole by its making: a count, which no mean over rows is."""
+        return all(
+            eqn.primitive.name in (*_ADDING, *_KEEPING) and all(map(self._is_whole, self._others(eqn)))
+            for eqn in self._path
+        )
+
+    def _others(self, eqn: Any) -> list[Any]:
+        """The operands of an equation that do not depend on the leaf, indices left out."""
+        operands = [eqn.invars[0], *eqn.invars[2:]] if eqn.primitive.name == "scatter-add" else eqn.invars
+        return [v for v in operands if graph.is_literal(v) or v not in self._depends]
+
+    def _is_whole(self, v: Any) -> bool:
+        if jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == jnp.bool_:
+            return True
+        if (constant := self._constant(v)) is not None:
+            return float(constant).is_integer()
+        eqn = None if graph.is_literal(v) else self._made_by.get(v)
+        if eqn is None or eqn.primitive.name not in (
+            *_ADDING,
+            *_KEEPING,
+            "mul",
+            "reduce_sum",
+            "dot_general",
+            "select_n",
+        ):
+            return False
+        operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
+        return all(map(self._is_whole, operands))
+
+    def __call__(self, values: Sequence[Any]) -> Slope:
+        """The slope, for values of what is given.
+
+        Raises:
+            _NotAffineError: there is none.
+        """
+        known: dict[Any, Slope] = {self._old: 1}
+        for eqn in self._path:
+            slopes = [None if graph.is_literal(v) else known.get(v) for v in eqn.invars]
+            own, op = collective_of(eqn), eqn.primitive.name
+            if own is not None or (op in ("psum", "psum_invariant") and graph.makes_alike(eqn)):
+                for v, slope in zip(eqn.outvars, slopes, strict=True):
+                    if slope is not None:
+                        known[v] = self._combined("sum" if own is None else own.op, eqn, slope)
+            else:
+                known[eqn.outvars[0]] = self._slope(eqn, slopes, values)
+        return known[self._new]
+
+    def _combined(self, op: str, eqn: Any, slope: Slope) -> Slope:
+        """Of what all replicas made of the leaf, which they have alike."""
+        replicas, microbatches = self._sizes
+        if op not in ("mean", "sum"):
+            raise _NotAffineError
+        if isinstance(slope, float | int):
+            of_jdist = collective_of(eqn) is not None
+            return slope if op == "mean" else slope * replicas * (microbatches if of_jdist else 1)
+        if microbatches > 1:  # those of the other microbatches are not at hand
+            raise _NotAffineError
+        bodies = graph.nested_jaxprs(eqn)
+        axes = eqn.params["axes"] if not bodies else _axes_of(bodies[0])
+        total = jax.lax.psum(slope, axes) if axes else slope
+        return total if op == "sum" else total / replicas
+
+    def _slope(self, eqn: Any, slopes: Sequence[Any], values: Sequence[Any]) -> Slope:
+        """Of an equation's result, from those of its operands; None for those that do not depend on the leaf."""
+        name, out = eqn.primitive.name, eqn.outvars[0].aval
+        alone = slopes[0] is not None and all(s is None for s in slopes[1:])
+        first: Any = next(s for s in slopes if s is not None)
+        match name:
+            case "add" | "add_any":
+                return sum(s for s in slopes if s is not None)
+            case "sub":
+                left, right = (0 if s is None else s for s in slopes)
+                return left - right
+            case "neg":
+                return -first
+            case "copy" | "copy_p" | "optimization_barrier" | "stop_gradient":
+                return first
+            case "mul" if sum(s is None for s in slopes) == 1:
+                (factor,) = (v for v, s in zip(eqn.invars, slopes, strict=True) if s is None)
+                return first * self._value(factor, values)
+            case "div" if alone and jnp.issubdtype(out.dtype, jnp.floating) and self._constant(eqn.invars[1]) != 0:
+                return first / self._value(eqn.invars[1], values)
+            case "convert_element_type" if _same_kind(eqn.invars[0].aval.dtype, out.dtype):
+                is_number = isinstance(first, float | int) or jnp.issubdtype(out.dtype, jnp.floating)
+                return first if is_number else jnp.asarray(first).astype(out.dtype)
+            case "scatter-add" if alone:
+                return first
+            case "select_n" if slopes[0] is None:
+                return self._selected(eqn, [0 if s is None else s for s in slopes[1:]], values)
+            case _ if name in graph.RESHAPING and alone and eqn.invars[0].aval.size == out.size:
+                is_number = isinstance(first, float | int) or not jnp.ndim(first)
+                return first if is_number else jnp.reshape(first, out.shape)
+        raise _NotAffineError
+
+    def _selected(self, eqn: Any, slopes: list[Slope], values: Sequence[Any]) -> Slope:
+        if all(isinstance(s, float | int) and s == slopes[0] for s in slopes):
+            return slopes[0]
+        out, which = eqn.outvars[0].aval, self._value(eqn.invars[0], values)
+        if isinstance(which, bool | int):
+            return slopes[which]
+        shape = out.shape if any(jnp.ndim(x) for x in (which, *slopes)) else ()
+        return jax.lax.select_n(
+            which, *(jnp.broadcast_to(wide(jnp.asarray(s).astype(out.dtype)), shape) for s in slopes)
+        )
+
+    def _value(self, v: Any, values: Sequence[Any]) -> Any:
+        """The value of what does not depend on the leaf; a number if it is one of the program."""
+        constant = self._constant(v)
+        if constant is not None:
+            return constant
+        return graph.subfunction(self._flat, graph.body_of(self._flat).invars, [v])(values)[0]
+
+    def _constant(self, v: Any) -> Any:
+        found = v.val if graph.is_literal(v) else self._constants.get(v)
+        if found is not None and not isinstance(found, jax.core.Tracer) and np.ndim(found) == 0:
+            dtype = np.float64 if jnp.issubdtype(v.aval.dtype, jnp.floating) else v.aval.dtype
+            return np.asarray(found, v.aval.dtype).astype(dtype).item()
+        eqn = None if graph.is_literal(v) else self._made_by.get(v)
+        if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
+            same = eqn.primitive.name == "broadcast_in_dim" or _same_kind(eqn.invars[0].aval.dtype, v.aval.dtype)
+            return self._constant(eqn.invars[0]) if same else None
+        return None
+
+
+def wide(x: Any) -> Any:
+    """In at least 32 bits, if it is of floating-point numbers: half precision would round an offset away."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
+    """The jaxpr from `given` to one variable and to nothing else, with calls entered and collectives left."""
+
+    def stay(eqn: Any, operands: list[Any]) -> list[Any] | None:
+        return None if collective_of(eqn) is None else eqn.primitive.bind(*operands, **eqn.params)
+
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in given]
+    piece = graph.subfunction(closed, list(given), [wanted])
+    few = jax.make_jaxpr(lambda *values: piece(values))(*structs)
+    return jax.make_jaxpr(lambda *values: graph.inlined(few, values, {"jit": stay, "pjit": stay}))(*structs)
+
+
+def _axes_of(closed: Any) -> Any:
+    """The mesh axes over which the body of a collective reduces; none of one replica's."""
+    found = [
+        eqn.params["axes"] for eqn in graph.body_of(closed).eqns if graph.makes_alike(eqn) and "axes" in eqn.params
+    ]
+    return found[0] if found else ()
+
+
+def _same_kind(a: Any, b: Any) -> bool:
+    return any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in (jnp.floating, jnp.integer))

@@ -1,0 +1,489 @@
+"""What depends on what in a traced step, and cutting a piece out of it.
+
+The only file that handles jaxprs, and so the only one that knows how they differ between JAX versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.interpreters import partial_eval
+
+from jdist.core.collective_marks import Collective, collective_of
+
+# Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
+ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+
+# What lays the elements of an array out anew.
+RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+
+Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
+
+
+def body_of(closed: Any) -> Any:
+    """The open jaxpr of a closed one; from JAX 0.12 on they are one type."""
+    return closed.jaxpr
+
+
+def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
+    """Every variable of a jaxpr whose value depends on one of `sources`, these included.
+
+    Args:
+        closed: what `jax.make_jaxpr` returned.
+        sources: variables of it.
+    """
+    found = set(sources)
+    for eqn in body_of(closed).eqns:
+        if any(v in found for v in eqn.invars if not isinstance(v, jex.Literal)):
+            found.update(eqn.outvars)
+    return found
+
+
+def forwarded(closed: Any, *, collectives: bool = False) -> Any:
+    """The same function, in which what an equation hands on unchanged is read where that equation had it from.
+
+    A scan over layers that returns their parameters beside its result, as `nnx.scan` does, makes nothing of them: they
+    depend on no more than before it.
+
+    Args:
+        closed: a traced function.
+        collectives: whether a collective of one replica, the identity, counts as such an equation.
+    """
+    jaxpr, source = body_of(closed), dict[Var, Var]()
+
+    def resolved(v: Var) -> Var:
+        return v if is_literal(v) else source.get(v, v)
+
+    def handed_on(eqn: Any) -> dict[int, int]:
+        if collective_of(eqn) is None:
+            return _handed_on(eqn)
+        return _passed_by_one_replica(eqn) if collectives else {}
+
+    equations = []
+    for eqn in jaxpr.eqns:
+        equations.append(eqn.replace(invars=[resolved(v) for v in eqn.invars]))
+        for result, operand in handed_on(eqn).items():
+            source[eqn.outvars[result]] = equations[-1].invars[operand]
+    replaced = jaxpr.replace(eqns=equations, outvars=[resolved(v) for v in jaxpr.outvars])
+    return ClosedJaxpr(replaced, closed.consts)
+
+
+def _handed_on(eqn: Any) -> dict[int, int]:
+    """Which results of an equation are which of its operands: of a call's its arguments, of a scan's what it scans over."""
+    if eqn.primitive.name in _CALLS:
+        return _arguments_returned(next(_nested(eqn.params.values())))
+    if eqn.primitive.name == "cond":
+        each = [_arguments_returned(branch) for branch in _nested(eqn.params.values())]
+        return {i: 1 + j for i, j in each[0].items() if all(other.get(i) == j for other in each)}
+    if eqn.primitive.name == "scan":
+        body = next(_nested(eqn.params.values()))
+        # Operands are constants, then the carry, then what is scanned over; results the carry, then what is stacked.
+        first = _number_not_scanned(eqn.invars, body_of(body).invars)
+        carry = _number_not_scanned(eqn.outvars, body_of(body).outvars)
+        returned = _arguments_returned(body).items()
+        return {i: j for i, j in returned if (i >= carry and j >= first) or j == i + first - carry < first}
+    return {}
+
+
+def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
+    """As `_handed_on`, of a collective."""
+    body = body_of(next(_nested(eqn.params.values())))
+    if any(inner.primitive.name != "optimization_barrier" for inner in body.eqns):
+        return {}
+    return {i: place for i, place in enumerate(operands_of_results(eqn)) if place is not None}
+
+
+def operands_of_results(eqn: Any) -> list[int | None]:
+    """The operand that each result of a collective is made of; None where it cannot be told.
+
+    JAX drops results that nothing reads, and their operands only where what computes them is apart from the rest.
+    """
+    body = body_of(next(_nested(eqn.params.values())))
+    place = {v: i for i, v in enumerate(body.invars)}
+    made_by = {v: (inner, i) for inner in body.eqns for i, v in enumerate(inner.outvars)}
+
+    def source(v: Var) -> int | None:
+        while not is_literal(v) and v not in place:
+            inner, i = made_by[v]
+            read = [operand for operand in inner.invars if not is_literal(operand)]
+            if len(inner.invars) == len(inner.outvars):
+                v = inner.invars[i]
+            elif len(read) == 1:
+                (v,) = read
+            else:
+                return None
+        return None if is_literal(v) else place[v]
+
+    return [source(v) for v in body.outvars]
+
+
+def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
+    """How many variables of a scan are whole in its body, too; of the others it has a row. JAX versions say it differently."""
+    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+
+
+def _arguments_returned(closed: Any) -> dict[int, int]:
+    """Which results of a function are which of its arguments."""
+    jaxpr = body_of(forwarded(closed))
+    place = {v: i for i, v in enumerate(jaxpr.invars)}
+    return {i: place[v] for i, v in enumerate(jaxpr.outvars) if is_in(v, place)}
+
+
+# JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
+_MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
+_MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
+
+
+def makes_alike(eqn: Any) -> bool:
+    """Whether an equation is one of JAX's own collectives of all replicas that gives them the same."""
+    return eqn.primitive.name in _MAKE_ALIKE and eqn.params.get("axis_index_groups") is None
+
+
+def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
+    """Every variable that depends on one of `sources` by way of no collective of jdist.
+
+    A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
+    microbatch's.
+    """
+    found = set(sources)
+    for eqn in body_of(closed).eqns:
+        combines = collective_of(eqn) is not None and not is_transposed_gather(eqn)
+        if not combines and any(v in found for v in eqn.invars if not is_literal(v)):
+            found.update(eqn.outvars)
+    return found
+
+
+def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
+    """Finds what differs from replica to replica.
+
+    Args:
+        closed: a traced function.
+        sources: arguments of it that differ.
+
+    Returns:
+        Variables of it; one too many where a nested function cannot be looked into.
+    """
+    jaxpr = body_of(closed)
+    found = set(sources)
+    _spread(jaxpr, found)
+    return found
+
+
+def _spread(jaxpr: Any, found: set[Var]) -> None:
+    """Adds to `found` all that varies as its members do."""
+    for eqn in jaxpr.eqns:
+        flags = [is_in(v, found) for v in eqn.invars]
+        found.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
+
+
+def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
+    """Which results of an equation vary, if the operands marked in `flags` do."""
+    name, every = eqn.primitive.name, [True] * len(eqn.outvars)
+    if is_transposed_gather(eqn):
+        return every
+    if collective_of(eqn) is not None or makes_alike(eqn):
+        return [False] * len(eqn.outvars)
+    if name in _MAKE_OWN:
+        return every
+    bodies = list(_nested(eqn.params.values()))
+    if not bodies:
+        return every if any(flags) or eqn.params.get("axis_index_groups") is not None else [False] * len(every)
+    if name in _CALLS and len(body_of(bodies[0]).invars) == len(flags):
+        return _body_varies(bodies[0], flags)
+    if name == "cond":
+        if flags[0]:
+            return every
+        return [any(each) for each in zip(*(_body_varies(b, flags[1:]) for b in bodies), strict=True)]
+    if name == "scan":
+        first = _number_not_scanned(eqn.invars, body_of(bodies[0]).invars)
+        carry = _number_not_scanned(eqn.outvars, body_of(bodies[0]).outvars)
+        while True:
+            results = _body_varies(bodies[0], flags)
+            after = [a or b for a, b in zip(flags[first - carry : first], results[:carry], strict=True)]
+            if after == flags[first - carry : first]:
+                return results
+            flags = [*flags[: first - carry], *after, *flags[first:]]
+    own = any(uses_primitive(eqn, name) for name in _MAKE_OWN)
+    return every if own or any(flags) else [False] * len(every)
+
+
+def _body_varies(closed: Any, flags: Sequence[bool]) -> list[bool]:
+    jaxpr = body_of(closed)
+    found = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
+    _spread(jaxpr, found)
+    return [is_in(v, found) for v in jaxpr.outvars]
+
+
+def is_transposed_gather(eqn: Any) -> bool:
+    """Whether an equation is what differentiation makes of `jdist.all_gather`: each replica's rows of the sum over all."""
+    found = collective_of(eqn)
+    return found is not None and found.op == "gather" and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+
+
+def collectives_in(eqn: Any) -> list[Collective]:
+    """The collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
+    own = collective_of(eqn)
+    if own is not None:
+        return [own]
+    return [c for body in _nested(eqn.params.values()) for inner in body_of(body).eqns for c in collectives_in(inner)]
+
+
+def flat_collectives(closed: Any) -> Any:
+    """The same function with calls (`jax.jit`, `custom_jvp`) entered that hold a collective of jdist; other calls stay."""
+    if not any(_holds_collective(eqn) for eqn in body_of(closed).eqns):
+        return closed
+
+    def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
+        if not _holds_collective(eqn):
+            return None
+        return jex.jaxpr_as_fun(flat_collectives(next(_nested(eqn.params.values()))))(*operands)
+
+    return replaced(closed, entered)
+
+
+def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
+    """The same function with some equations computed by `rule(equation, operands, last argument)`; None: as they are."""
+
+    def run(*values: Any) -> list[Any]:
+        known = values_at_start(closed, values)
+        for eqn in body_of(closed).eqns:
+            operands = [value_of(v, known) for v in eqn.invars]
+            results = rule(eqn, operands, values[-1] if values else None)
+            if results is None:
+                results = apply_equation(closed, eqn, operands)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [value_of(v, known) for v in body_of(closed).outvars]
+
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body_of(closed).invars]
+    return jax.make_jaxpr(run)(*structs)
+
+
+def _holds_collective(eqn: Any) -> bool:
+    """Whether an equation is a call, to be entered, of a function that holds a collective of jdist."""
+    enterable = eqn.primitive.name in _CALLS - {"checkpoint", "remat2"} and collective_of(eqn) is None
+    return enterable and bool(collectives_in(eqn))
+
+
+def uses_primitive(eqn: Any, name: str) -> bool:
+    """Whether an equation, or one nested in it, applies the primitive of that name."""
+    return eqn.primitive.name == name or any(contains_primitive(j, name) for j in _nested(eqn.params.values()))
+
+
+def contains_primitive(closed: Any, name: str) -> bool:
+    """Whether a jaxpr applies the primitive of that name anywhere."""
+    return any(uses_primitive(eqn, name) for eqn in body_of(closed).eqns)
+
+
+def nested(eqn: Any) -> list[Any]:
+    """The bodies of the jaxprs that an equation holds: of a loop, a branch, a call."""
+    return [closed.jaxpr for closed in _nested(eqn.params.values())]
+
+
+def _nested(params: Iterable[Any]) -> Iterator[Any]:
+    for param in params:
+        if isinstance(param, ClosedJaxpr):
+            yield param
+        elif isinstance(param, jex.Jaxpr):
+            yield ClosedJaxpr(param, ())
+        elif isinstance(param, tuple | list):
+            yield from _nested(param)
+
+
+def effects_of(closed: Any) -> list[Any]:
+    """The equations that do more than compute: prints, callbacks, reads and writes of a `jax.Ref`."""
+    return [eqn for eqn in body_of(closed).eqns if _effect_names(eqn)]
+
+
+def is_print_or_callback(eqn: Any) -> bool:
+    """Whether all that an equation does beside computing is to call the host."""
+    return all(name.endswith(("DebugEffect", "IOEffect")) for name in _effect_names(eqn))
+
+
+def _effect_names(eqn: Any) -> list[str]:
+    # By name, as JAX exports no effect types. A collective counts as one with an effect on its axis, and has none.
+    return [name for effect in eqn.effects if (name := type(effect).__name__) != "NamedAxisEffect"]
+
+
+def needed(
+    closed: Any, wanted: Iterable[Var], given: Collection[Var], effects: Sequence[Any] = ()
+) -> tuple[list[Any], set[Var]]:
+    """What computing `wanted` from `given` takes, and what `effects` take.
+
+    Returns:
+        The equations, in order, and every variable that they and `wanted` read.
+    """
+    reads = {v for v in wanted if not isinstance(v, jex.Literal)}
+    equations = []
+    for eqn in reversed(body_of(closed).eqns):
+        if any(eqn is effect for effect in effects) or any(v in reads and v not in given for v in eqn.outvars):
+            equations.append(eqn)
+            reads.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+    return equations[::-1], reads
+
+
+def arguments_read(closed: Any) -> list[bool]:
+    """Which arguments any result or effect of a traced function depends on, calls and loops in it entered."""
+    jaxpr = body_of(closed)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+
+def subfunction(
+    closed: Any, given: Sequence[Var], wanted: Sequence[Var], effects: Sequence[Any] = ()
+) -> Callable[[Sequence[jax.Array]], list[Any]]:
+    """The function that computes the variables `wanted` from the variables `given`, has `effects`, and does nothing else."""
+    return _piece(closed, given, needed(closed, wanted, set(given), effects)[0], wanted)
+
+
+def run(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a traced function."""
+    return list(jex.jaxpr_as_fun(closed)(*arguments))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a traced function: `run(values of reads) -> values of writes`."""
+
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    run: Callable[[Sequence[jax.Array]], list[Any]]
+
+
+def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
+    """A traced function as a few parts, one after another, between which the values of `replaced` can be changed.
+
+    Every equation is in the first part in which all it reads is known; what reads one of `replaced` is in a later part
+    than the one that writes it.
+    """
+    level: dict[Var, int] = {}
+    parts: list[list[Any]] = []
+    for eqn in body_of(closed).eqns:
+        number = max((level.get(v, 0) + (v in replaced) for v in eqn.invars if not is_literal(v)), default=0)
+        parts.extend([] for _ in range(number + 1 - len(parts)))
+        parts[number].append(eqn)
+        level.update((v, number) for v in eqn.outvars)
+    later = {v for v in body_of(closed).outvars if not is_literal(v)}
+    found = []
+    for equations in reversed(parts):
+        written = dict.fromkeys(v for eqn in equations for v in eqn.outvars)  # a dict keeps the order
+        own = {*written, *body_of(closed).constvars}
+        reads = tuple(dict.fromkeys(v for eqn in equations for v in eqn.invars if not is_literal(v) and v not in own))
+        writes = tuple(v for v in written if v in later)
+        later.update(reads)
+        found.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
+    return found[::-1]
+
+
+def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Callable[..., list[Any]]:
+    jaxpr = body_of(closed)
+    piece = jaxpr.replace(
+        invars=list(given),
+        outvars=list(wanted),
+        eqns=equations,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    run = jex.jaxpr_as_fun(ClosedJaxpr(piece, closed.consts))
+    return lambda values: list(run(*values))
+
+
+def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
+    """Evaluates a jaxpr with all functions that it calls (`jax.jit`, `custom_jvp`, `checkpoint`) entered.
+
+    Args:
+        closed: what `jax.make_jaxpr` returned.
+        arguments: its arguments; traced again, they give a jaxpr without calls.
+        rules: by name of a primitive, `(equation, operands) -> results` in place of what it does; None: as it is.
+    """
+    known = values_at_start(closed, arguments)
+    for eqn in body_of(closed).eqns:
+        operands = [value_of(v, known) for v in eqn.invars]
+        results = rules[eqn.primitive.name](eqn, operands) if eqn.primitive.name in rules else None
+        if results is None and eqn.primitive.name in _CALLS:
+            results = inlined(next(_nested(eqn.params.values())), operands, rules)
+        if results is None:
+            results = apply_equation(closed, eqn, operands)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(v, known) for v in body_of(closed).outvars]
+
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+
+
+def without_mesh(closed: Any) -> Any:
+    """A jaxpr that was traced under a mesh, as it would be traced under none; for one without collectives.
+
+    Equations, their parameters and constants remember the mesh, and JAX refuses arrays of another.
+    """
+
+    def plain(x: Any) -> Any:
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+    def run(closed: Any, values: Sequence[Any]) -> list[Any]:
+        jaxpr = body_of(closed)
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(plain, closed.consts), *values], strict=True))
+
+        def value(v: Var) -> Any:
+            return np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
+
+        for eqn in jaxpr.eqns:
+            params = {name: clean(param) for name, param in eqn.params.items()}
+            results = eqn.primitive.bind(*map(value, eqn.invars), **params)
+            known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+        return list(map(value, jaxpr.outvars))
+
+    def again(closed: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body_of(closed).invars]
+        return jax.make_jaxpr(lambda *values: run(closed, values))(*shapes)
+
+    def clean(param: Any) -> Any:
+        if isinstance(param, jax.sharding.Sharding):
+            return None
+        if isinstance(param, ClosedJaxpr):
+            return again(param)
+        return type(param)(map(clean, param)) if type(param) in (tuple, list) else param
+
+    return again(closed)
+
+
+def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation; None for those that nothing reads."""
+    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not is_literal(v)}
+    wanted = [v for v in eqn.outvars if not is_dropped(v)]
+    results = iter(_piece(closed, list(given), [eqn], wanted)(list(given.values())))
+    return [None if is_dropped(v) else next(results) for v in eqn.outvars]
+
+
+def nested_jaxprs(eqn: Any) -> list[Any]:
+    """The closed jaxprs among an equation's parameters: a loop's body, the branches of a condition."""
+    return list(_nested(eqn.params.values()))
+
+
+def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
+    """The values of the variables that no equation writes: a traced function's arguments and constants."""
+    jaxpr = body_of(closed)
+    return dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
+
+
+def value_of(v: Var, known: dict[Var, Any]) -> Any:
+    """The value of an operand: of a literal its own, of a variable the known one."""
+    return v.val if isinstance(v, jex.Literal) else known[v]
+
+
+def is_literal(v: Var) -> bool:
+    """Whether an operand is a constant written into the jaxpr."""
+    return isinstance(v, jex.Literal)
+
+
+def is_in(v: Var, variables: Collection[Var]) -> bool:
+    """Whether an operand is one of these variables; a constant written into the jaxpr is none."""
+    return not isinstance(v, jex.Literal) and v in variables
+
+
+def is_dropped(v: Var) -> bool:
+    """Whether a result of an equation is read by nobody."""
+    return isinstance(v, jex.DropVar)

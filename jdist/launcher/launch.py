@@ -1,0 +1,238 @@
+"""Start several processes of one job on this machine, watch them, and start them again when they fail."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from jdist.errors import LaunchError
+from jdist.launcher.console import Console
+from jdist.launcher.environment import check_cpu_devices
+from jdist.launcher.events import Attempt, Settings
+from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Task
+from jdist.launcher.loop import Launcher
+from jdist.launcher.options import check_at_least, check_positive, command_line, parse_processes, parse_servers
+from jdist.launcher.servers import PS
+
+RESTARTS_OF_A_RANGE = 3
+_CONSOLE_S = 30.0  # how long a terminal may stand still at the end before the rest is left to the logs
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: 0 if all ended well; else see `jdist.cluster.exit_status`, or 128 plus a signal's number.
+        attempts: what became of each attempt.
+        log_dir: the folder with attempt_A/process_I.log.
+        stop: the signal by which the user, or the time limit, asked all to stop; None if nobody did.
+        timed_out: whether it was the time limit.
+        failure: of the last attempt that failed, who failed and with which traceback or last words; "" if none did.
+    """
+
+    exit_code: int
+    attempts: tuple[Attempt, ...]
+    log_dir: Path
+    stop: signal.Signals | None = None
+    timed_out: bool = False
+    failure: str = ""
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    processes: int | str | tuple[int, int] | None = None,
+    workers: int | None = None,
+    ps: int | None = None,
+    evaluator: bool = False,
+    devices_per_process: int | None = None,
+    max_restarts: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    grace_s: float = 10.0,
+    stop_timeout_s: float = 300.0,
+    regrow_s: float = 300.0,
+) -> Launched:
+    """Run a command in several processes that find each other by TF_CONFIG; none is left when it returns.
+
+    With `workers` and `ps` the command runs once, as the chief of a parameter server, whose workers and servers run `jdist
+    serve`. One of these that dies is started again by itself; all end with the chief.
+
+    While it runs, in the main thread, SIGINT and SIGTERM are passed on to the processes once, which may then save
+    and leave; a second one kills them. When a process fails, the others are ended, and with restarts left all are
+    started again, at new ports.
+
+    Args:
+        command: a config (.yaml) and overrides, a script (.py) and arguments, `-m` and a module, or a program.
+        processes: how many, None for 2; as "MIN:MAX" or (MIN, MAX), start with MAX, and after a failure go on with those that
+            are left, at least MIN.
+        workers: of a parameter server.
+        ps: how many processes keep its parameters.
+        evaluator: start one more process, of task type evaluator; it ends with the job.
+        devices_per_process: run on this many virtual CPU devices each; None for the devices that JAX finds.
+        max_restarts: how often to start all again after a failure that this may mend: any but exit code 2. None
+            for 0, or for 3 with MIN:MAX.
+        log_dir: folder for the output of each process; None for runs/launch-TIME.
+        grace_s: seconds that others get to end by themselves after a failure, then again after SIGTERM, before
+            SIGKILL.
+        stop_timeout_s: seconds that processes get to save and leave when asked to stop.
+        regrow_s: seconds to go on with fewer than MAX before all are asked to save and leave, to go on with MAX.
+
+    Returns:
+        The exit code, the attempts and where the logs are.
+
+    Raises:
+        LaunchError: what is asked for is not right.
+
+    Example:
+        >>> launch(["python", "-c", "pass"], processes=2).exit_code
+        0
+    """
+    served = parse_servers(workers, ps, processes)
+    smallest, largest = (1, 1) if served else parse_processes(2 if processes is None else processes)
+    servers = () if served is None else _servers(*served)
+    restarts = (RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
+    check_at_least("max_restarts", restarts, 0)
+    for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
+        check_positive(name, seconds)
+    settings = Settings(
+        smallest=smallest,
+        largest=largest,
+        evaluator=evaluator,
+        chief=served is not None,
+        max_restarts=restarts,
+        grace_s=grace_s,
+        stop_timeout_s=stop_timeout_s,
+        regrow_s=regrow_s,
+        seed=random.SystemRandom().getrandbits(32),
+    )
+    line = command_line(command, devices_per_process=devices_per_process)
+    check_cpu_devices(devices_per_process, os.environ)
+    which = f"{largest} process{'es' if largest > 1 else ''}"
+    if served is not None:
+        which = f"a chief, {served[0]} worker{'s' if served[0] > 1 else ''} and {served[1]} ps"
+    which += " and an evaluator" if evaluator else ""
+    return run(
+        settings,
+        line,
+        what=f"{which} of {shlex.join(command)}",
+        devices_per_process=devices_per_process,
+        log_dir=make_log_dir(log_dir),
+        servers=servers,
+    )
+
+
+def run(
+    settings: Settings,
+    line: Sequence[str],
+    *,
+    what: str,
+    log_dir: Path,
+    devices_per_process: int | None = None,
+    servers: Sequence[Task] = (),
+    timeout_s: float | None = None,
+    explains: bool = True,
+) -> Launched:
+    """`launch` of what was checked: one line in several processes.
+
+    Args:
+        settings: how many, how often, how long.
+        line: program and arguments.
+        what: is launched, in words.
+        log_dir: a folder that is there.
+        devices_per_process: virtual CPU devices of each.
+        servers: tasks that run `jdist serve` beside it.
+        timeout_s: seconds after which all are asked to stop, as by SIGTERM.
+        explains: say at once why an attempt failed; else only the result does.
+    """
+    console = Console()
+    try:
+        launcher = Launcher(
+            settings,
+            line,
+            os.environ,
+            devices_per_process=devices_per_process,
+            log_dir=log_dir,
+            console=console,
+            prefixes=_prefixes(settings, servers),
+            servers=servers,
+            timeout_s=timeout_s,
+            explains=explains,
+        )
+        launcher.say(f"{what}; logs: {log_dir}")
+        state = launcher.run()
+    finally:
+        console.close(_CONSOLE_S)
+    assert state.exit_code is not None
+    return Launched(
+        exit_code=state.exit_code,
+        attempts=state.history,
+        log_dir=log_dir,
+        stop=state.stop,
+        timed_out=launcher.timed_out,
+        failure=launcher.failure,
+    )
+
+
+def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder, made; a new one, runs/launch-TIME, if none was asked for.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    try:
+        if log_dir is not None:
+            folder = Path(log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        name = time.strftime("launch-%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+            folder = Path("runs") / f"{name}{suffix}"
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as exc:
+        raise LaunchError(f"log_dir={log_dir}: {exc}. Give a folder that can be written.") from exc
+    raise LaunchError(f"runs/{name} and 98 more like it exist already; give log_dir.")
+
+
+def _servers(workers: int, ps: int) -> tuple[Task, ...]:
+    return tuple(Task(job, i, serves=True) for job, count in ((WORKER, workers), (PS, ps)) for i in range(count))
+
+
+def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
+    """What each process's lines begin with at standard output and error, in colour where that is a terminal."""
+    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
+    if settings.evaluator:
+        tasks.append(Task(EVALUATOR, 0))
+    tasks += servers
+    colours = itertools.cycle(_COLOURS)
+    return {
+        task: (_prefix(task, sys.stdout, colour), _prefix(task, sys.stderr, colour))
+        for task, colour in zip(tasks, colours, strict=False)
+    }
+
+
+def _prefix(task: Task, file: IO[str], colour: str) -> bytes:
+    text = f"[{task.label}] "
+    if not file.isatty():
+        return text.encode()
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
+    with rich.capture() as captured:
+        rich.print(Text(text, style=colour), end="")
+    return captured.get().encode()

@@ -1,0 +1,298 @@
+"""The launcher's loop: a thin shell of processes, pipes and signals round `state.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jdist.cluster.environment import RECORD_FOLDER, TOKEN
+from jdist.cluster.exit_status import PEER_LOST
+from jdist.launcher.console import Console
+from jdist.launcher.environment import child_environment, free_ports
+from jdist.launcher.events import (
+    Asked,
+    Attempt,
+    Command,
+    Ended,
+    Event,
+    Phase,
+    Say,
+    Send,
+    Settings,
+    Start,
+    State,
+    Tick,
+)
+from jdist.launcher.exit_cause import EVALUATOR, WORKER, Task, cause
+from jdist.launcher.process import LogFile, Process, Stream
+from jdist.launcher.report import failure, summary
+from jdist.launcher.servers import Restarts
+from jdist.launcher.supervisor import begin, step
+
+_ROOM_POLL_S = 0.05
+_CANNOT_BE_STARTED = 126
+
+
+class Launcher:
+    """Runs one launch; `run` may be called once.
+
+    Args:
+        settings: how many, how often, how long.
+        command: what each process runs.
+        environ: the environment to derive theirs from.
+        devices_per_process: virtual CPU devices of each.
+        log_dir: where logs go.
+        console: where to write.
+        prefixes: what the lines of each process begin with, at standard output and at standard error.
+        servers: tasks that run `jdist serve` beside the command, until it ends.
+        timeout_s: seconds after which all are asked to stop, as by SIGTERM; None for never.
+        explains: say why an attempt failed; else it is only in `failure`.
+
+    Attributes:
+        timed_out: whether the time was over.
+        failure: why the last attempt that failed did; "" if none has.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        devices_per_process: int | None,
+        log_dir: Path,
+        console: Console,
+        prefixes: Mapping[Task, tuple[bytes, bytes]],
+        servers: Sequence[Task] = (),
+        timeout_s: float | None = None,
+        explains: bool = True,
+    ) -> None:
+        # Processes that show another token, of a user of the same machine for instance, are not taken in.
+        self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
+        self._devices, self._log_dir, self._console, self._prefixes = devices_per_process, log_dir, console, prefixes
+        self._selector = selectors.DefaultSelector()
+        self._processes: dict[Task, Process] = {}
+        self._last_words: dict[Task, str] = {}
+        self._causes: dict[int, str] = {}
+        self._events: deque[Event] = deque()
+        self._reading: dict[int, tuple[Process, Stream]] = {}
+        self._paused = False
+        self._servers = Restarts(servers, seed=settings.seed)
+        self._cluster: dict[str, list[str]] = {}
+        self._attempt = 0
+        self._timeout_s, self._explains = timeout_s, explains
+        self._timeout_at: float | None = None
+        self.timed_out, self.failure = False, ""
+
+    def run(self) -> State:
+        """Run to the end; no process is left then, also after an exception.
+
+        Returns:
+            The last state.
+        """
+        with self._selector, _signals() as asked:
+            self._selector.register(asked[0], selectors.EVENT_READ, "signals")
+            try:
+                began = time.monotonic()
+                self._timeout_at = None if self._timeout_s is None else began + self._timeout_s
+                state, commands = begin(self._settings, began)
+                self._obey(commands)
+                while state.phase is not Phase.DONE:
+                    if not self._events:
+                        self._wait(state, asked)
+                    while self._events:
+                        state, commands = step(state, self._events.popleft())
+                        self._obey(commands)
+            finally:
+                for process in self._processes.values():
+                    process.control.close()  # all guards at once, before any is waited for
+                for process in self._processes.values():
+                    process.abandon()
+        self.say(summary(state.history, self._causes))
+        return state
+
+    def say(self, text: str) -> None:
+        """Tell the user, on standard error."""
+        lines = "".join(f"[launch] {line}\n" for line in text.splitlines())
+        self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
+
+    def _wait(self, state: State, asked: tuple[int, int]) -> None:
+        """Handle what has come by the time the next thing is due."""
+        self._pause_if_full()
+        times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
+        if self._paused:
+            timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
+        for key, _ in self._selector.select(timeout):
+            if key.data == "signals":
+                self._hear(os.read(asked[0], 64), asked[1])
+            elif isinstance(key.data, Process):
+                if key.data.listen():
+                    self._gone(key.data)
+            elif key.fd in self._reading:  # not if its process has just gone
+                process, stream = self._reading[key.fd]
+                if not process.read(stream, time.monotonic()):
+                    self._stop_reading(key.fd)
+        self._start_servers()
+        if self._timeout_at is not None and time.monotonic() >= self._timeout_at:
+            self._timeout_at, self.timed_out = None, True
+            self.say(f"not over after {self._timeout_s:g} s")
+            self._events.append(Asked(at=time.monotonic(), signal=signal.SIGTERM))
+        if state.due is not None and time.monotonic() >= state.due:
+            self._events.append(Tick(at=time.monotonic()))
+
+    def _hear(self, numbers: bytes, others: int) -> None:
+        """Takes the signals that have arrived; the numbers of those that are not the launcher's go on to `others`."""
+        for number in numbers:
+            if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
+                number = signal.SIGTERM
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._events.append(Asked(at=time.monotonic(), signal=signal.Signals(number)))
+            elif others != -1:
+                with contextlib.suppress(OSError):  # full
+                    os.write(others, bytes([number]))
+
+    def _gone(self, process: Process) -> None:
+        self._selector.unregister(process.control)
+        for stream in process.streams:
+            self._stop_reading(stream.pipe)
+        code, at = process.finish(time.monotonic())
+        del self._processes[process.task]
+        self._last_words[process.task] = process.stderr
+        if process.log.problem is not None:
+            self.say(f"the log {process.log.path} is not whole: {process.log.problem}")
+        if not process.task.serves:
+            self._events.append(Ended(at=at, task=process.task, code=code))
+        elif said := self._servers.ended(process.task, code, time.monotonic()):
+            why = cause(process.stderr)
+            self.say(f"{said}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
+
+    def _obey(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Start):
+                self._start(command)
+            elif isinstance(command, Send):
+                for task in command.tasks & self._processes.keys():
+                    self._processes[task].send(command.signal)
+            elif isinstance(command, Say):
+                self.say(command.text)
+            elif command.guilty is not None:
+                self._report(command)
+
+    def _start(self, command: Start) -> None:
+        self._last_words.clear()
+        self._attempt = command.attempt
+        try:
+            self._choose_ports(command.tasks)
+            self._servers.attempt()
+            self._start_servers()
+            for task in command.tasks:
+                self._spawn(task, self._command)
+        except OSError as exc:
+            self.say(f"attempt {command.attempt} cannot be started: {exc}")
+            for task in command.tasks:
+                if task not in self._processes:
+                    self._events.append(Ended(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
+
+    def _choose_ports(self, tasks: Sequence[Task]) -> None:
+        """New ones for each attempt; but servers keep theirs, and then the chief does."""
+        if self._cluster and self._servers.tasks:
+            return
+        named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
+        self._cluster = {}
+        for task, port in zip(named, free_ports(len(named)), strict=True):
+            self._cluster.setdefault(task.type, []).append(f"127.0.0.1:{port}")
+
+    def _start_servers(self) -> None:
+        for task in self._servers.due(time.monotonic()):
+            try:
+                self._spawn(task, [sys.executable, "-m", "jdist", "serve"])
+            except OSError as exc:
+                said = self._servers.ended(task, PEER_LOST, time.monotonic())
+                self.say(f"{said}: {exc}")
+
+    def _spawn(self, task: Task, line: Sequence[str]) -> None:
+        attempt = self._attempt
+        log = self._log_path(task, attempt)
+        environ = {RECORD_FOLDER: str(log.parent.absolute()), **self._environ}
+        process = Process(
+            task,
+            line,
+            child_environment(environ, task, self._cluster, attempt=attempt, devices_per_process=self._devices),
+            log=LogFile(log),
+            prefixes=self._prefixes[task],
+            console=self._console,
+        )
+        self._processes[task] = process
+        self._selector.register(process.control, selectors.EVENT_READ, process)
+        for stream in process.streams:
+            self._reading[stream.pipe] = process, stream
+            if not self._paused:
+                self._selector.register(stream.pipe, selectors.EVENT_READ)
+
+    def _log_path(self, task: Task, attempt: int) -> Path:
+        if task.serves:
+            return self._log_dir / "servers" / f"{task.type}_{task.index}.log"
+        return self._log_dir / f"attempt_{attempt}" / f"{'process_' if task.type == WORKER else ''}{task.label}.log"
+
+    def _report(self, attempt: Attempt) -> None:
+        assert attempt.guilty is not None
+        task = attempt.guilty.task
+        stderr = self._last_words.get(task, "")
+        self._causes[attempt.number] = cause(stderr)
+        self.failure = failure(attempt, str(self._log_path(task, attempt.number)), stderr)
+        if self._explains:
+            self.say(self.failure)
+
+    def _pause_if_full(self) -> None:
+        """Read no output while too much of it waits to be shown; the processes then wait, too."""
+        if self._console.is_full == self._paused:
+            return
+        self._paused = not self._paused
+        for pipe in self._reading:
+            if self._paused:
+                self._selector.unregister(pipe)
+            else:
+                self._selector.register(pipe, selectors.EVENT_READ)
+
+    def _stop_reading(self, pipe: int) -> None:
+        if self._reading.pop(pipe, None) is not None and not self._paused:
+            self._selector.unregister(pipe)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[tuple[int, int]]:
+    """A pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; empty outside the main thread.
+
+    The interpreter itself writes the number, whichever thread takes the signal: a handler in Python would wait for the
+    main thread, which waits for the pipe.
+
+    Yields:
+        The pipe's end to read from, and where other signals' numbers are to be written to, -1 for nowhere.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGINT, signal.SIGTERM] if in_main else []
+    if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup said that it does not matter
+        numbers.append(signal.SIGHUP)
+    woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
+    before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
+    try:
+        yield reader, woken_before
+    finally:
+        if in_main:
+            signal.set_wakeup_fd(woken_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,293 @@
+"""When a launcher starts, stops and starts again: a pure function of its state and one event.
+
+    RUNNING ── a worker fails ──> FAILING ── all gone ──> WAITING ── backoff over ──> RUNNING (attempt + 1)
+       │                             └── no restart left, or none can help ──> DONE
+       ├── all workers well, the evaluator goes on ──> FINISHING ──> DONE
+       ├── the user asks ──> STOPPING ──> DONE
+       └── smaller than it might be, for `regrow_s` ──> REGROWING ── all gone ──> RUNNING (attempt + 1, largest)
+
+What is done to processes that should end is a `plan`: at which time which signal, the last entry being to give
+up waiting. Nothing here reads a clock: each event carries its time.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import replace
+
+from jdist.cluster.exit_status import FAILED, FINISHED, PEER_LOST
+from jdist.launcher.events import (
+    Asked,
+    Attempt,
+    Commands,
+    Ended,
+    Event,
+    Phase,
+    Plan,
+    Say,
+    Send,
+    Settings,
+    Start,
+    State,
+)
+from jdist.launcher.exit_cause import (
+    CHIEF,
+    EVALUATOR,
+    WORKER,
+    End,
+    Kind,
+    Task,
+    exit_code,
+    guilty,
+    how,
+    kind,
+    lost,
+    mendable,
+)
+
+QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
+LONGEST_BACKOFF_S = 60.0
+# A second signal within that is the first: a terminal and a scheduler may both send it, or a hand twice.
+SAME_SIGNAL_S = 1.0
+NOTICE_S = 5.0  # between the first and the last that leave because a peer is lost
+
+
+def begin(settings: Settings, now: float) -> tuple[State, Commands]:
+    """The first state, and the command to start the first attempt."""
+    return _start(State(settings=settings, size=settings.largest, regrow_s=settings.regrow_s), now)
+
+
+def step(state: State, event: Event) -> tuple[State, Commands]:
+    """What an event changes.
+
+    Args:
+        state: as it is.
+        event: what happened; times never go back.
+
+    Returns:
+        The next state and what is to be done, in this order.
+    """
+    if state.phase is Phase.DONE:
+        return state, ()
+    if isinstance(event, Ended):
+        return _ended(state, event)
+    return _asked(state, event) if isinstance(event, Asked) else _tick(state, event.at)
+
+
+def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
+    """Seconds to wait before an attempt: 1, 2, 4 ... 60, each less a random part of up to a half.
+
+    Args:
+        quick: attempts in a row that failed soon after their start.
+        seed: of the launcher, so that several that failed together do not come back together.
+        attempt: the one that failed.
+    """
+    longest = min(LONGEST_BACKOFF_S, 2.0 ** min(max(quick - 1, 0), 10))
+    return longest * random.Random(f"{seed} {attempt}").uniform(0.5, 1.0)
+
+
+def _start(state: State, now: float) -> tuple[State, Commands]:
+    settings = state.settings
+    tasks = tuple(Task(CHIEF if settings.chief else WORKER, index) for index in range(state.size))
+    if settings.evaluator:
+        tasks += (Task(EVALUATOR, 0),)
+    state = replace(
+        state,
+        phase=Phase.RUNNING,
+        attempt=state.attempt + 1,
+        started_at=now,
+        running=frozenset(tasks),
+        ends=(),
+        told={},
+        plan=(),
+        wake_at=now + state.regrow_s if state.size < settings.largest else None,
+    )
+    return state, (Start(state.attempt, tasks),)
+
+
+def _ended(state: State, event: Ended) -> tuple[State, Commands]:
+    if event.task not in state.running:
+        return state, ()
+    end = End(task=event.task, code=event.code, at=event.at, told=state.told.get(event.task))
+    state = replace(state, running=state.running - {event.task}, ends=(*state.ends, end))
+    commands: Commands = ()
+    if kind(end) != Kind.WELL:
+        if end.task.type == EVALUATOR:
+            if state.phase in (Phase.RUNNING, Phase.FINISHING):
+                commands = (Say(f"{end.task} {how(end)}; the job goes on without it"),)
+        else:
+            state, commands = _fail(state, end)
+    if not state.running:
+        state, more = _over(state, event.at)
+        return state, commands + more
+    if state.phase is Phase.RUNNING and all(task.type == EVALUATOR for task in state.running):
+        plan = _plan(event.at + state.settings.stop_timeout_s, state.settings.grace_s, signal.SIGTERM, signal.SIGKILL)
+        state = replace(state, phase=Phase.FINISHING, plan=plan, wake_at=None)
+        text = (
+            f"the job has ended; the evaluator has {state.settings.stop_timeout_s:g} s to come to its last checkpoint"
+        )
+        commands = (*commands, Say(text))
+    return state, commands
+
+
+def _fail(state: State, end: End) -> tuple[State, Commands]:
+    """A worker failed: the others are ended, soon or, if they may be saving, later."""
+    grace_s, first = state.settings.grace_s, state.phase in (Phase.RUNNING, Phase.REGROWING, Phase.STOPPING)
+    if kind(end) == Kind.LEFT:  # all have agreed to save and leave
+        plan = _plan(end.at + state.settings.stop_timeout_s, grace_s, signal.SIGKILL)
+        text = "the others may save and leave"
+    elif state.phase is Phase.RUNNING and end.code == PEER_LOST:
+        # All who are alive notice within a moment of each other. Who is left stands still, and heeds no SIGTERM.
+        leave_s = min(grace_s, NOTICE_S)
+        plan = _plan(end.at + leave_s, grace_s, signal.SIGKILL)
+        text = f"the others have {leave_s:g} s to leave as well"
+    elif state.phase is Phase.RUNNING:
+        plan = _plan(end.at + grace_s, grace_s, signal.SIGTERM, signal.SIGKILL)
+        text = f"the others have {grace_s:g} s to end by themselves"
+    else:  # they were asked already, or are ending
+        plan = _plan(end.at + grace_s, grace_s, signal.SIGKILL)
+        text = f"the others have {grace_s:g} s left"
+    if state.plan and state.plan[0][0] <= plan[0][0]:
+        plan = state.plan
+    state = replace(state, phase=Phase.FAILING, plan=plan, wake_at=None)
+    if not first or not state.running:
+        return state, ()
+    commands: Commands = (Say(f"{end.task} {how(end)}; {text}"),)
+    # The evaluator has no peers whose loss it could notice.
+    idle = frozenset(task for task in state.running if task.type == EVALUATOR and task not in state.told)
+    state, sent = _send(state, idle, signal.SIGTERM)
+    return state, commands + sent
+
+
+def _asked(state: State, event: Asked) -> tuple[State, Commands]:
+    settings, name = state.settings, event.signal.name
+    is_same = event.signal == state.stop and event.at - state.asked_at < SAME_SIGNAL_S
+    state = replace(state, asked_at=event.at)
+    if is_same:
+        return state, ()
+    if state.phase is Phase.WAITING:
+        state = replace(state, phase=Phase.DONE, stop=event.signal, wake_at=None, exit_code=128 + event.signal)
+        return state, (Say(f"{name}: no further attempt"),)
+    if state.stop is not None:
+        plan = _plan(event.at + settings.grace_s, settings.grace_s)
+        state, sent = _send(replace(state, forced=True, plan=plan), state.running, signal.SIGKILL)
+        return state, (Say(f"{name} again: killing all processes"), *sent)
+    if state.phase in (Phase.FAILING, Phase.REGROWING):
+        phase = Phase.FAILING if state.phase is Phase.FAILING else Phase.STOPPING
+        untold = state.running - state.told.keys()
+        state, sent = _send(replace(state, phase=phase, stop=event.signal), untold, event.signal)
+        return state, (Say(f"{name}: no further attempt"), *sent)
+    plan = _plan(event.at + settings.stop_timeout_s, settings.grace_s, signal.SIGKILL)
+    state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None)
+    state, sent = _send(state, state.running, event.signal)
+    text = f"{name} passed on; all have {settings.stop_timeout_s:g} s to save and leave, a second signal kills them"
+    return state, (Say(text), *sent)
+
+
+def _tick(state: State, now: float) -> tuple[State, Commands]:
+    if state.wake_at is not None and now >= state.wake_at:
+        if state.phase is Phase.WAITING:
+            return _start(state, now)
+        largest = state.settings.largest
+        plan = _plan(now + state.settings.stop_timeout_s, state.settings.grace_s, signal.SIGKILL)
+        state, sent = _send(
+            replace(state, phase=Phase.REGROWING, plan=plan, wake_at=None), state.running, signal.SIGTERM
+        )
+        return state, (Say(f"asking all to save and leave, to go on with {largest} processes"), *sent)
+    commands: Commands = ()
+    while state.plan and now >= state.plan[0][0]:
+        number = state.plan[0][1]
+        state = replace(state, plan=state.plan[1:])
+        if number is None:
+            state, more = _give_up(state, now)
+        else:
+            # A second SIGTERM would cut a save short.
+            tasks = state.running if number == signal.SIGKILL else state.running - state.told.keys()
+            state, more = _send(state, tasks, number)
+            if tasks:
+                more = (Say(f"still there: {_names(tasks)}; sending {number.name}"), *more)
+        commands += more
+    return state, commands
+
+
+def _give_up(state: State, now: float) -> tuple[State, Commands]:
+    """SIGKILL did not help: the system itself holds them, and nothing can be started beside them."""
+    held = state.running
+    ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, told=signal.SIGKILL) for task in sorted(held))
+    state = replace(state, ends=state.ends + ends, running=frozenset(), forced=False)
+    state, record = _record(state, now, guilty(state.ends), "failed")
+    text = f"cannot be ended, not even by SIGKILL: {_names(held)}; a device or a file system holds it"
+    return replace(state, phase=Phase.DONE, exit_code=FAILED), (Say(text), record)
+
+
+def _over(state: State, now: float) -> tuple[State, Commands]:
+    """All processes of an attempt are gone: what next?"""
+    cause = guilty(end for end in state.ends if end.task.type != EVALUATOR)
+    finished = all(end.code == FINISHED for end in state.ends if end.task.type != EVALUATOR)
+    if state.stop is not None and (state.forced or (cause and kind(cause) == Kind.LEFT)):
+        cause = None
+    if cause is None and state.stop is None and state.phase is Phase.REGROWING and not finished:
+        state, record = _record(state, now, None, "grown")
+        state, start = _start(replace(state, size=state.settings.largest, grown=True), now)
+        return state, (record, *start)
+    if cause is None:
+        if finished and not state.forced:
+            cause = guilty(state.ends)  # the evaluator's, which no restart of the workers would mend
+        whole = finished and all(end.code == FINISHED for end in state.ends)
+        code = 128 + state.stop if state.stop and (state.forced or not whole) else FINISHED
+        code = exit_code(cause) if cause else code
+        state, record = _record(state, now, cause, "failed" if cause else "stopped" if code else "finished")
+        return replace(state, phase=Phase.DONE, exit_code=code), (record,)
+    state, record = _record(state, now, cause, "failed")
+    trial = state.grown and record.duration_s < state.regrow_s  # growing did not work: no restart is used up
+    if state.stop is not None or not mendable(cause) or (state.restarts == state.settings.max_restarts and not trial):
+        return replace(state, phase=Phase.DONE, exit_code=exit_code(cause)), (record,)
+    return _restart(state, now, record, trial=trial)
+
+
+def _restart(state: State, now: float, record: Attempt, *, trial: bool) -> tuple[State, Commands]:
+    settings = state.settings
+    fewer = max(lost(end for end in state.ends if end.task.type != EVALUATOR), trial)
+    quick = state.quick + 1 if record.duration_s < QUICK_S else 1
+    wait_s = backoff_s(quick, seed=settings.seed, attempt=state.attempt)
+    state = replace(
+        state,
+        phase=Phase.WAITING,
+        size=max(settings.smallest, state.size - fewer),
+        grown=False,
+        plan=(),
+        wake_at=now + wait_s,
+        regrow_s=state.regrow_s * 2 if trial else state.regrow_s,
+        restarts=state.restarts + (not trial),
+        quick=quick,
+    )
+    which = "back to fewer" if trial else f"restart {state.restarts} of {settings.max_restarts}"
+    return state, (record, Say(f"{which} in {wait_s:.1f} s, with {state.size} processes"))
+
+
+def _record(state: State, now: float, cause: End | None, outcome: str) -> tuple[State, Attempt]:
+    attempt = Attempt(
+        number=state.attempt,
+        size=state.size,
+        duration_s=now - state.started_at,
+        ends=tuple(sorted(state.ends, key=lambda end: end.at)),
+        guilty=cause,
+        outcome=outcome,
+    )
+    return replace(state, history=(*state.history, attempt), plan=(), wake_at=None), attempt
+
+
+def _send(state: State, tasks: frozenset[Task], number: signal.Signals) -> tuple[State, Commands]:
+    if not tasks:
+        return state, ()
+    return replace(state, told={**state.told, **dict.fromkeys(tasks, number)}), (Send(tasks, number),)
+
+
+def _plan(at: float, grace_s: float, *signals: signal.Signals) -> Plan:
+    """The signals from `at` on, `grace_s` apart, and after the last one to give up."""
+    return tuple((at + n * grace_s, number) for n, number in enumerate((*signals, None)))
+
+
+def _names(tasks: frozenset[Task]) -> str:
+    return ", ".join(map(str, sorted(tasks)))

@@ -1,1 +1,0 @@
-"""The training loop: `fit`, `evaluate`, `predict`."""

@@ -1,0 +1,437 @@
+"""What carries out the coordinator's decisions.
+
+`dispatch.handle` decides; here are the lock, and those who do what it says: closures go to the workers' links, messages to
+those who tell shards, results to those who wait. What the links and the watches over shards hear comes back as events.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdist.errors import ClosureCancelledError, ClosureError, JDistError, JobReplacedError, ShardLostError
+from jdist.ps.coordinator.closures import Batch, Closures, Installable, decide
+from jdist.ps.coordinator.remote_value import Pending
+from jdist.ps.coordinator.replica_watch import Copies, ReplicaWatch
+from jdist.ps.coordinator.shard_calls import ShardCalls
+from jdist.ps.coordinator.shard_watch import ShardWatch
+from jdist.ps.coordinator.snapshot import ClusterSnapshot
+from jdist.ps.coordinator.snapshots import Snapshots
+from jdist.ps.coordinator.worker_link import Attendance, Briefing, WorkerLink
+from jdist.ps.protocol import scheduler as machine
+from jdist.ps.protocol.messages import Commit
+from jdist.ps.protocol.scheduler import Dispatch
+from jdist.ps.protocol.scheduler_events import (
+    Assign,
+    Cancelled,
+    Decide,
+    Decided,
+    Event,
+    Finish,
+    Reported,
+    Rerun,
+    Rollback,
+    Tell,
+)
+from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.protocol.times import Times
+from jdist.ps.transport.interface import Channel, Header
+from jdist.ps.transport.shard_client import ShardClient, Together
+from jdist.ps.transport.threads import Threads
+
+_LOG = logging.getLogger(__name__)
+
+
+class Engine:
+    """Drives functions over workers and shards, as `Coordinator` has it.
+
+    Args:
+        workers: makes a channel to each worker.
+        shards: the shards that keep the state, not yet restored.
+        addresses: theirs, by which workers reach them.
+        times: how long it waits.
+        depth: closures that a worker gets at a time.
+        rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
+        copies: of each shard, where its two copies are; none where it has one.
+        on_replaced: is called when another coordinator has taken over.
+
+    Attributes:
+        lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
+            awaited.
+        mutex: of which `lock` is a condition.
+        closed: whether all is over.
+        dispatch: the machine's state.
+        closures: those that may have to be computed.
+        to_come: how many closures wait for arguments.
+        attendance: which workers there are.
+        shards: the shards.
+        snapshots: the newest snapshot, and further ones.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Callable[[], Channel]],
+        shards: Sequence[ShardClient],
+        *,
+        addresses: Sequence[str],
+        times: Times,
+        depth: int = 16,
+        rounds: Rounds | None = None,
+        copies: Sequence[Copies] = (),
+        on_replaced: Callable[[], None] = lambda: None,
+    ):
+        self._times, self.shards, self._copies = times, Together(shards), tuple(copies)
+        self.mutex = threading.RLock()
+        self.lock = threading.Condition(self.mutex)
+        self._is_awaited = False
+        self.closed = False
+        self.dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
+        self.closures = Closures(have_a_state=bool(shards))
+        self.to_come = 0  # closures that wait for arguments
+        self._error: JDistError | None = None
+        self._replaced: JobReplacedError | None = None
+        self._on_replaced = on_replaced
+        self._went_on_s = time.monotonic()  # when a closure last finished, or all were done
+        self._stands = False  # whether it was told that none has for long
+        self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
+        self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
+        self._rounds_skipped = 0
+        self._programs: Sequence[Sequence[bytes]] = ()
+        self.attendance = Attendance(len(workers), times.no_worker_timeout_s)
+        self._briefing = Briefing(shards, addresses, copies, times)
+        self._links = [WorkerLink(n, connect, self, self._briefing, times) for n, connect in enumerate(workers)]
+        self._telling = ShardCalls(self.shards, self, times)
+        self._deciding = Threads(1, "jdist-decide")
+        nothing = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=[])
+        self.snapshots = Snapshots(self.shards, self, nothing, give_up_s=2 * times.ps_timeout_s)
+        self._watches = [ShardWatch(n, client, self, times) for n, client in enumerate(shards) if not copies]
+        self._watches += [ReplicaWatch(n, found, self, times) for n, found in enumerate(copies)]
+
+    def begin(
+        self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
+    ) -> None:
+        """Gives the shards their state and starts the workers.
+
+        Args:
+            kept: each shard's arrays.
+            programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
+            first: the first closure's number.
+            generation: the least number of the history that begins.
+
+        Raises:
+            ShardLostError: a shard does not answer.
+        """
+        # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
+        atexit.register(self.close)
+        self._programs = programs
+        self.snapshots.newest = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
+        self.dispatch = dataclasses.replace(self.dispatch, scheduled=first, next=first)
+        self.closures.next_number = first
+        for watch in self._watches:  # first, as a shard with a backup takes nothing before it was told who leads
+            watch.start()
+        self.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
+        for link in self._links:
+            link.start()
+
+    @property
+    def generation(self) -> int:
+        """The shards' present history."""
+        return self.dispatch.generation
+
+    def highest_generation(self) -> int:
+        """The highest that any shard, or copy of one, has seen; asked before `begin`.
+
+        Raises:
+            ShardLostError: a shard does not answer.
+        """
+        timeout_s = self._times.lost_after_s
+        found = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
+        found = found or [client.status() for client in self.shards.clients]
+        return max((status["generation"] for status in found), default=0)
+
+    def close(self) -> None:
+        """Ends all threads and connections; what is in the queue is cancelled."""
+        atexit.unregister(self.close)
+        self._end(ClosureCancelledError("the coordinator was closed"))
+        self.shards.close()
+        self._telling.close()
+        self.snapshots.close()
+        self._deciding.close()
+        for thread in (*self._watches, *self._links, self._telling, self.snapshots, self._deciding):
+            thread.join(self._times.lost_after_s)
+
+    def _end(self, error: JDistError) -> None:
+        """Nothing is begun any more, and what is waited for fails."""
+        with self.lock:
+            self.closed = True
+            waiting = self.closures.clear()
+            self.lock.notify_all()
+            for link in self._links:
+                link.end()
+        for pending in waiting:
+            pending.arrive([], error)
+
+    @property
+    def num_skipped(self) -> int:
+        """How many updates were left out, as a gradient was not finite."""
+        return self._rounds_skipped + self.closures.num_skipped
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every closure that was scheduled is done; called with the lock held."""
+        return self.dispatch.is_idle and not self.to_come
+
+    # What happens, and what it leads to
+
+    def handle(self, event: Event) -> None:
+        """Lets the machine decide, and carries out what it says."""
+        with self.lock:
+            if self.closed:
+                return
+            self._carry_out(event)
+            if self._error is not None and not isinstance(event, Cancelled):
+                self._cancel()  # what came back meanwhile, from a worker that was lost
+            if self.dispatch.is_idle or self._is_awaited:  # to wake somebody in vain takes longer than the event
+                self._is_awaited = False
+                self.lock.notify_all()
+
+    def _carry_out(self, event: Event) -> None:
+        self.dispatch, commands = machine.handle(self.dispatch, event)
+        for command in commands:
+            match command:
+                case Assign():
+                    self._links[command.worker].assign(command)
+                case Tell():
+                    self._telling.tell(command)
+                case Finish():
+                    self._went_on_s, self._stands = time.monotonic(), False
+                    if self.closures.finish(command, self._error):
+                        self.snapshots.due()
+                case Rerun():
+                    _LOG.warning("%d closures run again", command.count)
+                case Decide():
+                    self._deciding.submit(self._decide, command.closures)
+
+    def _decide(self, numbers: tuple[int, ...]) -> None:
+        """Says whether closures become an update, and keeps what that needs besides."""
+        with self.lock:
+            found = self.closures.of(numbers)
+            if len(found) < len(numbers):
+                return  # a rollback came between
+            installed = self.installable(found[0].function)
+        decision = decide(numbers, found, installed)
+        with self.lock:
+            self._scalars = {numbers: decision.scalars}
+            self._rounds_skipped += decision.is_skipped
+            if decision.error is not None:
+                self.fail(decision.error)
+            self.handle(Decided(closures=numbers, commit=decision.commit))
+
+    def _cancel(self) -> None:
+        dispatch = self.dispatch
+        if dispatch.next < dispatch.scheduled or dispatch.returned:
+            self._carry_out(Cancelled(spare=self.closures.arrived))
+
+    def fail(self, error: JDistError) -> None:
+        """Tells the user of an error at the next call, and cancels what no worker has."""
+        with self.lock:
+            self._error = self._error or error
+            self._cancel()
+            self.lock.notify_all()
+
+    def cancel(self, pending: Sequence[Pending]) -> bool:
+        """Has closures not computed, if no worker has had any of them; whether that is so."""
+        with self.lock:
+            numbers = frozenset(p.number for p in pending if p.number is not None)
+            too_late = any(p.done for p in pending) or not all(map(self.dispatch.is_waiting, numbers))
+            if too_late or self.closed or self.dispatch.rounds is not None:
+                return False
+            self.to_come -= sum(p.number is None for p in pending)
+            for each in pending:
+                each.arrive([], ClosureCancelledError("the program has cancelled it"))
+            self.handle(Cancelled(only=numbers))
+            self.lock.notify_all()
+            return True
+
+    def raise_error(self) -> None:
+        """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
+        if self._replaced is not None:
+            raise self._replaced
+        if self._error is not None:
+            self.lock.wait_for(lambda: self.is_idle or self.closed or bool(self._lost))
+        for lost in self._lost.values():
+            raise ShardLostError(str(lost))
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait_for_event(self, timeout_s: float | None = None) -> None:
+        """Waits until something has happened, or so long; called with the lock held."""
+        self._is_awaited = True
+        self.lock.wait(timeout_s)
+
+    # What shards and those who watch them say
+
+    def memory_lost(self, shard: int) -> None:
+        """A shard has begun anew, and is empty: all shards go back to the snapshot, and what was done since runs again."""
+        with self.lock:
+            found = self.snapshots.newest
+            _LOG.warning("parameter server %d lost its memory", shard)
+            done = self.closures.go_back(found)
+            self.handle(Rollback(settled=found.settled, applied=done, version=found.version))
+
+    def heard_of(self, generation: int, begun_by: str) -> None:
+        """A shard has a history of this number."""
+        if 0 < self.generation < generation:
+            self.replaced(generation, begun_by)
+
+    def replaced(self, generation: int, begun_by: str) -> None:
+        """Another coordinator has taken over the shards: here all ends, and nothing of theirs is touched any more."""
+        with self.lock:
+            if self.closed:
+                return
+            self._replaced = JobReplacedError(
+                f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
+                f"{generation}, and this process's was {self.generation}. What is on them is not this job's any more. Start "
+                "one coordinator for them, or give each job servers of its own."
+            )
+            self._end(self._replaced)
+        _LOG.error("%s", self._replaced)
+        self._on_replaced()
+
+    def shard_lost(self, shard: int, error: ShardLostError) -> None:
+        """A shard is given up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""
+        with self.lock:
+            if self.closed:
+                return
+            self._lost[shard] = error
+            self._cancel()
+            for pending in self.closures.pending:
+                pending.give_up(error)
+            self.lock.notify_all()
+
+    def shard_found(self, shard: int) -> None:
+        """A shard that was given up is there again: what was with a worker when it went will be done after all."""
+        with self.lock:
+            self._lost.pop(shard, None)
+            for pending in self.closures.pending if not self._lost else ():
+                pending.give_up(None)
+
+    @property
+    def is_a_shard_lost(self) -> bool:
+        """Whether one has been given up."""
+        return bool(self._lost)
+
+    def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]:
+        """What a shard begins with: its arrays, and a program for each of its views."""
+        return self.snapshots.newest.kept[shard], self._programs[shard]
+
+    def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]:
+        """Of an update that is committed: which step's it is, and what it needs besides the mean."""
+        with self.lock:
+            first = self.closures.of(commit.closures[:1])
+            view = self.installable(first[0].function).function.view if first else 0
+            return view or 0, self._scalars.get(commit.closures) or None
+
+    # What the workers' links ask for
+
+    def installable(self, number: int) -> Installable:
+        """A function that is to be installed."""
+        return self.closures.function(number)
+
+    def batch(self, assigned: Assign, numbers: Sequence[int]) -> Batch:
+        """Closures out of these that are still wanted, and that the worker can compute; the machine hears of the others.
+
+        Args:
+            assigned: to whom, and in which history.
+            numbers: of the closures.
+        """
+        with (
+            self.lock
+        ):  # all at once: what is for another worker to read now may not be in a moment, if that one is lost
+            lost = [w for w, known in self.dispatch.workers.items() if known.state != "ready"]
+            found = self.closures.batch(numbers, assigned.worker, self.dispatch.settled, lost)
+            said = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
+            for closure in found.declined:
+                self.handle(Reported(**said, closure=closure, outcome="declined"))
+            for closure, error in found.failed.items():
+                self.arrived(closure, [], error)
+                self.handle(Reported(**said, closure=closure, outcome="void"))
+                self.fail(error)
+            return found
+
+    def ended(self, number: int, pipeline: int, count: int) -> None:
+        """What a closure was to read is not there: the share has only so many batches."""
+        with self.lock:
+            for closure in self.closures.of([number]):
+                if closure.reads is not None:
+                    closure.reads.reads.ended(pipeline, count)
+
+    def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None:
+        """Hands a closure's results, or its error, to those who wait for them."""
+        with self.lock:
+            known = self.closures.of([number])
+        for closure in known:
+            closure.pending.arrive(leaves, error)
+
+    def is_present(self, worker: int, epoch: int, generation: int) -> bool:
+        """Whether a worker's report is of its present epoch and of the present history; called with the lock held."""
+        return (epoch, generation) == (self.epoch_of(worker), self.dispatch.generation)
+
+    def skipped(self, number: int) -> None:
+        """A closure's update was left out, as a gradient was not finite."""
+        with self.lock:
+            self.closures.skipped(number)
+
+    def epoch_of(self, worker: int) -> int:
+        """A worker's present epoch; 0 before its first."""
+        with self.lock:
+            known = self.dispatch.workers.get(worker)
+        return 0 if known is None else known.epoch
+
+    def routes(self) -> Header:
+        """Where the leader of each shard is."""
+        return self._briefing.routes()
+
+    def quarantine(self, worker: int, why: str) -> None:
+        """A worker is not used any more."""
+        _LOG.warning("%s. It is not used any more.", why)
+        with self.lock:
+            self.attendance.quarantine(worker, why)
+            if (error := self.attendance.none_left()) is not None:
+                self.fail(error)
+
+    def check_workers(self) -> None:
+        """Fails what is scheduled if there has been no worker for long; says for whom all wait if no closure finishes."""
+        with self.lock:
+            self._tell_of_standstill()
+            error = self.attendance.missing(self.dispatch.workers.values(), is_idle=self.is_idle)
+            if error is not None and self._error is None:
+                self.fail(error)
+
+    def _tell_of_standstill(self) -> None:
+        now_s, known = time.monotonic(), self.dispatch.workers
+        if self.is_idle:
+            self._went_on_s = now_s
+        if self._stands or now_s - self._went_on_s < self._times.standstill_s:
+            return
+        self._stands = True
+        waits = [f"parameter server {shard} to take the state" for shard in sorted(self.dispatch.restoring)]
+        waits += [
+            f"worker {w} at {self._links[w].address}, {'which has' if each.state == 'ready' else 'which was lost with'} "
+            f"{len(each.closures)} closures, the first of them {min(each.closures)}"
+            for w, each in sorted(known.items())
+            if each.closures
+        ]
+        _LOG.warning(
+            "no closure has finished for %.0f s; waiting for %s",
+            now_s - self._went_on_s,
+            "; ".join(waits) or "a worker to come",
+        )

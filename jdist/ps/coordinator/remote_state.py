@@ -1,0 +1,146 @@
+"""A state that lives on parameter servers, as the user's program holds it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.core.remote_tree import RemoteTree
+from jdist.core.static_leaves import unpack
+from jdist.report.leaf_table import tree_table
+from jdist.support.arrays import is_key
+
+PyTree = Any
+
+
+class Job(Protocol):
+    """Who knows where the state is; see `running.PsJob`."""
+
+    def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
+
+
+class OnServers(RemoteTree):
+    """What lives on parameter servers and is asked for by `strategy.fetch`."""
+
+    def _repr_html_(self) -> str:
+        return tree_table(self.shapes, title=type(self).__name__, whereabouts="on the parameter servers")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"this state lives on parameter servers, so `.{name}` is not here. Take `strategy.fetch(state).{name}`."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"this state lives on parameter servers, so `[{key!r}]` is not here. Take `strategy.fetch(state)[{key!r}]`."
+        )
+
+
+class RemoteState(OnServers):
+    """A state that lives on parameter servers; `strategy.fetch(state)` brings it here.
+
+    It goes there with the first step that is given it: only a step tells which of its leaves are updated together. The
+    servers have one state at a time; while another is there, this one waits here. One that is a tuple can be taken apart,
+    `params, opt_state = state`, for a step of several states.
+
+    Attributes:
+        job: who knows where it is.
+        treedef: its tree.
+        leaves: the arrays that no server keeps, None in the place of the others; PRNG keys as their data.
+        joined: the part of another state that it has become, when a step was given it beside others; None: it is its own.
+    """
+
+    def __init__(self, job: Job, tree: PyTree):
+        """Takes in a state.
+
+        Args:
+            job: who will know where it is.
+            tree: the state, on this host.
+        """
+        self.joined: RemotePart | None = None
+        leaves, self.treedef = jax.tree.flatten(tree)
+        self.job = job
+        self._impls = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
+        self._shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in map(_with_dtype, leaves)]
+        self.leaves: list[np.ndarray | None] = [
+            np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in map(_with_dtype, leaves)
+        ]
+
+    @property
+    def shapes(self) -> PyTree:
+        """See `RemoteTree`."""
+        return jax.tree.unflatten(self.treedef, self._shapes)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for states of one tree, shapes and dtypes."""
+        return self.treedef, tuple((x.shape, x.dtype) for x in self._shapes)
+
+    def fetch(self) -> PyTree:
+        """See `RemoteTree`; waits for every step that was scheduled."""
+        if self.joined is not None:
+            return self.joined.fetch()
+        return unpack(jax.tree.unflatten(self.treedef, self._typed(self.job.fetch(self))))
+
+    def _typed(self, leaves: Sequence[np.ndarray]) -> list[Any]:
+        return [
+            x if impl is None else jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
+            for x, impl in zip(leaves, self._impls, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[RemotePart]:
+        """Handles of the states that a tuple of them is made of."""
+        return iter(self.parts)
+
+    @functools.cached_property
+    def parts(self) -> tuple[RemotePart, ...]:
+        """A handle of each state, if this is a tuple of them.
+
+        Raises:
+            TypeError: it is no tuple.
+        """
+        if type(self.shapes) is not tuple:
+            raise TypeError(
+                f"this state lives on parameter servers and is a {type(self.shapes).__name__}, no tuple of states to take "
+                "apart. Make it by `strategy.init(lambda: (params, opt_state))`; to read it, `strategy.fetch(state)`."
+            )
+        return tuple(RemotePart(self, i) for i in range(len(self.shapes)))
+
+    def __repr__(self) -> str:
+        return f"RemoteState({self.treedef!s:.80})"
+
+
+class RemotePart(OnServers):
+    """One of several states that live on parameter servers together.
+
+    Attributes:
+        whole: all of them.
+        index: its place there.
+    """
+
+    def __init__(self, whole: RemoteState, index: int):
+        self.whole, self.index = whole, index
+
+    @property
+    def shapes(self) -> PyTree:
+        """See `RemoteTree`."""
+        return self.whole.shapes[self.index]
+
+    def fetch(self) -> PyTree:
+        """See `RemoteTree`; waits for every step that was scheduled."""
+        return self.whole.fetch()[self.index]
+
+    def __repr__(self) -> str:
+        return f"RemotePart({self.index} of {self.whole!r})"
+
+
+def _with_dtype(x: Any) -> Any:
+    """A Python number as the array that JAX makes of it."""
+    return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, jnp.result_type(x))

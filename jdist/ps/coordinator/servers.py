@@ -1,0 +1,261 @@
+"""The servers of a cluster, as its coordinator finds them: named, protected, there, and told when all is over."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from jdist.cluster import exit_status
+from jdist.cluster.address import split
+from jdist.cluster.resolvers.resolve import resolve
+from jdist.cluster.spec import ClusterSpec
+from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
+from jdist.ps.coordinator.options import Servers
+from jdist.ps.protocol.times import Times
+from jdist.ps.transport.diagnose import Trouble, reach_all
+from jdist.ps.transport.grpc_transport import RpcChannel
+from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
+
+_CALL_S = 5.0
+_RETRY_S = 0.5
+_TELLING_S = 10.0  # machines that are gone do not answer, and may be many
+_QUIET_S = 5.0  # who waits longer for the servers says so, and is content with one worker
+
+
+def cluster_of_environment() -> ClusterSpec | None:
+    """The cluster that the environment describes; None for one process by itself.
+
+    Raises:
+        ClusterConfigError: see `jdist.cluster.resolve`.
+    """
+    spec = resolve(os.environ)
+    alone = spec.num_processes <= 1 and spec.num_ps == 0 and spec.task_type in ("chief", "worker")
+    return None if alone else spec
+
+
+def check_place(spec: ClusterSpec) -> None:
+    """Refuses a cluster without workers or servers, or in which this process does not coordinate.
+
+    Raises:
+        StrategyError: says which.
+    """
+    example = '{"chief": ["c:2222"], "worker": ["a:2222", "b:2222"], "ps": ["d:2222"]}'
+    for job, name in (("worker", "workers"), ("ps", "parameter servers")):
+        if not spec.jobs.get(job):
+            raise StrategyError(
+                f"the cluster (from {spec.resolver}) has no {name}: it has {', '.join(spec.jobs)}. A parameter server needs "
+                f"all of them, as in {example}. For processes of this machine give `local_workers` and `local_ps`."
+            )
+    if spec.task_type in ("worker", "ps"):
+        raise StrategyError(
+            f"this process is {spec.task_type} {spec.task_index} of the cluster (from {spec.resolver}), which runs no "
+            "program of yours: run `jdist serve` here, and the program as the chief."
+        )
+    unknown = [i for i, address in enumerate(spec.jobs["worker"]) if address is None]
+    if unknown:
+        raise StrategyError(
+            f"the address of worker {unknown[0]} is not known, and the coordinator must find every worker. Write it into "
+            "the cluster."
+        )
+
+
+def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
+    """The servers of a cluster, once all parameter servers and a worker are there and let each other in.
+
+    The other workers may come later, at any time: a coordinator that starts again need not wait for one that is gone.
+
+    Args:
+        spec: the cluster, checked by `check_place`.
+        insecure: whether they may be beyond this machine without TLS and token.
+        keep: whether they go on when this program is done.
+        start_timeout_s: how long to wait for them.
+
+    Raises:
+        ClusterConfigError: a file of the certificates is not right.
+        StrategyError: they lack protection.
+        ClusterError: one refuses this process, or a worker is refused by a parameter server.
+        ClusterTimeoutError: no worker, or not all parameter servers, were there in time.
+    """
+    security = read_security(os.environ)
+    workers, ps = (tuple(a for a in spec.jobs[job] if a is not None) for job in ("worker", "ps"))
+    wrong = open_to_others((*workers, *ps), security)
+    if wrong is not None and not insecure:
+        raise StrategyError(
+            f"{wrong} {how_to_protect(security)} In a network that is yours alone, say `insecure=True`."
+        )
+    if wrong is not None:
+        print(f"jdist: insecure: {wrong}", file=sys.stderr, flush=True)
+    names = {address: f"{job} {i} ({address})" for job in ("worker", "ps") for i, address in enumerate(spec.jobs[job])}
+    _wait(lambda: _looked_for(workers, ps, security, names), start_timeout_s)
+    telling = _Telling([*workers, *ps], security)
+    if not keep:
+        atexit.register(telling.at_exit)
+    return Servers(
+        workers=workers,
+        ps=ps,
+        connect=lambda address: RpcChannel(address, security=security),
+        close=telling.close if keep else telling.end,
+        leave=telling.close,
+    )
+
+
+def _looked_for(
+    workers: Sequence[str], ps: Sequence[str], security: Security, names: dict[str | None, str]
+) -> tuple[list[str], bool]:
+    """Which servers cannot be reached yet, from here or from a worker, and why; and whether the job can begin without them.
+
+    Raises:
+        ClusterError: one never will.
+    """
+    everyone = [*ps, *workers]
+    reached = dict(zip(everyone, reach_all(everyone, security, _CALL_S), strict=True))
+    found = [(names[a], trouble) for a, trouble in reached.items()]
+    there = [worker for worker in workers if reached[worker] is None]
+    usable = 0
+    if all(reached[a] is None for a in ps):
+        for worker in there:
+            seen = _seen_from(worker, ps, security, names)
+            usable += all(trouble is None for _, trouble in seen)
+            found += seen
+    lasting = [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None and trouble.lasts]
+    if lasting:
+        more = f" ({len(lasting) - 1} more are like that)" if len(lasting) > 1 else ""
+        raise ClusterError(f"{lasting[0]}.{more}")
+    return [f"{who}: {trouble.text}" for who, trouble in found if trouble is not None], usable > 0
+
+
+def _seen_from(
+    worker: str, ps: Sequence[str], security: Security, names: dict[str | None, str]
+) -> list[tuple[str, Trouble | None]]:
+    """What a worker says of the parameter servers, with which it must be able to speak."""
+    return [
+        (f"{names[worker]} cannot reach {names[to]}", trouble)
+        for to, trouble in zip(ps, seen_from(worker, ps, security), strict=True)
+    ]
+
+
+def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Trouble | None]:
+    """Has a worker try to reach all parameter servers."""
+    channel = RpcChannel(worker, security=security)
+    try:
+        header, _ = channel.call("reach", {"addresses": list(ps)}, timeout_s=4 * _CALL_S)
+    except CallFailed as exc:
+        return [Trouble(f"asking it for that failed: {exc.reason}", lasts=False) for _ in ps]
+    finally:
+        channel.close()
+    return [None if each is None else Trouble(str(each[0]), lasts=bool(each[1])) for each in header["found"]]
+
+
+def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
+    """Waits until nothing is missing, and after a while only until the job can begin; says for whom."""
+    begin, said = time.monotonic(), False
+    while True:
+        lines, can_begin = look()
+        waited_s = time.monotonic() - begin
+        if not lines:
+            return
+        if can_begin and waited_s > min(_QUIET_S, timeout_s):
+            print(
+                f"jdist: beginning without some of the workers, which may come later: {'; '.join(lines[:4])}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        if waited_s > timeout_s:
+            raise ClusterTimeoutError(
+                f"after {timeout_s:g} s the cluster has not all parameter servers and a worker. {'; '.join(lines[:4])}. Is "
+                "`jdist serve` running as each of them?"
+            )
+        if waited_s > _QUIET_S and not said:
+            said = True
+            print(f"jdist: waiting for the servers of the cluster: {'; '.join(lines[:4])}", file=sys.stderr, flush=True)
+        time.sleep(min(_RETRY_S, timeout_s))
+
+
+def _has_ended(address: str) -> bool:
+    """Whether a machine says that nothing listens there."""
+    try:
+        socket.create_connection(split(address), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # silent, or not to be found: nobody knows
+        return False
+    return False
+
+
+class _Telling:
+    """Tells servers that it is over, once. The connections are made before: at its exit Python starts no thread."""
+
+    def __init__(self, addresses: Sequence[str], security: Security):
+        self._channels = [RpcChannel(address, security=security) for address in addresses]
+
+    def at_exit(self) -> None:
+        """At the program's end: only if nothing tells that it will be started again, and then look for them."""
+        if exit_status.is_finished():
+            self.end()
+        self.close()
+
+    def end(self) -> None:
+        """Tells all, again and again; who has not heard is named, and ends after its grace period."""
+        end, unheard = time.monotonic() + _TELLING_S, list(self._channels)
+        while unheard and time.monotonic() < end:
+            missed = []
+            for channel in unheard:
+                try:
+                    channel.call("end", {}, timeout_s=min(1.0, max(0.05, end - time.monotonic())))
+                except CallFailed:
+                    if not _has_ended(channel.peer):
+                        missed.append(channel)
+            unheard = missed
+            if unheard:
+                time.sleep(_RETRY_S)
+        if unheard:
+            named = ", ".join(channel.peer for channel in unheard)
+            print(
+                f"jdist: {named} did not hear that the job is over, and ends by itself when nobody has asked for anything for "
+                "its `jdist serve --grace-s`",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        while self._channels:
+            self._channels.pop().close()
+
+
+def devices_of_workers(servers: Servers, times: Times) -> int:
+    """Asks the workers; all have as many.
+
+    Raises:
+        StrategyError: they have different numbers of devices.
+        ClusterError: a worker does not answer.
+    """
+    found = {address: _devices_of(address, servers, times) for address in servers.workers}
+    if len(set(found.values())) > 1:
+        raise StrategyError(
+            f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "
+            "for example by CUDA_VISIBLE_DEVICES."
+        )
+    return next(iter(found.values()))
+
+
+def _devices_of(address: str, servers: Servers, times: Times) -> int:
+    channel, end = servers.connect(address), time.monotonic() + times.ps_timeout_s
+    try:
+        while True:
+            try:
+                header, _ = channel.call("status", {}, timeout_s=times.lost_after_s)
+                return header["devices"]
+            except CallFailed as exc:
+                if exc.reason == "unauthenticated" or time.monotonic() > end:
+                    raise ClusterError(f"the worker {address} does not answer: {exc}") from exc
+                time.sleep(times.reconnect_s)
+    finally:
+        channel.close()

@@ -1,0 +1,310 @@
+"""What runs of one strategy: the servers, the state that they have now, and the steps that use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.core.strategy import Strategy
+from jdist.errors import StrategyError
+from jdist.ps.coordinator.coordinator import Coordinator
+from jdist.ps.coordinator.dataset_pass import RemoteBatch
+from jdist.ps.coordinator.datasets import WorkerDataset, name_of_function
+from jdist.ps.coordinator.engine import Engine
+from jdist.ps.coordinator.options import PsOptions, Servers
+from jdist.ps.coordinator.remote_state import RemoteState
+from jdist.ps.coordinator.remote_value import Pending
+from jdist.ps.coordinator.replica_watch import two_copies
+from jdist.ps.coordinator.servers import devices_of_workers
+from jdist.ps.program.artifact import pack
+from jdist.ps.program.function_plan import Function, function_of, keeping_of
+from jdist.ps.program.layout import Layout, ShardLayout, make_layout
+from jdist.ps.program.shard_plan import ShardPlan
+from jdist.ps.program.split_step import StepParts
+from jdist.ps.program.sync import Traced
+from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.transport.shard_client import ShardClient
+
+PyTree = Any
+
+
+class Session:
+    """What is running of one strategy.
+
+    Args:
+        servers: where it runs, or what starts that when it is first needed.
+        options: how.
+    """
+
+    def __init__(self, servers: Servers | Callable[[], Servers], options: PsOptions):
+        self._start, self.options = servers, options
+        self._servers = servers if isinstance(servers, Servers) else None
+        self._lock = threading.RLock()
+        self._coordinator: Coordinator | None = None
+        self._layout: Layout | None = None
+        self._state: RemoteState | None = None
+        self._functions: dict[Any, int] = {}  # known to the coordinator
+        self._packed: dict[Any, bytes] = {}  # programs of servers, by what they are made from
+        self._is_closed = False
+        self._skipped_before = 0  # by coordinators before this one
+        self._mixed: set[int] = set()  # the steps that were scheduled since all was done
+
+    @property
+    def servers(self) -> Servers:
+        """Where it runs; started when they are first asked for."""
+        with self._lock:
+            if self._is_closed:
+                raise StrategyError(
+                    "this parameter server was closed (`strategy.coordinator.close()`); make another by "
+                    "`jdist.parameter_server(...)`."
+                )
+            if self._servers is None:
+                assert not isinstance(self._start, Servers)  # it would be there
+                self._servers = self._start()
+            return self._servers
+
+    @functools.cached_property
+    def on_worker(self) -> Strategy:
+        """How a worker runs its part of a step: mirrored over its devices, which are asked for here.
+
+        Raises:
+            StrategyError: the workers have different numbers of devices.
+            ClusterError: a worker does not answer.
+        """
+        count = devices_of_workers(self.servers, self.options.times)
+        if self.options.is_sync and count > 1:
+            raise StrategyError(
+                f"each worker has {count} devices; synchronous mode has one gradient of one device for each worker. Start "
+                "a worker for each device, or use `jdist.multi_worker()`."
+            )
+        return self.options.on_worker(count)
+
+    def describe(self) -> str:
+        """Where it runs, in a few words; starts nothing."""
+        found = self._servers
+        if found is None:
+            return "workers and parameter servers of this machine, started when they are needed"
+        named = [("worker", found.workers), ("parameter server", found.ps)]
+        return " and ".join(
+            f"{len(addresses)} {name}{'s' * (len(addresses) > 1)} ({addresses[0]}{', ...' * (len(addresses) > 1)})"
+            for name, addresses in named
+        )
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator of the running state."""
+        assert self._coordinator is not None  # asked for once a step was scheduled
+        return self._coordinator
+
+    def schedule(
+        self, state: RemoteState, traced: Traced, arguments: Sequence[Any], reads: RemoteBatch | None = None
+    ) -> list[Pending]:
+        """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
+
+        A step that reads waits for those that update, and the other way round: what it reads is the state after all steps
+        before it. So do steps that update, on several servers, what these have a copy of each, in different ways.
+
+        Returns:
+            The closures' results, when they are there.
+        """
+        with self._lock:
+            steps = self._layout.steps if self._layout is not None and state is self._state else ()
+            known = [step.identity for step in steps]
+            if traced.parts.identity not in known:
+                self._place(state, [*steps, traced.parts])
+                known.append(traced.parts.identity)
+            step = known.index(traced.parts.identity)
+            number = self._number(traced, lambda: self._shipped(traced, step))
+            assert self._layout is not None  # the state has been placed
+            if any((step, other) in self._layout.in_turn for other in self._mixed):
+                self.coordinator.part()
+                self._mixed.clear()
+            self._mixed.add(step)
+            if traced.sync is not None:
+                return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
+            return [self.coordinator.schedule(number, arguments, reads)]
+
+    def schedule_function(
+        self,
+        key: Any,
+        make: Callable[[], tuple[Function, bytes]],
+        arguments: Sequence[Any],
+        reads: RemoteBatch | None = None,
+    ) -> Pending:
+        """Schedules a closure of a function that has no part in the state.
+
+        Args:
+            key: names the function.
+            make: gives it, if it is not known yet.
+            arguments: the closure's.
+            reads: the batch that the worker reads for it.
+
+        Returns:
+            The closure's results, when they are there.
+        """
+        with self._lock:
+            if self._coordinator is None:
+                engine = self._engine([], [])
+                engine.begin([], [])
+                self._coordinator = Coordinator(engine)
+            return self._coordinator.schedule(self._number(key, make), arguments, reads)
+
+    def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
+        """A dataset of which each worker reads its own share."""
+        servers = self.servers
+        connects = [functools.partial(servers.connect, address) for address in servers.workers]
+        return WorkerDataset(name_of_function(fn), options, connects, self.options.times.no_worker_timeout_s)
+
+    def _number(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> int:
+        if key not in self._functions:
+            self._functions[key] = self.coordinator.add(*make())
+        return self._functions[key]
+
+    def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
+        assert self._layout is not None  # the state has been placed
+        layout, is_sync = self._layout, traced.sync is not None
+        function = function_of(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
+        function = dataclasses.replace(function, batch=traced.batch, loss_scale=traced.loss_scale)
+        combine = None if traced.sync is None else traced.sync.combine
+        program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
+        return function, program, combine
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits for every closure; raises what failed."""
+        coordinator = self._coordinator  # without the lock, so that others may schedule meanwhile, or close
+        if coordinator is not None:
+            coordinator.join(timeout_s)
+
+    @property
+    def done(self) -> bool:
+        """Whether every closure is done."""
+        coordinator = self._coordinator
+        return coordinator is None or coordinator.done
+
+    def fetch(self, state: RemoteState) -> list[np.ndarray]:
+        """The leaves of a state, after every closure.
+
+        Raises:
+            StrategyError: it was on servers that have been closed.
+        """
+        self.join()
+        with self._lock:
+            if self._coordinator is None or self._layout is None or state is not self._state:
+                return [np.array(x) for x in _leaves_here(state)]
+            return self._layout.unpack_shard(self._coordinator.state().kept, state.leaves)
+
+    def num_skipped(self) -> int:
+        """How many closures of the running state were left out, as a gradient was not finite."""
+        with self._lock:
+            if self._coordinator is None:
+                return self._skipped_before
+            self._coordinator.join()
+            return self._skipped_before + self._coordinator.engine.num_skipped
+
+    def close(self) -> None:
+        """Ends the workers' threads, the connections and what was started."""
+        coordinator = self._coordinator
+        if coordinator is not None:  # whoever has the lock may wait for it
+            coordinator.engine.close()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._leave()
+            if self._servers is not None:
+                self._servers.close()
+            self._is_closed = True
+
+    def _leave(self) -> None:
+        if self._coordinator is not None:
+            self._skipped_before += self._coordinator.engine.num_skipped
+            self._coordinator.engine.close()
+        self._coordinator = self._layout = self._state = None
+        self._functions.clear()
+        self._mixed.clear()
+
+    def _place(self, state: RemoteState, steps: Sequence[StepParts]) -> None:
+        """Lays a state out for these steps. Another state that is on the servers is brought here first."""
+        servers, options = self.servers, self.options
+        if state is not self._state:
+            _leaves_here(state)
+        if self._state is not None:
+            self._state.leaves = list(self.fetch(self._state))
+        first = 0
+        if self._coordinator is not None:
+            self._coordinator.join()
+            first = self._coordinator.scheduled
+        self._leave()
+        layout = make_layout(
+            steps,
+            num_ps=len(servers.ps),
+            partitioner=options.partitioner,
+            placement=options.placement,
+            wire=options.wire,
+        )
+        keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
+        addresses = [servers.ps[shard.ps] for shard in layout.shards]
+        programs = [
+            [self._program(layout, shard, keeping, step) for step in range(len(steps))]
+            for shard, keeping in zip(layout.shards, keepings, strict=True)
+        ]
+        engine = self._engine(addresses, keepings)
+        try:
+            generation = 1 + engine.highest_generation()
+            engine.begin(layout.shared_out(state.leaves), programs, first=first, generation=generation)
+        except BaseException:
+            engine.close()  # the state is here still, and comes to the servers with the next call
+            raise
+        self._coordinator, self._layout, self._state = Coordinator(engine), layout, state
+        kept = {rows.of for shard in layout.shards for rows in shard.kept}
+        state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
+
+    def _engine(self, addresses: Sequence[str], keepings: Sequence[ShardPlan]) -> Engine:
+        servers = self.servers
+        copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
+        channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
+        clients = [
+            ShardClient(channel, keeping, give_up_s=self.options.times.ps_timeout_s)
+            for channel, keeping in zip(channels, keepings, strict=True)
+        ]
+        return Engine(
+            [functools.partial(servers.connect, address) for address in servers.workers],
+            clients,
+            addresses=addresses,
+            times=self.options.times,
+            rounds=self._rounds(),
+            copies=copies,
+            on_replaced=servers.leave,
+        )
+
+    def _rounds(self) -> Rounds | None:
+        if not self.options.is_sync:
+            return None
+        return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
+
+    def _program(self, layout: Layout, shard: ShardLayout, keeping: ShardPlan, step: int) -> bytes:
+        """What a server does for a step, packed; empty if the step changes nothing."""
+        parts = layout.steps[step]
+        if not parts.update.reads:
+            return b""
+        taken = tuple(keeping.taken(step))
+        key = (parts.identity, layout.groups, shard.kept, shard.changing, shard.pieces, shard.rounded, taken)
+        if key not in self._packed:
+            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in taken]
+            self._packed[key] = pack(layout.program(shard, step), structs)
+        return self._packed[key]
+
+
+def _leaves_here(state: RemoteState) -> list[Any]:
+    """The leaves of a state that is on no server."""
+    if any(x is None for x in state.leaves):
+        raise StrategyError(
+            "this state is not here: it was on parameter servers when they were closed (`strategy.coordinator.close()`), so "
+            "fetch it before; or this is a copy of its handle, so use the handle itself."
+        )
+    return state.leaves

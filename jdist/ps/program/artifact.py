@@ -1,0 +1,192 @@
+"""Compiled-anywhere functions that travel: a function of flat lists of arrays as bytes, and back.
+
+A received artifact is a program: what it may call outside of XLA is on a list, and it is compiled once per process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jdist.errors import ArtifactError
+from jdist.jaxpr import graph
+from jdist.support.arrays import is_key
+
+_HOST_CALLS = ("debug_callback", "debug_print", "pure_callback", "io_callback")
+PLATFORMS = ("cpu", "cuda", "tpu")
+# What XLA's own operations become: linear algebra, random bits, sorting, sharding. Callbacks into Python are not here.
+_ALLOWED = (
+    r"lapack_\w+_ffi|cusolver_\w+_ffi|cublas\w*|cu_\w+|hip_\w+|blas_\w+",
+    r"LuDecomposition|Qr|Eigh|ProductOfElementaryHouseholderReflectors|Cholesky|TopK|ApproxTopK|PartialReduce",
+    r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|xla\.sdy\.\w+",
+    r"mhlo\.\w+|stablehlo\.\w+|chlo\.\w+|shape_assertion|dynamic_\w+",
+)
+
+
+def pack(function: Callable[[list[Any]], list[Any]], arguments: Sequence[Any]) -> bytes:
+    """A function as bytes that any process can run, on any platform, without the code it was made of.
+
+    Args:
+        function: from a list of arrays to a list of arrays; pure.
+        arguments: arrays or `jax.ShapeDtypeStruct`s of the shapes that it will get; with their shardings, if it is for several
+            devices.
+
+    Returns:
+        The artifact.
+
+    Raises:
+        ArtifactError: the function calls the host (`jax.debug.print`, a callback), which cannot travel.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> double = unpack(pack(lambda values: [2 * values[0]], [jnp.ones(3)]))
+        >>> double([jnp.arange(3.0)])[0].tolist()
+        [0.0, 2.0, 4.0]
+
+    Source: https://docs.jax.dev/en/latest/export/export.html
+    """
+    closed = jax.make_jaxpr(function)(list(arguments))
+    called = [name for name in _HOST_CALLS if graph.contains_primitive(closed, name)]
+    if called:
+        raise ArtifactError(
+            f"the step calls the host ({', '.join(called)}), that is the process that made the step, and cannot be sent to "
+            "others. Return the value as a metric instead of printing it."
+        )
+    return bytes(export.export(jax.jit(function), platforms=PLATFORMS)(list(arguments)).serialize())
+
+
+def name_of(artifact: bytes) -> str:
+    """The artifact's name, by which a process that has it already is spared the bytes."""
+    return hashlib.sha256(artifact).hexdigest()[:32]
+
+
+def unpack(
+    artifact: bytes, *, donate: Sequence[int] = (), allow: Iterable[str] = ()
+) -> Callable[[Sequence[Any]], list[jax.Array]]:
+    """A received artifact as a function, to be compiled at its first call.
+
+    Args:
+        artifact: what `pack` returned.
+        donate: which arguments' buffers it may reuse.
+        allow: names of custom calls that may be in it beside those of XLA's own operations.
+
+    Returns:
+        The function: from a sequence of arrays to a list of arrays.
+
+    Raises:
+        ArtifactError: it is no artifact, one for other platforms, or one with a custom call that is not allowed.
+    """
+    try:
+        exported = export.deserialize(bytearray(artifact))
+        text = exported.mlir_module()
+    except (ValueError, TypeError, IndexError, KeyError, AssertionError, RuntimeError, struct.error) as exc:
+        raise ArtifactError(
+            "the bytes received are no exported function, or of another version of JAX. Run one version in all processes."
+        ) from exc
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    if platform not in exported.platforms:
+        raise ArtifactError(
+            f"the function received is for {', '.join(exported.platforms)}; this process is on {platform}. Run the "
+            "program and its workers on one platform, for example with JAX_PLATFORMS=cpu."
+        )
+    allowed = re.compile("|".join([*_ALLOWED, *map(re.escape, allow)]))
+    called = set(re.findall(r'custom_call\s*@"?([^\s"(]+)', text))
+    refused = sorted(name for name in called if not allowed.fullmatch(name))
+    if refused:
+        raise ArtifactError(
+            f"the function received calls {', '.join(map(repr, refused))}, which this process does not allow. If you trust "
+            f"it, start it with --allow-custom-call {refused[0]}."
+        )
+    if exported.nr_devices > jax.local_device_count():
+        raise ArtifactError(
+            f"the function received is for {exported.nr_devices} devices; this process has {jax.local_device_count()}. Give "
+            "every worker as many."
+        )
+    arity = len(exported.in_avals)
+
+    def call(*values: Any) -> list[Any]:
+        results: Any = exported.call(list(values))
+        return results
+
+    shardings: dict[str, Any] = {}
+    if exported.nr_devices > 1:
+        devices = np.array(jax.local_devices()[: exported.nr_devices])
+        named = re.search(
+            rf'sdy\.mesh @\w+ = <\["(\w+)"={exported.nr_devices}\]>', text
+        )  # JAX wants an axis of the same name
+        mesh = Mesh(devices, (named[1] if named else "replica",), axis_types=(AxisType.Auto,))
+        shardings["in_shardings"] = exported.in_shardings_jax(mesh)
+    compiled: Callable[..., list[jax.Array]] = jax.jit(call, donate_argnums=tuple(donate), **shardings)
+
+    def run(values: Sequence[Any]) -> list[jax.Array]:
+        if len(values) != arity:
+            raise ArtifactError(f"the function takes {arity} arrays, it was given {len(values)}")
+        return compiled(*values)
+
+    return run
+
+
+def with_shardings(mesh: Any, arguments: Sequence[Any], num_rows: int) -> list[Any]:
+    """Shapes of a function's arguments with where they go on several devices: the rows of the batch are spread.
+
+    Args:
+        mesh: of the devices, one axis.
+        arguments: structs; the batch's come first.
+        num_rows: how many these are.
+    """
+    if mesh.size == 1:
+        return list(arguments)
+    rows, whole = NamedSharding(mesh, PartitionSpec(mesh.axis_names)), NamedSharding(mesh, PartitionSpec())
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if i < num_rows else whole)
+        for i, x in enumerate(arguments)
+    ]
+
+
+PyTree = Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["impl"])
+@dataclasses.dataclass(frozen=True)
+class KeyData:
+    """Stands for a PRNG key, or an array of them.
+
+    Attributes:
+        data: the key's data.
+        impl: makes it a key again.
+    """
+
+    data: Any
+    impl: Any
+
+
+def without_keys(tree: PyTree) -> PyTree:
+    """A tree with `KeyData` in the place of each key."""
+    return jax.tree.map(
+        lambda x: KeyData(np.asarray(jax.random.key_data(x)), jax.random.key_impl(x)) if is_key(x) else x, tree
+    )
+
+
+def taking_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes arguments as `without_keys` gives them, and meets the keys."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(_key, (args, kwargs), is_leaf=lambda x: isinstance(x, KeyData))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _key(x: Any) -> Any:
+    return jax.random.wrap_key_data(x.data, impl=x.impl) if isinstance(x, KeyData) else x

@@ -1,0 +1,137 @@
+"""Which leaves of a state have to live together, for all the steps that update it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdist.ps.program.update_units import Unit, Update
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that live on one server.
+
+    Attributes:
+        leaves: their numbers in the state.
+        by_rows: whether it may be cut by rows: every step computes each row from that row alone.
+    """
+
+    leaves: tuple[int, ...]
+    by_rows: bool
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The leaves of a state by where they are kept.
+
+    Attributes:
+        constant: leaves that no step changes.
+        everywhere: small leaves of which each server has its own copy; see `Update.everywhere`.
+        groups: the rest.
+    """
+
+    constant: tuple[int, ...]
+    everywhere: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+
+def make_groups(updates: Sequence[Update]) -> Groups:
+    """Sorts the leaves of a state that several steps update.
+
+    Args:
+        updates: the steps' update parts, of one state.
+
+    Returns:
+        What each step needs together is together.
+    """
+    leaves = range(len(updates[0].shapes))
+    constant = {i for i in leaves if all(i in update.constant for update in updates)}
+    everywhere = _everywhere(updates, constant)
+    placed = [i for i in leaves if i not in constant | everywhere]
+    joined = {i: {i} for i in placed}
+
+    for update in updates:
+        for i, reads in update.reads.items():
+            for j in reads.intersection(placed):
+                if i in joined:
+                    _join(joined, i, j)
+        for unit in update.units:
+            for i, j in itertools.pairwise(unit.leaves):
+                _join(joined, i, j)
+    distinct = {id(members): tuple(sorted(members)) for members in joined.values()}
+    groups = tuple(Group(members, _by_rows(updates, members)) for members in sorted(distinct.values()))
+    return Groups(tuple(sorted(constant)), tuple(sorted(everywhere)), groups)
+
+
+def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> frozenset[tuple[int, int]]:
+    """Pairs of steps, by number, of which one must not begin before the other is done.
+
+    They are a step that updates and one that only reads; and, over several servers, two that change a leaf which is everywhere
+    by different functions. Servers may take two closures in different orders, and their copies would come out differently.
+
+    Args:
+        updates: the steps' update parts, of one state.
+        groups: where the leaves are kept.
+        num_shards: on how many servers.
+    """
+    return frozenset(
+        (i, j)
+        for (i, a), (j, b) in itertools.permutations(enumerate(updates), 2)
+        if bool(a.reads) != bool(b.reads) or (num_shards > 1 and not _commute(a, b, groups.everywhere))
+    )
+
+
+def _commute(a: Update, b: Update, everywhere: tuple[int, ...]) -> bool:
+    """Whether the copies of these leaves come out alike, in whatever order two steps update them."""
+    related = {i: {i} for i in everywhere}
+    for update in (a, b):
+        for i in everywhere:
+            for j in update.reads.get(i, frozenset()).intersection(everywhere):
+                _join(related, i, j)
+    for leaves in {id(found): sorted(found) for found in related.values()}.values():
+        both = all(any(i in update.reads for i in leaves) for update in (a, b))
+        if both and a.formula(leaves) != b.formula(leaves):
+            return False
+    return True
+
+
+def _join(sets: dict[int, set[int]], i: int, j: int) -> None:
+    """Makes one set of the two that these are in."""
+    if sets[i] is not sets[j]:
+        sets[i] |= sets[j]
+        for member in sets[j]:
+            sets[member] = sets[i]
+
+
+def units_in(update: Update, group: Group) -> list[Unit]:
+    """The units of one step that a group holds."""
+    return [unit for unit in update.units if unit.leaves[0] in group.leaves]
+
+
+def changed_in(update: Update, group: Group) -> tuple[int, ...]:
+    """The leaves of a group that one step changes."""
+    return tuple(i for i in group.leaves if i in update.reads)
+
+
+def _everywhere(updates: Sequence[Update], constant: set[int]) -> set[int]:
+    """Leaves that are everywhere for each step that changes them, with all that they are computed from."""
+    changed_as_unit = {i for update in updates for unit in update.units for i in unit.leaves}
+    chosen = {i for update in updates for i in update.everywhere} - changed_as_unit
+    while outside := {
+        i for update in updates for i, reads in update.reads.items() if i in chosen and not reads <= chosen | constant
+    }:
+        chosen -= outside
+    return chosen
+
+
+def _by_rows(updates: Sequence[Update], leaves: tuple[int, ...]) -> bool:
+    """Whether each step changes these leaves in units that may be cut."""
+    if len({updates[0].shapes[i].shape for i in leaves}) > 1:
+        return False
+    for update in updates:
+        cut = {i for unit in update.units if unit.by_rows for i in unit.leaves}
+        if any(i in update.reads and i not in cut for i in leaves):
+            return False
+    return True

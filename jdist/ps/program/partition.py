@@ -1,0 +1,198 @@
+"""Into how many pieces a leaf is cut for the parameter servers, and which of them keeps each piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from jdist.errors import StrategyError
+from jdist.support.suggest import did_you_mean
+
+Partitioner = Callable[[tuple[int, ...], np.dtype, int], int]
+Placement = Literal["round_robin", "bytes"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some rows of a leaf, and where they are kept.
+
+    Attributes:
+        leaf: the leaf's number.
+        start: its first row; 0 for a whole leaf.
+        stop: the row after its last; None for a whole leaf, which may be a scalar.
+        ps: the number of the parameter server that keeps it.
+    """
+
+    leaf: int
+    start: int
+    stop: int | None
+    ps: int
+
+
+def fixed_shards(n: int) -> Partitioner:
+    """Cuts every leaf into `n` pieces along its first axis, or into its rows where there are fewer.
+
+    Args:
+        n: number of pieces.
+
+    Raises:
+        StrategyError: `n` is less than 1.
+
+    Example:
+        >>> fixed_shards(2)((10, 3), np.dtype("float32"), 4)
+        2
+
+    Source: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
+    """
+    _check("fixed_shards", n=n)
+    return lambda shape, dtype, num_ps: min(n, _rows(shape))
+
+
+def min_size(size_bytes: int = 256 << 10, max_shards: int | None = None) -> Partitioner:
+    """Cuts a leaf into as many pieces as possible of at least `size_bytes` each.
+
+    Args:
+        size_bytes: a piece's least size; a smaller leaf stays whole.
+        max_shards: number of pieces of a leaf at most; None: as many as there are parameter servers.
+
+    Raises:
+        StrategyError: an argument is less than 1.
+
+    Example:
+        >>> min_size(4, max_shards=2)((6, 1), np.dtype("float32"), 3)
+        2
+
+    Source: `tf.distribute.experimental.partitioners.MinSizePartitioner`, which rounds up and so also makes smaller pieces.
+    """
+    _check("min_size", size_bytes=size_bytes, max_shards=max_shards)
+
+    def partitioner(shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
+        most = num_ps if max_shards is None else max_shards
+        row = _row_bytes(shape, dtype)
+        rows_of_a_piece = math.ceil(size_bytes / row) if row else _rows(shape)
+        return max(1, min(most, _rows(shape) // rows_of_a_piece))
+
+    return partitioner
+
+
+def max_size(size_bytes: int, max_shards: int | None = None) -> Partitioner:
+    """Cuts a leaf into as few pieces as possible of at most `size_bytes` each; a row is never cut.
+
+    Args:
+        size_bytes: a piece's largest size.
+        max_shards: number of pieces of a leaf at most, which may make them larger; None: no limit.
+
+    Raises:
+        StrategyError: an argument is less than 1.
+
+    Example:
+        >>> max_size(4)((6, 1), np.dtype("float32"), 3)
+        6
+
+    Source: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.
+    """
+    _check("max_size", size_bytes=size_bytes, max_shards=max_shards)
+
+    def partitioner(shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
+        row = _row_bytes(shape, dtype)
+        rows_of_a_piece = max(1, size_bytes // row) if row else _rows(shape)
+        pieces = math.ceil(_rows(shape) / rows_of_a_piece)
+        return pieces if max_shards is None else min(pieces, max_shards)
+
+    return partitioner
+
+
+def row_sizes(rows: int, pieces: int) -> list[int]:
+    """How many rows each piece has: alike up to one, the larger first.
+
+    Example:
+        >>> row_sizes(13, 5)
+        [3, 3, 3, 2, 2]
+    """
+    return [rows // pieces + (i < rows % pieces) for i in range(pieces)]
+
+
+def place(
+    leaves: Sequence[tuple[tuple[int, ...], np.dtype]],
+    *,
+    num_ps: int,
+    partitioner: Partitioner,
+    whole: Sequence[bool] | None = None,
+    placement: Placement = "round_robin",
+) -> list[Piece]:
+    """Cuts leaves and shares the pieces out.
+
+    Args:
+        leaves: shape and dtype of each.
+        num_ps: how many parameter servers there are.
+        partitioner: says into how many pieces a leaf is cut.
+        whole: for each leaf whether it must not be cut.
+        placement: "round_robin", one piece after the other; or "bytes", each to the server that has least so far.
+
+    Returns:
+        The pieces, in the order of the leaves and rows.
+
+    Raises:
+        StrategyError: a number of pieces that the leaf does not have rows for, or a placement that is not known.
+
+    Example:
+        >>> four = [((3,), np.dtype("float32"))] * 4
+        >>> [piece.ps for piece in place(four, num_ps=3, partitioner=fixed_shards(1))]
+        [0, 1, 2, 0]
+    """
+    if placement not in get_args(Placement):
+        raise StrategyError(
+            f"`placement` is {placement!r}; allowed are {', '.join(map(repr, get_args(Placement)))}."
+            f"{did_you_mean(placement, get_args(Placement))}"
+        )
+    load, turn = [0] * num_ps, itertools.count()
+
+    def next_ps(size_bytes: int) -> int:
+        ps = next(turn) % num_ps if placement == "round_robin" else load.index(min(load))
+        load[ps] += size_bytes
+        return ps
+
+    pieces = []
+    for leaf, (shape, dtype) in enumerate(leaves):
+        count = 1 if not shape or (whole is not None and whole[leaf]) else _pieces(partitioner, shape, dtype, num_ps)
+        if count == 1:
+            pieces.append(Piece(leaf=leaf, start=0, stop=None, ps=next_ps(math.prod(shape) * dtype.itemsize)))
+            continue
+        stops = list(itertools.accumulate(row_sizes(shape[0], count)))
+        for start, stop in zip([0, *stops], stops, strict=False):
+            ps = next_ps((stop - start) * _row_bytes(shape, dtype))
+            pieces.append(Piece(leaf=leaf, start=start, stop=stop, ps=ps))
+    return pieces
+
+
+def _pieces(partitioner: Partitioner, shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
+    pieces = partitioner(shape, dtype, num_ps)
+    if not isinstance(pieces, int) or isinstance(pieces, bool) or not 1 <= pieces <= max(1, shape[0]):
+        raise StrategyError(
+            f"`partitioner` says {pieces!r} pieces for a leaf of shape {shape}; it must be a whole number from 1 to its "
+            f"{max(1, shape[0])} rows."
+        )
+    return pieces
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return max(1, shape[0]) if shape else 1
+
+
+def _row_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
+def _check(function: str, **numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is None and name == "max_shards":
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise StrategyError(
+                f"jdist.ps.{function}: `{name}` is {number!r}; it must be a whole number of at least 1."
+            )

@@ -1,0 +1,74 @@
+"""What travels as bfloat16 instead of float32: half the bytes, the same range, eight bits of precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from jdist.ps.program.split_step import StepParts
+
+Wire = Literal["float32", "bf16"]
+ROUNDED = np.dtype(jnp.bfloat16)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Which arrays are rounded on their way.
+
+    Attributes:
+        leaves: those of the state's leaves that workers pull so.
+        pushed: for each step, those of the pushed arrays.
+    """
+
+    leaves: frozenset[int]
+    pushed: tuple[frozenset[int], ...]
+
+    def of_leaf(self, i: int, shape: Any) -> Any:
+        """Shape and dtype of a leaf as workers pull it."""
+        return _rounded(shape) if i in self.leaves else shape
+
+    def of_pushed(self, step: int, j: int, shape: Any) -> Any:
+        """Shape and dtype of an array as it is pushed."""
+        return _rounded(shape) if j in self.pushed[step] else shape
+
+
+def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
+    """What is rounded: arrays of float32. A single number stays as it is, and so does what workers carry.
+
+    Args:
+        steps: the steps of a state.
+        wire: as for `jdist.parameter_server`.
+    """
+    if wire == "float32":
+        return Rounding(frozenset(), tuple(frozenset() for _ in steps))
+    carried = {i for step in steps for i in _carried(step)}
+
+    def pushed(step: StepParts) -> frozenset[int]:
+        exact = {j for unit in step.update.units if carried.intersection(unit.leaves) for j in unit.pushed}
+        return frozenset(j for j in step.pushed if j not in exact and _may_be_rounded(step.update.pushed_shapes[j]))
+
+    shapes = steps[0].update.shapes
+    leaves = frozenset(i for i, shape in enumerate(shapes) if i not in carried and _may_be_rounded(shape))
+    return Rounding(leaves, tuple(map(pushed, steps)))
+
+
+def _carried(step: StepParts) -> set[int]:
+    """Leaves that a worker reads and gives anew, as a layer's running statistics.
+
+    Rounded both ways, each of their small changes would be lost.
+    """
+    reads, carried = step.update.reads, step.traced.carrying.leaves
+    return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
+
+
+def _may_be_rounded(shape: Any) -> bool:
+    return shape.dtype == np.float32 and len(shape.shape) > 0
+
+
+def _rounded(shape: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape.shape, ROUNDED)

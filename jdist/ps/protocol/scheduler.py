@@ -1,0 +1,408 @@
+"""Who computes which closure, as a pure state machine: (dispatch, event) -> (dispatch, commands).
+
+The coordinator's half of docs/parameter_server_protocol.md: closures are handed out in their order, those of a lost worker
+are committed or handed out again, and after a rollback all that the snapshot does not contain. The shell,
+`jdist/ps/coordinator/engine.py`, holds functions, arguments, results and connections, and repeats a `Tell` until it is answered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jdist.ps.protocol import sync_rounds
+from jdist.ps.protocol.messages import Commit, Drop, Fence, Held, Message, Restore
+from jdist.ps.protocol.scheduler_events import (
+    Answered,
+    Assign,
+    Cancelled,
+    Command,
+    Decided,
+    Event,
+    Finish,
+    Lost,
+    Parted,
+    Registered,
+    Reported,
+    Rerun,
+    Rollback,
+    Scheduled,
+    Tell,
+)
+from jdist.ps.protocol.sync_rounds import Rounds
+
+
+def handle(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+    """The state after an event, and what the shell has to do.
+
+    Args:
+        dispatch: the state before.
+        event: what happened.
+
+    Returns:
+        The state after it, and the commands in their order.
+    """
+    dispatch, commands = _after(dispatch, event)
+    dispatch, assigned = _assign(dispatch)
+    if dispatch.rounds is not None and _nothing_is_to_come(dispatch):
+        dispatch, more = _turned(dispatch, sync_rounds.given_up)
+        commands += more
+    return dispatch, [*commands, *assigned]
+
+
+def _after(dispatch: Dispatch, event: Event) -> tuple[Dispatch, list[Command]]:
+    match event:
+        case Scheduled():
+            return dataclasses.replace(dispatch, scheduled=dispatch.scheduled + event.count), []
+        case Parted() if dispatch.rounds is not None:
+            return dispatch, []  # updates are made one at a time, in the closures' order
+        case Parted():
+            parts = {p for p in dispatch.parts if p > event.kept} | {dispatch.scheduled}
+            return dataclasses.replace(dispatch, parts=tuple(sorted(parts))), []
+        case Registered():
+            return _registered(dispatch, event)
+        case Reported():
+            return _reported(dispatch, event)
+        case Lost():
+            return _lost(dispatch, event)
+        case Answered():
+            return _answered(dispatch, event)
+        case Rollback():
+            return _rollback(dispatch, event)
+        case Decided():
+            return _turned(dispatch, sync_rounds.decided, event.closures, commit=event.commit)
+        case Cancelled():
+            return _cancelled(dispatch, event)
+
+
+def _assign(dispatch: Dispatch) -> tuple[Dispatch, list[Command]]:
+    """Hands out closures, to the worker that has fewest first."""
+    commands: list[Command] = []
+    if dispatch.restoring:
+        return dispatch, commands
+    given: dict[int, list[int]] = {}
+    while ready := [
+        w for w, known in dispatch.workers.items() if known.state == "ready" and len(known.closures) < dispatch.depth
+    ]:
+        part = next((p for p in dispatch.parts if p > dispatch.settled), dispatch.scheduled)
+        limit = min(part, dispatch.settled + dispatch.window, _end_of_round(dispatch))
+        declined = frozenset.intersection(*(dispatch.workers[w].declined for w in ready))
+        closure = next((c for c in dispatch.returned if c not in declined), None)
+        if closure is not None:
+            changes = {"returned": tuple(c for c in dispatch.returned if c != closure)}
+        else:
+            closure = _first_new(dispatch)
+            changes = {"next": closure + 1}
+        if closure >= limit:
+            break
+        ready = [w for w in ready if closure not in dispatch.workers[w].declined]
+        worker = min(ready, key=lambda w: (len(dispatch.workers[w].closures), w))
+        given.setdefault(worker, []).append(closure)
+        dispatch = _with(
+            dataclasses.replace(dispatch, **changes), worker, closures=(*dispatch.workers[worker].closures, closure)
+        )
+    for worker, closures in given.items():
+        commands.append(
+            Assign(
+                worker=worker,
+                epoch=dispatch.workers[worker].epoch,
+                generation=dispatch.generation,
+                closures=tuple(closures),
+                settled=dispatch.settled,
+            )
+        )
+    return dispatch, commands
+
+
+def _first_new(dispatch: Dispatch) -> int:
+    """The first closure that no worker has had, and that is to be computed."""
+    first = max(dispatch.next, dispatch.settled)
+    while first in dispatch.done:  # it was cancelled
+        first += 1
+    return first
+
+
+def _cancelled(dispatch: Dispatch, event: Cancelled) -> tuple[Dispatch, list[Command]]:
+    wanted = event.only
+    if wanted is None:
+        wanted = {*dispatch.returned, *range(dispatch.next, dispatch.scheduled)}
+    dropped = {c for c in wanted if c not in event.spare and dispatch.is_waiting(c)}
+    dispatch = dataclasses.replace(dispatch, returned=tuple(c for c in dispatch.returned if c not in dropped))
+    dispatch = _finish(dispatch, dropped)
+    dispatch = dataclasses.replace(dispatch, next=_first_new(dispatch))
+    return dispatch, [Finish(closure=c, outcome="void") for c in sorted(dropped)]
+
+
+def _registered(dispatch: Dispatch, event: Registered) -> tuple[Dispatch, list[Command]]:
+    known = dispatch.workers.get(event.worker, Worker())
+    if known.state == "absent":
+        dispatch = _with(dispatch, event.worker, epoch=known.epoch + 1, state="ready", closures=())
+        return _asked_anew(dispatch), []
+    commands: list[Command] = []
+    if known.state == "ready":  # a new process in the place of one that was not missed yet
+        dispatch, commands = _lost(dispatch, Lost(worker=event.worker, epoch=known.epoch))
+    if dispatch.workers[event.worker].state == "absent":
+        return _registered(dispatch, event)[0], commands
+    return _with(dispatch, event.worker, waits=True), commands
+
+
+def _reported(dispatch: Dispatch, event: Reported) -> tuple[Dispatch, list[Command]]:
+    known = dispatch.workers.get(event.worker, Worker())
+    mine = (event.epoch, event.generation) == (known.epoch, dispatch.generation) and known.state == "ready"
+    if not mine or event.closure not in known.closures:
+        return dispatch, []
+    dispatch = _with(dispatch, event.worker, closures=tuple(c for c in known.closures if c != event.closure))
+    if event.outcome == "declined":
+        declined = {c for c in known.declined if c >= dispatch.settled and c not in dispatch.done}
+        dispatch = _with(dispatch, event.worker, declined=frozenset(declined | {event.closure}))
+        return dataclasses.replace(dispatch, returned=tuple(sorted((*dispatch.returned, event.closure)))), []
+    if event.outcome == "staged":
+        return _turned(dispatch, sync_rounds.staged, event.closure, base=event.base)
+    return _finish(dispatch, {event.closure}), [Finish(closure=event.closure, outcome=event.outcome, arrived=True)]
+
+
+def _lost(dispatch: Dispatch, event: Lost) -> tuple[Dispatch, list[Command]]:
+    known = dispatch.workers.get(event.worker, Worker())
+    if known.state == "fencing" and event.epoch == known.epoch:
+        return _with(dispatch, event.worker, waits=False), []
+    if event.worker not in dispatch.workers:  # it was never there: a worker like others that are not
+        return _asked_anew(_with(dispatch, event.worker)), []
+    if known.state != "ready" or event.epoch != known.epoch:
+        return dispatch, []
+    dispatch = _asked_anew(_with(dispatch, event.worker, state="fencing", waits=False))
+    fence = Fence(generation=dispatch.generation, fenced=event.worker, below=known.epoch + 1)
+    return _ask(dispatch, event.worker, Recovery(), fence)
+
+
+def _ask(dispatch: Dispatch, worker: int, recovery: Recovery, message: Message) -> tuple[Dispatch, list[Command]]:
+    """Asks every shard something about a lost worker."""
+    shards = range(dispatch.num_shards)
+    recovery = dataclasses.replace(recovery, asks=message, unanswered=frozenset(shards))
+    dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+    if not shards:  # of functions without a state there is nobody to ask
+        return _next_question(dispatch, worker, recovery)
+    return dispatch, [Tell(shard=shard, message=message) for shard in shards]
+
+
+def _answered(dispatch: Dispatch, event: Answered) -> tuple[Dispatch, list[Command]]:
+    message = event.message
+    if message.generation != dispatch.generation:
+        return dispatch, []
+    if isinstance(message, Restore):
+        return dataclasses.replace(dispatch, restoring=dispatch.restoring - {event.shard}), []
+    if dispatch.rounds is not None and message == dispatch.rounds.asks:
+        return _turned(dispatch, sync_rounds.answered, event.shard, message)
+    found = [w for w, recovery in dispatch.recoveries.items() if recovery.asks == message]
+    if not found or event.shard not in dispatch.recoveries[found[0]].unanswered:
+        return dispatch, []
+    worker, recovery = found[0], dispatch.recoveries[found[0]]
+    recovery = dataclasses.replace(recovery, unanswered=recovery.unanswered - {event.shard})
+    if isinstance(event.answer, Held):
+        recovery = dataclasses.replace(recovery, held={**recovery.held, event.shard: event.answer})
+    dispatch = dataclasses.replace(dispatch, recoveries={**dispatch.recoveries, worker: recovery})
+    return (dispatch, []) if recovery.unanswered else _next_question(dispatch, worker, recovery)
+
+
+def _next_question(dispatch: Dispatch, worker: int, recovery: Recovery) -> tuple[Dispatch, list[Command]]:
+    """All shards have answered: fence, then commit, then drop, then the worker is sorted out."""
+    generation, message = dispatch.generation, recovery.asks
+    if isinstance(message, Fence):
+        closures = dispatch.workers[worker].closures
+        commit = tuple(c for c in closures if _takes_effect(c, recovery.held.values()))
+        if dispatch.rounds is not None:  # nobody is sure of what it was computed from; it is computed again
+            commit = ()
+        recovery = dataclasses.replace(recovery, commit=commit, drop=tuple(c for c in closures if c not in commit))
+        if commit:
+            return _ask(dispatch, worker, recovery, Commit(generation=generation, closures=commit))
+    if not isinstance(message, Drop) and recovery.drop:
+        below = dispatch.workers[worker].epoch + 1
+        drop = Drop(generation=generation, closures=recovery.drop, of=worker, below=below)
+        return _ask(dispatch, worker, recovery, drop)
+    results = {c: ref for held in recovery.held.values() for c, ref in held.results}
+    known = dispatch.workers[worker]
+    dispatch = dataclasses.replace(
+        dispatch,
+        returned=tuple(sorted({*dispatch.returned, *recovery.drop})),
+        recoveries={w: other for w, other in dispatch.recoveries.items() if w != worker},
+    )
+    dispatch = _finish(_with(dispatch, worker, state="absent", waits=False, closures=()), set(recovery.commit))
+    if known.waits:
+        dispatch, _ = _registered(dispatch, Registered(worker=worker))
+    return dispatch, [Finish(closure=c, result=results.get(c)) for c in recovery.commit]
+
+
+def _takes_effect(closure: int, held: Any) -> bool:
+    """Whether a lost worker's closure is committed: applied somewhere, or one attempt of it staged everywhere."""
+    if not held:
+        return False
+    everywhere = frozenset.intersection(*(shard.staged for shard in held))
+    return any(closure in shard.applied for shard in held) or closure in {c for c, _ in everywhere}
+
+
+def _rollback(dispatch: Dispatch, event: Rollback) -> tuple[Dispatch, list[Command]]:
+    generation = max(dispatch.generation + 1, event.generation)
+    undone = [c for c in range(event.settled, dispatch.next) if c not in event.applied]
+    again = sum(c < dispatch.settled or c in dispatch.done for c in undone)
+    workers = {
+        w: dataclasses.replace(
+            known,
+            closures=(),
+            declined=frozenset(),
+            state="absent" if known.state == "fencing" else known.state,
+            waits=False,
+        )
+        for w, known in dispatch.workers.items()
+    }
+    joining = [w for w, known in dispatch.workers.items() if known.state == "fencing" and known.waits]
+    shards = range(dispatch.num_shards)
+    dispatch = dataclasses.replace(
+        dispatch,
+        generation=generation,
+        returned=tuple(undone),
+        done=frozenset(event.applied),
+        settled=event.settled,
+        workers=workers,
+        recoveries={},
+        restoring=frozenset(shards),
+        rounds=None if dispatch.rounds is None else dispatch.rounds.begun_anew(event.version),
+    )
+    for worker in joining:
+        dispatch, _ = _registered(dispatch, Registered(worker=worker))
+    restore = Restore(generation=generation, version=event.version, settled=event.settled, applied=event.applied)
+    return dispatch, [*([Rerun(count=again)] if again else []), *(Tell(shard=s, message=restore) for s in shards)]
+
+
+def _nothing_is_to_come(dispatch: Dispatch) -> bool:
+    """Whether no closure is with a worker, or could be."""
+    is_held = any(known.closures for known in dispatch.workers.values())
+    return not is_held and not dispatch.returned and dispatch.next == dispatch.scheduled
+
+
+def _end_of_round(dispatch: Dispatch) -> int:
+    """In synchronous mode: closures below this number may be handed out; as many as an update takes are not done."""
+    if dispatch.rounds is None:
+        return dispatch.scheduled
+    if dispatch.rounds.asks is not None or dispatch.rounds.chosen:
+        return dispatch.settled  # what is computed now would be computed from old parameters
+    end, left = dispatch.settled, dispatch.rounds.window
+    while left and end < dispatch.scheduled:
+        left -= end not in dispatch.done
+        end += 1
+    return end
+
+
+def _turned(dispatch: Dispatch, what: Any, *given: Any, **more: Any) -> tuple[Dispatch, list[Command]]:
+    """Has a round go on, and takes over what it leads to."""
+    assert dispatch.rounds is not None  # nobody speaks of rounds in asynchronous mode
+    turn = what(dispatch.rounds, *given, generation=dispatch.generation, num_shards=dispatch.num_shards, **more)
+    dispatch = dataclasses.replace(
+        dispatch, rounds=turn.rounds, returned=tuple(sorted({*dispatch.returned, *turn.returned}))
+    )
+    outcome = "done" if turn.commit else "void"
+    finished = [Finish(closure=c, outcome=outcome, arrived=True) for c in sorted(turn.finished)]
+    return _finish(dispatch, set(turn.finished)), [*turn.commands, *finished]
+
+
+def _finish(dispatch: Dispatch, closures: set[int]) -> Dispatch:
+    done, settled = dispatch.done | closures, dispatch.settled
+    while settled in done:
+        settled += 1
+    return dataclasses.replace(dispatch, settled=settled, done=frozenset(c for c in done if c >= settled))
+
+
+def _asked_anew(dispatch: Dispatch) -> Dispatch:
+    """Which workers are there has changed, and with it what each can compute."""
+    workers = {w: dataclasses.replace(known, declined=frozenset()) for w, known in dispatch.workers.items()}
+    return dataclasses.replace(dispatch, workers=workers)
+
+
+def _with(dispatch: Dispatch, worker: int, **changes: Any) -> Dispatch:
+    known = dataclasses.replace(dispatch.workers.get(worker, Worker()), **changes)
+    return dataclasses.replace(dispatch, workers={**dispatch.workers, worker: known})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What the coordinator knows of one worker.
+
+    Attributes:
+        epoch: its present epoch, or the one that its next incarnation begins after.
+        state: "absent", "ready", or "fencing": lost, and its closures are not sorted out yet.
+        waits: whether a new incarnation is connected, which may begin once the old one is sorted out.
+        closures: what it has.
+        declined: what it cannot compute while the same workers are there.
+    """
+
+    epoch: int = 0
+    state: Literal["absent", "ready", "fencing"] = "absent"
+    waits: bool = False
+    closures: tuple[int, ...] = ()
+    declined: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A lost worker's closures, while they are sorted out.
+
+    Attributes:
+        held: what each shard that has answered the fence has of them.
+        commit: closures that all shards commit; known once all have answered the fence.
+        drop: the others, which go back into the queue.
+        unanswered: shards that have not answered the present question.
+        asks: the question.
+    """
+
+    held: Mapping[int, Held] = dataclasses.field(default_factory=dict)
+    commit: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+    unanswered: frozenset[int] = frozenset()
+    asks: Message | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """The coordinator's state; immutable.
+
+    Attributes:
+        num_shards: how many shards there are.
+        depth: closures that a worker may have at a time.
+        window: closures that may be handed out beyond the first that is not done.
+        generation: the shards' present history.
+        scheduled: how many closures were scheduled; their numbers are below.
+        next: the first that no worker ever had, but for some that were cancelled.
+        returned: those that come before it: taken back from a lost worker, declined by one, or undone.
+        done: those at or above `settled` that are done, or will never be.
+        settled: all below are done.
+        workers: by number.
+        recoveries: of the workers in "fencing".
+        restoring: shards that have not yet acknowledged the present history; nothing is handed out meanwhile.
+        parts: closures at or above each of these numbers are handed out when all below it are done; rising.
+        rounds: the update that is being made, in synchronous mode; None in asynchronous mode.
+    """
+
+    num_shards: int
+    depth: int = 1
+    window: int = 1024
+    generation: int = 0
+    scheduled: int = 0
+    next: int = 0
+    returned: tuple[int, ...] = ()
+    done: frozenset[int] = frozenset()
+    settled: int = 0
+    workers: Mapping[int, Worker] = dataclasses.field(default_factory=dict)
+    recoveries: Mapping[int, Recovery] = dataclasses.field(default_factory=dict)
+    restoring: frozenset[int] = frozenset()
+    parts: tuple[int, ...] = ()
+    rounds: Rounds | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every closure that was scheduled is done."""
+        return self.settled == self.scheduled
+
+    def is_waiting(self, closure: int) -> bool:
+        """Whether a closure is to be computed, and no worker has it."""
+        if closure >= max(self.next, self.settled):
+            return closure < self.scheduled and closure not in self.done
+        return closure in self.returned

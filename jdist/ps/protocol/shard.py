@@ -1,0 +1,366 @@
+"""One shard of the state as a pure state machine: (shard, message) -> (shard, commands).
+
+No lock, no clock, no socket, no array: docs/parameter_server_protocol.md says what each message does and why. The shell
+that holds the arrays, `jdist/ps/server/shard_server.py`, hands messages in one at a time and carries out the commands in
+their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jdist.ps.protocol.messages import (
+    Answer,
+    Apply,
+    Command,
+    Commit,
+    Cut,
+    Done,
+    Drop,
+    Fence,
+    Forget,
+    Freeze,
+    Held,
+    Message,
+    Parameters,
+    Pull,
+    Push,
+    Reason,
+    Ref,
+    Refused,
+    Replace,
+    Reply,
+    Restore,
+    Snapshot,
+    Stage,
+    Thaw,
+)
+
+
+def receive(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
+    """The shard after a message, and what the shell has to do, in this order.
+
+    Args:
+        shard: the state before.
+        message: one message.
+
+    Returns:
+        The state after it, and the commands; each message is replied to once, now or, where the shard is frozen, after
+        its thaw.
+    """
+    if isinstance(message, Restore):
+        return _restore(shard, message)
+    if (reason := _not_heard(shard, message)) is not None:
+        return shard, [*_unwanted(message), _refuse(shard, message, reason)]
+    shard, forgotten = _settle(shard, message.settled)
+    shard, commands = _heard(shard, message)
+    return shard, [*forgotten, *commands]
+
+
+def _not_heard(shard: Shard, message: Message) -> Reason | None:
+    if shard.generation == 0:
+        return "empty"
+    if message.generation != shard.generation:  # a higher one has to begin by a restore
+        return "generation"
+    if message.worker is not None and message.epoch < shard.fences.get(message.worker, 0):
+        return "fenced"
+    return None
+
+
+def _heard(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
+    match message:
+        case Pull():
+            changed = message.known != shard.version
+            return shard, [Reply(call=message.call, answer=Parameters(version=shard.version, changed=changed))]
+        case Push():
+            return _admit(shard, message)
+        case Commit():
+            return _commit(shard, message)
+        case Drop():
+            return _drop(shard, message)
+        case Fence():
+            return _fence(shard, message)
+        case Freeze():
+            return _done(dataclasses.replace(shard, frozen=shard.frozen or message.number > shard.thawed), message)
+        case Thaw():
+            return _thaw(shard, message)
+        case Snapshot() if shard.frozen:
+            staged, applied = frozenset(shard.staged), frozenset(shard.applied)
+            answer = Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
+            return shard, [Reply(call=message.call, answer=answer)]
+    return shard, [_refuse(shard, message, "unknown")]
+
+
+def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
+    """A push or a stage."""
+    number, there = message.closure, shard.staged.get(message.closure)
+    sender = message.worker, message.epoch
+    repeated = there is not None and (there.worker, there.epoch, there.attempt) == (*sender, message.attempt)
+    if number < shard.settled or number in shard.applied or repeated:
+        return _done(shard, message, before=_unwanted(message))
+    if there is not None and ((there.worker, there.epoch) != sender or there.attempt > message.attempt):
+        return shard, [*_unwanted(message), _refuse(shard, message, "staged")]
+    if shard.frozen:
+        return dataclasses.replace(shard, waiting=(*shard.waiting, message)), []
+    rules, counts = shard.rules, shard.counts
+    if not message.finite and rules.non_finite == "raise":
+        return shard, [*_unwanted(message), _refuse(shard, message, "non_finite")]
+    late = shard.version - message.base
+    too_late = rules.max_staleness is not None and late > rules.max_staleness
+    if late < 0 or (too_late and rules.on_stale == "refuse"):  # a version that is still to come is of no use either
+        shard = dataclasses.replace(shard, counts=dataclasses.replace(counts, refused=counts.refused + 1))
+        return shard, [*_unwanted(message), _refuse(shard, message, "stale")]
+    skip = not message.finite and rules.non_finite == "skip"
+    entry = Staged(
+        worker=message.worker,
+        epoch=message.epoch,
+        attempt=message.attempt,
+        base=message.base,
+        gradients=None if skip else message.gradients,
+        weight=1 / (1 + late) if too_late else 1.0,
+        result=message.result,
+    )
+    counts = dataclasses.replace(
+        counts,
+        skipped=counts.skipped + skip,
+        down_weighted=counts.down_weighted + too_late,
+        staleness=counts.staleness + late,
+        admitted=counts.admitted + 1,
+    )
+    shard = dataclasses.replace(shard, staged={**shard.staged, number: entry}, counts=counts)
+    before = _forget(message.gradients) if skip else []
+    before += [] if there is None else _forget(there.gradients, there.result)
+    if not isinstance(message, Stage):
+        shard, applied = _apply(shard, (number,))
+        before += applied
+    return _done(shard, message, before=before)
+
+
+def _commit(shard: Shard, message: Commit) -> tuple[Shard, list[Command]]:
+    todo = tuple(c for c in message.closures if c >= shard.settled and c not in shard.applied)
+    if any(c not in shard.staged for c in todo) or (message.as_one and 0 < len(todo) < len(message.closures)):
+        return shard, [*_unwanted(message), _refuse(shard, message, "unknown")]
+    commands: list[Command] = []
+    for closures in [todo] if message.as_one and todo else [(c,) for c in todo]:
+        shard, applied = _apply(shard, closures, message.scalars)
+        commands += applied
+    return _done(shard, message, before=[*commands, *_unwanted(message)])
+
+
+def _apply(shard: Shard, closures: tuple[int, ...], scalars: Ref | None = None) -> tuple[Shard, list[Command]]:
+    """One update by what is staged of these closures; none where all of it is left out."""
+    entries = [shard.staged[c] for c in closures]
+    gradients = tuple((entry.gradients, entry.weight) for entry in entries if entry.gradients is not None)
+    version, counts = shard.version + bool(gradients), shard.counts
+    commands: list[Command] = [Apply(gradients=gradients, version=version, scalars=scalars)] if gradients else []
+    commands += _forget(*(ref for ref, _ in gradients))
+    done = {c: Applied(worker=shard.staged[c].worker, result=shard.staged[c].result) for c in closures}
+    shard = dataclasses.replace(
+        shard,
+        version=version,
+        staged={c: entry for c, entry in shard.staged.items() if c not in done},
+        applied={**shard.applied, **done},
+        counts=dataclasses.replace(counts, updates=counts.updates + bool(gradients)),
+    )
+    return shard, commands
+
+
+def _drop(shard: Shard, message: Drop) -> tuple[Shard, list[Command]]:
+    dropped = {
+        c: entry
+        for c, entry in shard.staged.items()
+        if c in message.closures
+        and (
+            entry.base < message.below
+            if message.of is None
+            else (entry.worker == message.of and entry.epoch < message.below)
+        )
+    }
+    kept = {c: entry for c, entry in shard.staged.items() if c not in dropped}
+    refs = [ref for entry in dropped.values() for ref in (entry.gradients, entry.result)]
+    return _done(dataclasses.replace(shard, staged=kept), message, before=_forget(*refs))
+
+
+def _fence(shard: Shard, message: Fence) -> tuple[Shard, list[Command]]:
+    worker, below = message.fenced, max(message.below, shard.fences.get(message.fenced, 0))
+    gone = [m for m in shard.waiting if m.worker == worker and m.epoch < below]
+    shard = dataclasses.replace(
+        shard,
+        fences={**shard.fences, worker: below},
+        waiting=tuple(m for m in shard.waiting if m not in gone),
+    )
+    staged = {c: entry.result for c, entry in shard.staged.items() if entry.worker == worker and entry.epoch < below}
+    applied = {c: entry.result for c, entry in shard.applied.items() if entry.worker == worker}
+    held = Held(
+        version=shard.version,
+        staged=frozenset((c, shard.staged[c].attempt) for c in staged),
+        applied=frozenset(applied),
+        results=tuple((c, result) for c, result in {**staged, **applied}.items() if result is not None),
+    )
+    refused = [command for m in gone for command in (*_unwanted(m), _refuse(shard, m, "fenced"))]
+    return shard, [*refused, Reply(call=message.call, answer=held)]
+
+
+def _thaw(shard: Shard, message: Thaw) -> tuple[Shard, list[Command]]:
+    if message.number <= shard.thawed:
+        return _done(shard, message)
+    waiting, thawed = shard.waiting, message.number
+    shard, commands = _done(dataclasses.replace(shard, frozen=False, thawed=thawed, waiting=()), message)
+    for held in waiting:
+        shard, more = _admit(shard, held)
+        commands += more
+    return shard, commands
+
+
+def _settle(shard: Shard, below: int) -> tuple[Shard, list[Command]]:
+    if below <= shard.settled:
+        return shard, []
+    gone = {c: entry for c, entry in shard.applied.items() if c < below}
+    kept = {c: entry for c, entry in shard.applied.items() if c >= below}
+    return dataclasses.replace(shard, settled=below, applied=kept), _forget(*(entry.result for entry in gone.values()))
+
+
+def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
+    if message.generation <= shard.generation:
+        return shard, [_refuse(shard, message, "generation")]
+    kept = [entry.gradients for entry in shard.staged.values()]
+    kept += [entry.result for entry in (*shard.staged.values(), *shard.applied.values())]
+    waiting = shard.waiting
+    shard = Shard(
+        rules=shard.rules,
+        generation=message.generation,
+        version=message.version,
+        applied={c: Applied(worker=None, result=None) for c in message.applied},
+        settled=message.settled,
+    )
+    late = [command for m in waiting for command in (*_unwanted(m), _refuse(shard, m, "generation"))]
+    return _done(shard, message, before=[*late, *_forget(*kept), Replace(version=message.version)])
+
+
+def _done(shard: Shard, message: Message, *, before: list[Command] | None = None) -> tuple[Shard, list[Command]]:
+    return shard, [*(before or []), Reply(call=message.call, answer=Done(version=shard.version))]
+
+
+def _refuse(shard: Shard, message: Message, reason: Reason) -> Reply:
+    answer: Answer = Refused(reason=reason, version=shard.version, generation=shard.generation)
+    return Reply(call=message.call, answer=answer)
+
+
+def _unwanted(message: Message) -> list[Command]:
+    """Forgets the arrays that came with a message which is not taken, or is through."""
+    if isinstance(message, Commit):
+        return _forget(message.scalars)
+    return _forget(message.gradients, message.result) if isinstance(message, Push) else []
+
+
+def _forget(*refs: Ref | None) -> list[Command]:
+    return [Forget(ref=ref) for ref in refs if ref is not None]
+
+
+NonFinite = Literal["raise", "skip", "apply"]
+OnStale = Literal["refuse", "down_weight"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a shard does with gradients that are late, or not finite.
+
+    Attributes:
+        max_staleness: updates that may lie between a gradient's version and its admission; None: any number.
+        on_stale: what happens beyond: "refuse", or "down_weight" by 1 / (1 + staleness).
+        non_finite: "raise" refuses, "skip" changes nothing and counts as done, "apply" applies.
+    """
+
+    max_staleness: int | None = None
+    on_stale: OnStale = "refuse"
+    non_finite: NonFinite = "raise"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What has happened in a shard since it was restored.
+
+    Attributes:
+        updates: updates applied.
+        skipped: closures whose gradients were not finite, and were left out.
+        refused: gradients that were too stale.
+        down_weighted: gradients that were too stale, and admitted with less weight.
+        staleness: sum of the staleness of all that were admitted; divided by their number it is the mean.
+        admitted: their number.
+    """
+
+    updates: int = 0
+    skipped: int = 0
+    refused: int = 0
+    down_weighted: int = 0
+    staleness: int = 0
+    admitted: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A closure's part in this shard, admitted and not yet applied.
+
+    Attributes:
+        worker: who computed it; None: the coordinator.
+        epoch: under which epoch.
+        attempt: in which of its attempts.
+        base: the version that it was computed from.
+        gradients: its arrays; None where a gradient that is not finite is left out.
+        weight: 1, or less for a stale one.
+        result: what it returned, on its home shard.
+    """
+
+    worker: int | None
+    epoch: int
+    attempt: int
+    base: int
+    gradients: Ref | None
+    weight: float
+    result: Ref | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A closure that took effect, and is not settled.
+
+    Attributes:
+        worker: who computed it; None after a restore, when nobody will be asked for its result.
+        result: what it returned, on its home shard.
+    """
+
+    worker: int | None
+    result: Ref | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The state of one shard; immutable.
+
+    Attributes:
+        rules: about late and non-finite gradients.
+        generation: the history it belongs to; 0 while it is empty and takes nothing but a restore.
+        version: number of updates.
+        fences: for each worker the lowest epoch that is still heard.
+        staged: closures admitted and not applied.
+        applied: closures applied and not settled.
+        settled: closures below this number are done.
+        frozen: whether pushes and stages wait.
+        thawed: the last snapshot for which they did, and do not any more.
+        waiting: those that do, in their order.
+        counts: what has happened.
+    """
+
+    rules: Rules = Rules()
+    generation: int = 0
+    version: int = 0
+    fences: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    staged: Mapping[int, Staged] = dataclasses.field(default_factory=dict)
+    applied: Mapping[int, Applied] = dataclasses.field(default_factory=dict)
+    settled: int = 0
+    frozen: bool = False
+    thawed: int = 0
+    waiting: tuple[Push, ...] = ()
+    counts: Counts = Counts()

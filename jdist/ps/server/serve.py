@@ -1,0 +1,250 @@
+"""`jdist serve`: a worker or a parameter server that waits for its coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jdist.cluster import failpoints
+from jdist.cluster.address import join, split
+from jdist.cluster.exit_status import FINISHED, PEER_LOST, PREEMPTED
+from jdist.cluster.listen import resolved
+from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.errors import LaunchError, PortInUseError, WireError
+from jdist.ps.transport.interface import Header, Method, Methods
+from jdist.ps.transport.security import Security, how_to_protect, open_to_others
+
+Role = Literal["worker", "ps"]
+WORKER: Role = "worker"
+PS: Role = "ps"
+IS_SERVER = "JDIST_IS_SERVER"  # set in a worker's process, so that a script without a guard starts nothing in it
+READY = "jdist serve: {role} listens on {address}"
+_LOOK_S = 1.0
+_MOST_ADDRESSES = 4096
+_REACH_S = 5.0
+
+
+class LastHeard:
+    """When somebody last asked for something, and whether the coordinator has said that it is over."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self.over = threading.Event()
+
+    def watch(self, methods: Methods) -> dict[str, Method]:
+        """Methods that take note of every call, and one more: "end"."""
+        watched = {name: dataclasses.replace(method, run=self._noting(method.run)) for name, method in methods.items()}
+        return {**watched, "end": Method(self._end)}
+
+    def silent_s(self) -> float:
+        """Seconds since the last call ended; 0 while one is under way."""
+        with self._lock:
+            return 0.0 if self._under_way else time.monotonic() - self._at
+
+    def _noting(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(header: Header, arrays: list[Any]) -> Any:
+            with self._lock:
+                self._under_way += 1
+            try:
+                return run(header, arrays)
+            finally:
+                with self._lock:
+                    self._under_way -= 1
+                    self._at = time.monotonic()
+
+        return noting
+
+    def _end(self, header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
+        self.over.set()
+        return {}, []
+
+
+def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
+    """What to be and where to listen: as the flags say, else as TF_CONFIG does.
+
+    Raises:
+        ClusterConfigError: TF_CONFIG is not right.
+        LaunchError: nothing says it, the role is none, or TF_CONFIG says that this process is no server.
+    """
+    spec = None if role is not None and address is not None else tf_config(environ)
+    if role is not None and role not in (WORKER, PS):
+        raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
+    found: Role | None = role
+    if found is None and spec is not None:
+        if spec.task_type not in ("worker", "ps"):
+            raise LaunchError(
+                f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
+                "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give "
+                "--role and --address."
+            )
+        found = PS if spec.task_type == "ps" else WORKER
+    if found is None:
+        raise LaunchError("nothing says what to serve as: set TF_CONFIG, or give --role worker or --role ps.")
+    if address is None and spec is not None and spec.task_type == found:
+        if spec.address is None:
+            raise LaunchError(
+                f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its "
+                "address there, or give --address."
+            )
+        host, port = split(spec.address)
+        return found, join(resolved(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
+    return found, "127.0.0.1:0" if address is None else address
+
+
+def serve(
+    role: Role,
+    address: str,
+    *,
+    security: Security,
+    grace_s: float,
+    allow: Sequence[str] = (),
+    with_parent: bool = False,
+    insecure: bool = False,
+    health_address: str | None = None,
+    script: str | None = None,
+) -> int:
+    """Serves until the coordinator says that it is over, or nobody has asked for anything for `grace_s`; or with its parent.
+
+    Args:
+        role: "worker" or "ps".
+        address: "host:port" to listen on; port 0 takes a free one.
+        security: what callers must show, and what this worker shows to the parameter servers.
+        grace_s: seconds without a call after which it ends; not where it ends with its parent.
+        allow: custom calls that received functions may have.
+        with_parent: end when standard input is closed, or the parent process is gone; however long nobody calls.
+        insecure: listen beyond this machine although TLS or token is missing.
+        script: a worker's: the file in which dataset functions named "__main__:..." are looked up.
+        health_address: where to answer probes a second time, without TLS, and nothing else.
+
+    Returns:
+        The exit code: 0 when told to end, 75 when nobody asked for anything any more.
+
+    Raises:
+        PortInUseError: the port is taken.
+        LaunchError: the address is no address, or can be reached by others without TLS and token; another argument is not
+            allowed.
+        SystemExit: 143, after SIGTERM.
+    """
+    if not grace_s > 0:  # NaN is not, either
+        raise LaunchError(f"--grace-s is {grace_s:g}; it must be a number of seconds above 0.")
+    if script is not None and not Path(script).is_file():
+        raise LaunchError(f"--script is {script!r}; it must be a file, and there is none.")
+    _check(address, security, insecure=insecure)
+    if health_address is not None:
+        _check_form("--health-address", health_address)
+    parent = os.getppid()
+    if role == PS:  # updates are made in the host's memory; an accelerator is the workers'
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jdist.ps.server.malloc import keep_freed_memory
+    from jdist.ps.server.replicated_shard import ReplicatedShard, slots
+    from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
+    from jdist.ps.transport.health import serve_health
+    from jdist.ps.worker.server import WorkerServer
+
+    keep_freed_memory()
+    failpoints.arm(0, os.environ)
+    heard = LastHeard()
+    worker = None
+    if role == WORKER:
+        os.environ[IS_SERVER] = "1"
+        worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow, script=script)
+    # Its own shard, and the backup of another's.
+    copies = [ReplicatedShard(lambda to: RpcChannel(to, security=security), allow=allow) for _ in range(2)]
+    methods = slots(copies) if worker is None else {**worker.methods(), "reach": _reach(security)}
+    with contextlib.ExitStack() as ends, _ended_by_sigterm():
+        for end in [copy.close for copy in copies] if worker is None else [worker.close]:
+            ends.callback(end)
+        try:
+            server = RpcServer(address, heard.watch(methods), security=security)
+            ends.callback(server.stop, 1.0)
+            if health_address is not None:
+                ends.callback(serve_health(health_address, SERVICE, is_well=lambda: server.is_well))
+        except OSError as exc:
+            raise PortInUseError(
+                f"this {role} {exc}. An earlier server may still be there; else give another."
+            ) from exc
+        print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)
+        if with_parent:
+            threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()
+        while not heard.over.wait(min(_LOOK_S, grace_s)):
+            if with_parent:
+                # What the parent has forked may live on, and hold the other end of standard input.
+                if os.getppid() != parent:
+                    return FINISHED
+            elif heard.silent_s() > grace_s:
+                print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
+                return PEER_LOST
+        return FINISHED
+
+
+def _check(address: str, security: Security, *, insecure: bool) -> None:
+    _check_form("--address", address)
+    host, port = split(address)
+    # What counts is the address that the name leads to.
+    wrong = open_to_others([join(resolved(host, os.environ, whose="this server"), port)], security)
+    if wrong is not None and not insecure:
+        raise LaunchError(
+            f"the address is {address!r}. {wrong} {how_to_protect(security)} Or listen on 127.0.0.1; or, in a network that "
+            "is yours alone, say --insecure."
+        )
+    if wrong is not None:
+        print(f"jdist serve: insecure: {wrong}", file=sys.stderr, flush=True)
+
+
+def _check_form(flag: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) <= 65535) or (
+        ":" in host and not (host.startswith("[") and host.endswith("]"))
+    ):
+        raise LaunchError(f"{flag} is {address!r}; it must be host:port, as 127.0.0.1:2222 or [::1]:2222.")
+
+
+def _reach(security: Security) -> Method:
+    """Has this process try to reach others, as only it can tell whether it is let in there."""
+    from jdist.ps.transport.diagnose import reach_all
+
+    def run(header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
+        addresses = header.get("addresses")
+        if not isinstance(addresses, list) or len(addresses) > _MOST_ADDRESSES:
+            raise WireError("no list of addresses")
+        for address in addresses:
+            _check_form("an address", str(address))
+        found = reach_all([str(a) for a in addresses], security, _REACH_S)
+        return {"found": [None if t is None else [t.text, t.lasts] for t in found]}, []
+
+    return Method(run)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block by `SystemExit`; outside the main thread signals are somebody else's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(PREEMPTED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _until_closed(over: threading.Event) -> None:
+    # Not by `sys.stdin`, whose lock Python wants at its end: this thread may wait until then.
+    with contextlib.suppress(OSError):  # a terminal that was hung up, for instance
+        while os.read(0, 4096):
+            pass
+    over.set()

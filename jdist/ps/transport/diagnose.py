@@ -1,0 +1,131 @@
+"""Whether a server can be reached, and if not, why: gRPC says "unavailable" for a certificate as for a cable."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from jdist.cluster.address import split
+from jdist.cluster.environment import TOKEN
+from jdist.ps.transport.grpc_transport import RpcChannel
+from jdist.ps.transport.interface import EXHAUSTED, CallFailed
+from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, NAME, Security, tls_context
+
+_HANDSHAKE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a server cannot be reached.
+
+    Attributes:
+        text: what is wrong, to follow the server's address and a colon.
+        lasts: whether it stays so until somebody mends a setting; else the server may only not be up yet.
+    """
+
+    text: str
+    lasts: bool
+
+
+def reach_all(addresses: Sequence[str], security: Security, timeout_s: float) -> list[Trouble | None]:
+    """`reach` of several servers, at the same time."""
+    with ThreadPoolExecutor(min(32, max(1, len(addresses))), "jdist-reach") as pool:
+        return list(pool.map(lambda address: reach(address, security, timeout_s), addresses))
+
+
+def reach(address: str, security: Security, timeout_s: float) -> Trouble | None:
+    """Asks a server who it is.
+
+    Args:
+        address: "host:port".
+        security: what is shown to it.
+        timeout_s: for its answer.
+
+    Returns:
+        None if it answered.
+    """
+    channel = RpcChannel(address, security=security)
+    try:
+        channel.call("status", {}, timeout_s=timeout_s)
+    except CallFailed as exc:
+        if exc.reason == "unauthenticated":
+            shown = "is another there" if security.token is not None else "is not set here"
+            return Trouble(
+                f"it refuses this process's token. {TOKEN} {shown}: set the same on all processes", lasts=True
+            )
+        if exc.reason == "refused":
+            return Trouble("what answers there is no `jdist serve`, or one of another version", lasts=True)
+        if exc.reason == EXHAUSTED:
+            return Trouble(exc.why, lasts=False)
+        return _unavailable(address, security, str(exc).partition("(")[2].removesuffix(")") or exc.reason)
+    finally:
+        channel.close()
+    return None
+
+
+def _unavailable(address: str, security: Security, said: str) -> Trouble:
+    """Looks at the connection itself, as gRPC does not tell."""
+    host, port = split(address)
+    try:
+        connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
+    except socket.gaierror as exc:
+        return Trouble(f"the host {host!r} has no address ({exc.strerror})", lasts=False)
+    except OSError as exc:
+        return Trouble(f"nothing answers there ({exc.strerror or exc})", lasts=False)
+    with connection:
+        found = _without_tls(connection) if security.files is None else _with_tls(connection, host, security)
+    if found is not None:
+        return Trouble(found, lasts=True)
+    # What holds the port took the connection in.
+    return Trouble(
+        f"what listens there does not answer ({said}): another program has the port, or the server stands still",
+        lasts=False,
+    )
+
+
+def _without_tls(connection: socket.socket) -> str | None:
+    """Whether the server speaks TLS, which this process does not."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(connection):
+            pass
+    except OSError:  # it speaks none; what is wrong is something else
+        return None
+    return f"it speaks TLS, and this process has no certificate. Set {CERTIFICATE}, {KEY} and {AUTHORITY}"
+
+
+def _with_tls(connection: socket.socket, host: str, security: Security) -> str | None:
+    """What keeps the two sides from a handshake."""
+    assert security.files is not None  # asked before
+    context = tls_context(security.files, ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    try:
+        wrapped = context.wrap_socket(connection, server_hostname=security.name or host)
+    except ssl.SSLCertVerificationError as exc:
+        if exc.verify_code in (62, 64):  # the host's name, or its number, is not in the certificate
+            return f"its certificate is for another host ({exc.verify_message}). Set {NAME} to the name that it has"
+        text = f"its certificate is not accepted here ({exc.verify_message})"
+        return f"{text}. {AUTHORITY} ({security.files[2]}) must hold the authority that signed it"
+    except ssl.SSLError as exc:
+        if exc.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+            return f"it speaks no TLS. Set {CERTIFICATE}, {KEY} and {AUTHORITY} there, too"
+        return f"the TLS handshake fails ({exc.reason or exc})"
+    except OSError:
+        return None
+    with wrapped, contextlib.suppress(TimeoutError):
+        # The client of TLS 1.3 has done its part before the server looks at its certificate; a server that accepts it
+        # speaks first.
+        try:
+            accepted = bool(wrapped.recv(1))
+        except (ssl.SSLError, ConnectionError):
+            accepted = False
+        if not accepted:
+            text = f"it does not accept this process's certificate ({CERTIFICATE}: {security.files[0]})"
+            return f"{text}: it is expired, or not signed by the authority that the server knows"
+    return None

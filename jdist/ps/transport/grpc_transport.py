@@ -1,0 +1,342 @@
+"""The transport between processes: gRPC with generic handlers, and a data connection for what is large."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+
+import grpc
+import numpy as np
+
+from jdist.errors import WireError
+from jdist.ps.protocol.wire import CHUNK_BYTES, MOST_HEADER_BYTES, Buffers, Spec, chunks, decode, encode
+from jdist.ps.transport.bulk import BulkChannel, BulkServer
+from jdist.ps.transport.health import MOST_WATCHES, health
+from jdist.ps.transport.interface import (
+    EXHAUSTED,
+    Arrays,
+    CallFailed,
+    Header,
+    Method,
+    Methods,
+    OutOfFilesError,
+    Untimely,
+    check_files,
+)
+from jdist.ps.transport.security import OPEN
+from jdist.ps.transport.security import Security as Security
+from jdist.ps.transport.stream import Stream
+
+_LOG = logging.getLogger(__name__)
+SERVICE = "jdist.ps.v1"
+_TOKEN = "jdist-token"
+_DATA = "data connection"  # the method that hands out tickets
+MOST_S = 24 * 3600.0  # that a call may take
+_MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
+_OPTIONS = [
+    ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MOST_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second server on a taken port is an error, not a silent share of its calls
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+_OF_SERVERS = [
+    ("grpc.max_connection_idle_ms", 60_000),  # a caller that is wanted connects again
+    ("grpc.server_handshake_timeout_ms", 10_000),
+]
+
+
+class RpcServer:
+    """Serves methods over gRPC.
+
+    Attributes:
+        port: the port that it listens on.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        methods: Methods,
+        *,
+        security: Security = OPEN,
+        threads: int = 16,
+        most_bytes: int = 4 << 30,
+        data_port: int | None = 0,
+    ):
+        """Listens.
+
+        Args:
+            address: "host:port"; port 0 takes a free one.
+            methods: what it serves.
+            security: whom it lets in.
+            threads: calls that may run at the same time; further ones wait.
+            most_bytes: of the arrays of one call.
+            data_port: the port of the data connections; 0 takes a free one, with None everything goes over gRPC.
+
+        Raises:
+            OSError: the port is taken, or the address is not this machine's.
+        """
+        self._token, self._most_bytes = security.token, most_bytes
+        self._methods = dict(methods)
+        self._data: BulkServer | None = None
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"),
+            options=[*_OPTIONS, *_OF_SERVERS],
+        )
+        handlers = {
+            "Call": grpc.unary_unary_rpc_method_handler(self._call),
+            "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
+        }
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE, is_well=lambda: self.is_well))
+        )
+        try:
+            if security.key is None or security.certificate is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                pair = security.key, security.certificate
+                credentials = grpc.ssl_server_credentials([pair], security.authority, require_client_auth=True)
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as exc:
+            raise OSError(
+                f"cannot listen on {address}: the port is taken, or the address is not this machine's"
+            ) from exc
+        if data_port is not None:
+            host = address.rpartition(":")[0]
+            self._data = data = BulkServer(host, self._answer_bulk, security=security, port=data_port)
+            self._methods[_DATA] = Method(lambda header, arrays: ({"port": data.port, "ticket": data.ticket()}, []))
+        self._server.start()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it can serve new callers at the moment."""
+        return self._data is None or self._data.is_accepting
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends; calls under way may take `grace_s` more seconds."""
+        self._server.stop(grace_s).wait()
+        if self._data is not None:
+            self._data.stop()
+
+    def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        return next(iter(self._answer(iter([request]), context)))
+
+    def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from self._answer(requests, context)
+
+    def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """What comes back for the frames of a call; whatever is wrong with it, the caller learns one word."""
+        self._check_token(context)
+        if (context.time_remaining() or math.inf) > MOST_S:  # without a deadline it could hold a thread for ever
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
+        try:
+            header, first = decode(next(requests))
+            method, specs = self._expected(header)
+            buffers = Buffers(specs, most_bytes=self._most_bytes)
+            buffers.take(first)
+            for chunk in requests:
+                buffers.take(chunk)
+            arrays = buffers.arrays()
+        except (WireError, StopIteration) as exc:
+            _log_refusal(exc)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
+        try:
+            answer, results = method.run(header, arrays)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
+            context.abort(grpc.StatusCode.INTERNAL, _failure(exc))
+        yield from _frames(answer, results)
+
+    def _answer_bulk(self, stream: Stream, make_room: Callable[[], None]) -> tuple[Header, Arrays]:
+        """The same of a call over a data connection, which whoever got a ticket may make."""
+        methods: list[Method] = []
+
+        def expects(header: Header) -> Sequence[Spec]:
+            method, specs = self._expected(header)
+            methods.append(method)
+            if method.limited and sum(s.size_bytes for s in specs) > CHUNK_BYTES:
+                make_room()
+            return specs
+
+        try:
+            header, arrays = stream.receive(expects, most_bytes=self._most_bytes)
+        except WireError as exc:
+            _log_refusal(exc)
+            return {"failed": "refused"}, []
+        try:
+            return methods[0].run(header, arrays)
+        except Exception as exc:  # noqa: BLE001  # as above
+            return {"failed": _failure(exc)}, []
+
+    def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
+        """The method that a header names, and the arrays that come with it.
+
+        Raises:
+            WireError: there is none, or something else is wrong with the header.
+        """
+        name = header.pop("method", None)
+        method = self._methods.get(name) if isinstance(name, str) else None
+        if method is None:
+            raise WireError("a method that is not known")
+        try:
+            return method, list(method.expects(header))
+        except WireError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as exc:
+            raise WireError(f"a header that makes no sense: {exc!r}") from exc
+
+    def _check_token(self, context: grpc.ServicerContext) -> None:
+        shown = dict(context.invocation_metadata()).get(_TOKEN, "")
+        if self._token is not None and not hmac.compare_digest(str(shown).encode(), self._token.encode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+
+
+def _frames(header: Header, arrays: Arrays) -> Iterator[bytes]:
+    """Header and arrays as messages; what is small goes with the header."""
+    frame = encode(header)
+    if sum(np.asarray(x).nbytes for x in arrays) <= CHUNK_BYTES:
+        yield frame + b"".join(chunks(arrays))
+        return
+    yield frame
+    for chunk in chunks(arrays):
+        yield bytes(chunk)
+
+
+class RpcChannel:
+    """A connection to an `RpcServer`."""
+
+    def __init__(self, address: str, *, security: Security = OPEN):
+        """Connects at the first call.
+
+        Args:
+            address: "host:port".
+            security: what this process shows, and whom it believes.
+        """
+        self._address = address
+        self._metadata = ((_TOKEN, security.token),) if security.token is not None else ()
+        if security.certificate is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(security.authority, security.key, security.certificate)
+            named = [("grpc.ssl_target_name_override", security.name)] if security.name else []
+            self._channel = grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
+        self._small = self._channel.unary_unary(f"/{SERVICE}/Call")
+        self._large = self._channel.stream_stream(f"/{SERVICE}/Bulk")
+        self._data = BulkChannel(address, security=security, ask=self._ask_for_ticket)
+        self._closed = False
+
+    @property
+    def peer(self) -> str:
+        """See `Channel`."""
+        return self._address
+
+    def call(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> tuple[Header, list[np.ndarray]]:
+        """See `Channel`."""
+        header = {**header, "method": method}
+        bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
+        if bulk and (found := self._data.begin(header, arrays, expects, timeout_s)) is not None:
+            return found()
+        frames = _frames(header, arrays)
+        first = next(frames)
+        try:
+            if not bulk:
+                return _received(iter([self._small(first, timeout=timeout_s, metadata=self._metadata)]), expects)
+            requests = _again(first, frames)
+            return _received(self._large(requests, timeout=timeout_s, metadata=self._metadata), expects)
+        except grpc.RpcError as exc:
+            status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
+            detail = exc.details() or ""  # type: ignore[attr-defined]  # as above
+            reason = EXHAUSTED if detail == EXHAUSTED else _REASONS.get(status, "unavailable")
+            raise CallFailed(self._address, reason, detail) from exc
+        except ValueError as exc:  # what grpc says of a channel that was closed
+            if not self._closed:
+                raise
+            raise CallFailed(self._address, "closed") from exc
+
+    def begin(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        """See `Channel`."""
+        begun = self._data.begin({**header, "method": method}, arrays, expects, timeout_s)
+        if begun is not None:
+            return begun
+        return functools.partial(self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk)
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._closed = True
+        self._data.close()
+        self._channel.close()
+
+    def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes] | None:
+        try:
+            found, _ = self.call(_DATA, {}, timeout_s=timeout_s)
+        except CallFailed as exc:
+            if exc.reason == "refused":
+                return None  # it has no data connections
+            raise
+        return found["port"], found["ticket"]
+
+
+_REASONS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
+    grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
+    grpc.StatusCode.INVALID_ARGUMENT: "refused",
+    grpc.StatusCode.INTERNAL: "refused",
+    grpc.StatusCode.UNIMPLEMENTED: "refused",
+}
+
+
+def _failure(exc: Exception) -> str:
+    """Logs an error in a method; the one word that the caller learns of it."""
+    try:
+        check_files()
+    except OutOfFilesError:
+        if not isinstance(exc, OutOfFilesError):
+            _LOG.exception("a call failed, as no file descriptor is left")
+        return EXHAUSTED
+    if isinstance(exc, OutOfFilesError):  # another thread has closed one meanwhile
+        return EXHAUSTED
+    _LOG.error("a call failed", exc_info=exc)
+    return "failed"
+
+
+def _log_refusal(exc: Exception) -> None:
+    _LOG.log(logging.INFO if isinstance(exc, Untimely) else logging.WARNING, "refused a call: %s", exc)
+
+
+def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+def _received(answers: Iterator[bytes], expects: Callable[[Header], Sequence[Spec]]) -> tuple[Header, list[np.ndarray]]:
+    header, first = decode(next(answers))
+    buffers = Buffers(expects(header), most_bytes=1 << 40)
+    buffers.take(first)
+    for chunk in answers:
+        buffers.take(chunk)
+    return header, buffers.arrays()

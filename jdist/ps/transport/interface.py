@@ -1,0 +1,132 @@
+"""What every transport offers: a call with a header and arrays, answered by a header and arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jdist.errors import WireError
+from jdist.ps.protocol.wire import Spec
+
+Header = dict[str, Any]
+Arrays = Sequence[Any]
+EXHAUSTED = "exhausted"
+
+
+class CallFailed(ConnectionError):
+    """A call got no answer: the peer is gone, did not answer by the deadline, or refused the caller.
+
+    Attributes:
+        peer: whom.
+        reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, "exhausted" where
+            it has no file descriptor left, which may pass, or "closed" where this side has ended the connection, so that no
+            other call will do better.
+        why: the same, and what else is known.
+    """
+
+    def __init__(self, peer: str, reason: str, detail: str = ""):
+        if reason == EXHAUSTED:
+            detail = "it has no file descriptor left; raise its limit, `ulimit -n`"
+        self.why = f"{reason}{f' ({detail})' if detail else ''}"
+        super().__init__(f"{peer}: {self.why}")
+        self.peer, self.reason = peer, reason
+
+
+class OutOfFilesError(OSError):
+    """This process has no file descriptor left. XLA and the C++ library open files, too, and say so in their own words."""
+
+
+def check_files() -> None:
+    """Makes sure that this process can open another file.
+
+    Raises:
+        OutOfFilesError: it cannot.
+    """
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        raise OutOfFilesError(exc.errno, "no file descriptor left") from exc
+
+
+class Untimely(WireError):
+    """A call that would be right, had this process not been started anew: its caller has not heard of that, and soon will."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One thing that a server does.
+
+    Attributes:
+        run: `(header, arrays) -> (header, arrays)`; may block, several run at the same time.
+        expects: the arrays that come with a call of this header; checked before memory is allocated for them.
+        limited: whether only so many calls that bring many bytes are under way at once, over data connections.
+    """
+
+    run: Callable[[Header, list[np.ndarray]], tuple[Header, Arrays]]
+    expects: Callable[[Header], Sequence[Spec]] = lambda header: ()
+    limited: bool = False
+
+
+Methods = Mapping[str, Method]
+
+
+class Channel(Protocol):
+    """A connection to one server."""
+
+    @property
+    def peer(self) -> str:
+        """Whom it leads to, for messages."""
+        ...
+
+    def call(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> tuple[Header, list[np.ndarray]]:
+        """Calls a method.
+
+        Args:
+            method: its name.
+            header: plain values.
+            arrays: what goes with it.
+            timeout_s: seconds after which the call has failed; the server may still do what it was asked.
+            expects: the arrays that come with an answer of this header.
+            bulk: whether more than 1 MiB may come back.
+
+        Returns:
+            The answer's header and arrays.
+
+        Raises:
+            CallFailed: there was no answer.
+        """
+        ...
+
+    def begin(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        """As `call`, over a data connection where there is one, and without waiting for the answer.
+
+        Returns:
+            What waits for it; to be called once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the connection; calls under way fail."""
+        ...

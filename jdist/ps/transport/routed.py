@@ -1,0 +1,186 @@
+"""Where a shard is now: a channel that goes with its leader from one server to the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdist.errors import WireError
+from jdist.ps.protocol.wire import Spec, from_plain
+from jdist.ps.transport.interface import Arrays, CallFailed, Channel, Header
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Route:
+    """Where a shard's leader is.
+
+    Attributes:
+        address: its server's.
+        slot: which of the server's copies it is.
+        term: since which term.
+    """
+
+    address: str
+    slot: int
+    term: int
+
+
+ROUTE: dict[str, type] = {"Route": Route}
+
+
+class SlotChannel:
+    """A channel to one of the copies of a server.
+
+    Args:
+        channel: to the server.
+        slot: which.
+        led: whether it is to answer only while it leads.
+    """
+
+    def __init__(self, channel: Channel, slot: int, *, led: bool = False):
+        self._channel, self._said = channel, {"slot": slot, "led": led}
+
+    @property
+    def peer(self) -> str:
+        """See `Channel`."""
+        return self._channel.peer
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> tuple[Header, list[np.ndarray]]:
+        """See `Channel`."""
+        return self._channel.call(method, {**header, **self._said}, arrays, **options)
+
+    def begin(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> Callable[[], Any]:
+        """See `Channel`."""
+        return self._channel.begin(method, {**header, **self._said}, arrays, **options)
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._channel.close()
+
+
+class RoutedChannel:
+    """A channel to whoever leads.
+
+    A call to a copy that does not lead fails by the reason "moved"; so does one that is under way when the leader changes. Who
+    repeats it then finds the new one.
+
+    Args:
+        connect: from an address to a channel.
+        route: where the leader is.
+    """
+
+    def __init__(self, connect: Callable[[str], Channel], route: Route):
+        self._connect, self._lock, self._closed = connect, threading.Lock(), False
+        self.route = route
+        self._channel: Channel = SlotChannel(connect(route.address), route.slot, led=True)
+
+    def move(self, route: Route) -> bool:
+        """Takes in where the leader is now; whether that is elsewhere."""
+        with self._lock:
+            before, known = self._channel, self.route
+            if route.term <= known.term or self._closed:
+                return False
+            self.route = route
+            if (route.address, route.slot) == (known.address, known.slot):
+                return False
+            self._channel = SlotChannel(self._connect(route.address), route.slot, led=True)
+        before.close()
+        return True
+
+    @property
+    def peer(self) -> str:
+        """See `Channel`."""
+        return self._channel.peer
+
+    def call(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> tuple[Header, list[np.ndarray]]:
+        """See `Channel`."""
+        channel = self._channel
+        options: dict[str, Any] = {"timeout_s": timeout_s, "expects": _if_led(expects), "bulk": bulk}
+        return self._led(channel, lambda: channel.call(method, header, arrays, **options))
+
+    def begin(
+        self,
+        method: str,
+        header: Header,
+        arrays: Arrays = (),
+        *,
+        timeout_s: float,
+        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        bulk: bool = False,
+    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        """See `Channel`."""
+        channel = self._channel
+        options: dict[str, Any] = {"timeout_s": timeout_s, "expects": _if_led(expects), "bulk": bulk}
+        begun = self._led(channel, lambda: channel.begin(method, header, arrays, **options))
+        return lambda: self._led(channel, begun)
+
+    def close(self) -> None:
+        """See `Channel`."""
+        with self._lock:
+            self._closed = True
+        self._channel.close()
+
+    def _led(self, channel: Channel, call: Callable[[], Any]) -> Any:
+        """What a call gives, if who was asked leads."""
+        try:
+            found = call()
+        except CallFailed as exc:
+            if channel is not self._channel or (exc.reason == "refused" and not self._leads(channel)):
+                raise CallFailed(exc.peer, "moved") from exc
+            raise
+        except ValueError as exc:  # gRPC's word for a channel that was closed
+            if channel is self._channel and not self._closed:
+                raise
+            raise CallFailed(channel.peer, "moved") from exc
+        if isinstance(found, tuple) and "moved" in found[0]:
+            raise CallFailed(channel.peer, "moved")
+        return found
+
+    def _leads(self, channel: Channel) -> bool:
+        """Whether a copy that found a call wrong would know: one without a state takes no push."""
+        try:
+            header, _ = channel.call("status", {}, timeout_s=1.0)
+        except CallFailed:
+            return False
+        return bool(header.get("leads"))
+
+
+def _if_led(expects: Callable[[Header], Sequence[Spec]]) -> Callable[[Header], Sequence[Spec]]:
+    return lambda header: () if "moved" in header else expects(header)
+
+
+def routes_in(header: Header) -> list[Route]:
+    """The routes that a header brings; none where shards have no backups.
+
+    Raises:
+        WireError: they are none.
+    """
+    routes = header.get("routes", [])
+    if not isinstance(routes, list):
+        raise WireError("no list of routes")
+    return [from_plain(ROUTE, route) for route in routes]
+
+
+def slot_of(header: Header, slots: int) -> int:
+    """Which copy a call is for.
+
+    Raises:
+        WireError: there is none of that number.
+    """
+    slot = header.get("slot", 0)
+    if type(slot) is not int or not 0 <= slot < slots:
+        raise WireError("a copy of a shard that is not here")
+    return slot

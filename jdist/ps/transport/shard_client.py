@@ -1,0 +1,277 @@
+"""A client of all shards: the same question to each, at the same time, and what they answer put together."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
+from jdist.errors import ShardLostError
+from jdist.ps.program.shard_plan import ShardPlan, specs
+from jdist.ps.protocol.messages import TRAVELLING, Message, Parameters, Pull, Restore
+from jdist.ps.protocol.wire import CHUNK_BYTES, Spec, from_plain, to_plain
+from jdist.ps.transport.interface import CallFailed, Channel
+from jdist.ps.transport.threads import Threads
+
+T = TypeVar("T")
+SLOWEST_BYTES_S = 10e6
+_END_S = 10.0
+Said = tuple[list[Any], list[Any], dict[int, bytes]]
+
+
+def whose() -> str:
+    """This process, as others are told whose history a shard has."""
+    return f"process {os.getpid()} of {socket.gethostname()}"
+
+
+class ShardClient:
+    """One shard, as others see it.
+
+    Args:
+        channel: the connection to it.
+        keeping: what it keeps.
+        timeout_s: of one call, besides what the shard's bytes take, back and forth, at `SLOWEST_BYTES_S`.
+        give_up_s: how long a call is repeated before the shard counts as lost; the same applies.
+    """
+
+    def __init__(self, channel: Channel, keeping: ShardPlan, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
+        self.channel, self.keeping = channel, keeping
+        self._sent = keeping.sent_specs()
+        slow_s = 2 * sum(s.size_bytes for s in self._sent) / SLOWEST_BYTES_S
+        self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
+        self.is_bulk = _is_bulk(self._sent)
+        self._under_way: dict[object, float] = {}  # what was asked and has no answer yet, since when
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the oldest question has had no answer."""
+        since = list(self._under_way.values())
+        return time.monotonic() - min(since) if since else 0.0
+
+    def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
+        """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
+        sizes = [len(program) for program in programs]
+        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "programs": sizes, "by": whose()}
+        arrays = [*kept, *(np.frombuffer(program, np.uint8) for program in programs)]
+        answer, _ = self._repeated(lambda t: self.channel.call("restore", header, arrays, timeout_s=t))
+        return from_plain(TRAVELLING, answer["answer"])
+
+    def say(
+        self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
+    ) -> tuple[list[Any], list[Any], dict[int, bytes]]:
+        """Says several messages, one after the other, until they are answered.
+
+        Args:
+            messages: what to say; at most one push, and one that is answered by arrays.
+            pushes: the arrays of the push, if there is one among the messages.
+            result: what the closure returned, if this is its home.
+
+        Returns:
+            `(answers, arrays, results by closure)`.
+
+        Raises:
+            ShardLostError: there was no answer for `give_up_s`.
+        """
+        return self.begin(messages, pushes, result)()
+
+    def begin(
+        self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
+    ) -> Callable[[], Said]:
+        """As `say`, without waiting for the answer; returns what waits for it."""
+        header: dict[str, Any] = {"say": [to_plain(m) for m in messages]}
+        arrays: list[Any] = []
+        if pushes is not None:
+            result = result or b""
+            header["result"] = len(result)
+            arrays = [*pushes, np.frombuffer(result, np.uint8)]
+        expects = _Expects(self.keeping, self._sent, messages)
+
+        data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
+        asked = object()
+        self._under_way[asked] = time.monotonic()
+
+        def begun(timeout_s: float) -> Callable[[], Any]:
+            options: dict[str, Any] = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
+            if data:
+                return self.channel.begin("say", header, arrays, **options)
+            return functools.partial(self.channel.call, "say", header, arrays, **options)
+
+        try:
+            first: Callable[[], Any] | CallFailed | None = begun(self._timeout_s)
+            if pushes is not None:
+                failpoints.reached(Point.IN_PUSH)
+        except CallFailed as exc:
+            first = exc
+        except BaseException:
+            del self._under_way[asked]
+            raise
+
+        def once(timeout_s: float) -> Any:
+            nonlocal first
+            if isinstance(first, CallFailed):
+                first, failed = None, first
+                raise failed
+            finish, first = first or begun(timeout_s), None
+            return finish()
+
+        def finish() -> Said:
+            try:
+                answer, received = self._repeated(once)
+            finally:
+                del self._under_way[asked]
+            results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
+            return expects.answers(answer), received, results
+
+        return finish
+
+    def read(self, generation: int, version: int) -> list[Any] | None:
+        """The arrays of its last snapshot; None if that is not of this version, or was read before.
+
+        It can be read once: if the answer was lost on its way, another snapshot has to be taken.
+        """
+        kept = specs(self.keeping.kept)
+        asked = {"generation": generation, "version": version}
+        header, arrays = self._repeated(
+            lambda t: self.channel.call(
+                "read", asked, timeout_s=t, expects=lambda h: kept if h["arrays"] else (), bulk=_is_bulk(kept)
+            )
+        )
+        return arrays if header["arrays"] == len(kept) else None
+
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Its incarnation, generation, version and counts.
+
+        Args:
+            timeout_s: asked once, for so long; None: again and again, as with `say`.
+
+        Raises:
+            CallFailed: there was no answer to the one question.
+            ShardLostError: there was none for `give_up_s`.
+        """
+        if timeout_s is None:
+            return self._repeated(self.status)
+        header, _ = self.channel.call("status", {}, timeout_s=timeout_s)
+        return header
+
+    def _repeated(self, call: Callable[[float], T]) -> T:
+        end, pause = time.monotonic() + self._give_up_s, 0.05
+        while True:
+            try:
+                return call(min(self._timeout_s, max(0.1, end - time.monotonic())))
+            except CallFailed as exc:
+                if exc.reason in ("refused", "unauthenticated", "closed") or time.monotonic() + pause > end:
+                    raise ShardLostError(
+                        f"the parameter server {self.channel.peer} does not answer: {exc.why}"
+                    ) from exc
+            time.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, 2.0)
+
+
+class _Expects:
+    """The arrays that come with the answers to some messages."""
+
+    def __init__(self, keeping: ShardPlan, sent: Sequence[Spec], messages: Sequence[Message]):
+        self._keeping, self._sent, self._messages = keeping, sent, messages
+        self._of: Any = None
+        self._answers: list[Any] = []
+
+    def answers(self, header: dict[str, Any]) -> list[Any]:
+        """The answers themselves; read once, as they are asked for before the arrays come and afterwards."""
+        if self._of is not header:
+            self._of = header
+            self._answers = [from_plain(TRAVELLING, plain) for plain in _without_results(header["answers"])]
+        return self._answers
+
+    def __call__(self, header: dict[str, Any]) -> list[Spec]:
+        found: list[Spec] = []
+        for message, answer in zip(self._messages, self.answers(header), strict=True):
+            if isinstance(answer, Parameters) and isinstance(message, Pull):
+                places = self._keeping.sent(message.view, changed=answer.changed, first=message.known is None)
+                found += [self._sent[i] for i in places]
+        return found
+
+
+def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:
+    """Asks each shard who it is, past all questions that have no answer yet; the addresses of those that do not say."""
+
+    def answers(client: ShardClient) -> bool:
+        try:
+            client.status(timeout_s)
+        except CallFailed:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max(1, len(clients)), "jdist-reach") as pool:
+        found = list(pool.map(answers, clients))
+    return [client.channel.peer for client, is_there in zip(clients, found, strict=True) if not is_there]
+
+
+def _is_bulk(arrays: Sequence[Spec]) -> bool:
+    return sum(s.size_bytes for s in arrays) > CHUNK_BYTES
+
+
+def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers]
+
+
+class Together:
+    """Asks all shards at the same time.
+
+    Args:
+        clients: the shards.
+    """
+
+    def __init__(self, clients: Sequence[ShardClient]):
+        self.clients = tuple(clients)
+        self._threads = Threads(max(1, len(self.clients)), "jdist-shards")
+
+    def each(self, ask: Callable[[int, ShardClient], T]) -> list[T]:
+        """The results of `ask(number, client)`, in order; the first error, once all have come back."""
+        if len(self.clients) == 1:
+            return [ask(0, self.clients[0])]
+        under_way = [self._threads.submit(ask, i, client) for i, client in enumerate(self.clients)]
+        try:
+            errors = [f.exception() for f in under_way]
+        except CancelledError:
+            raise ShardLostError("the connections to the parameter servers were closed") from None
+        for error in errors:
+            if error is not None:
+                raise error
+        return [f.result() for f in under_way]
+
+    def say(self, said: Sequence[tuple[Sequence[Message], Sequence[Any] | None, bytes | None]]) -> list[Said]:
+        """Says something to each, and waits for all of them.
+
+        What is small is said to one after the other before the first answer is waited for: to wake a thread takes longer.
+
+        Args:
+            said: for each shard, what `ShardClient.say` takes.
+        """
+        if len(self.clients) > 1 and any(client.is_bulk for client in self.clients):
+            return self.each(lambda i, client: client.say(*said[i]))
+        waits = [client.begin(*what) for client, what in zip(self.clients, said, strict=True)]
+        found, errors = list[Said](), list[ShardLostError]()
+        for wait in waits:  # all of them: a connection with an answer that nobody read is of no use any more
+            try:
+                found.append(wait())
+            except ShardLostError as exc:
+                errors.append(exc)
+        if errors:
+            raise errors[0]
+        return found
+
+    def close(self) -> None:
+        """Ends its threads and connections."""
+        self._threads.close()
+        for client in self.clients:
+            client.channel.close()
+        self._threads.join(_END_S)

@@ -1,0 +1,6 @@
+"""The process that computes closures.
+
+Start at `server`; `execute` pulls, computes and pushes; `data` reads a worker's own dataset.
+
+May import: ps.transport, ps.program, ps.protocol, data.
+"""

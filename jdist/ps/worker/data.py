@@ -1,0 +1,308 @@
+"""Datasets on a worker: made by functions that it finds by their names, read batch by batch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.data.dataset import DistributedDataset
+from jdist.data.distribute import distributed_dataset
+from jdist.data.options import InputContext
+from jdist.errors import DatasetError, WireError
+from jdist.ps.program.batch_tree import to_structure
+from jdist.ps.transport.interface import Header, Method
+
+SCRIPT = "__main__"
+MOST_KEPT = 64  # batches of a share that were read and not asked for
+_BEHIND = 16  # as many as a worker has at a time
+_ADVANCE_S = 20.0
+_MODULE = "__jdist_script__"
+
+
+class WorkerData:
+    """The datasets of a worker's jobs.
+
+    Args:
+        script: the file that names beginning with "__main__:" are looked up in; run once, as a module of another name, so that
+            what it guards by `if __name__ == "__main__"` is left out.
+        num_replicas: the worker's devices, among which a batch has to divide.
+    """
+
+    def __init__(self, script: str | None = None, num_replicas: int = 1):
+        self._script, self._num_replicas, self._lock = script, num_replicas, threading.Lock()
+        self._made: dict[int, _Made] = {}
+        self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
+
+    def methods(self) -> dict[str, Method]:
+        """What a transport serves."""
+        return {"open": Method(_telling(self._open)), "advance": Method(_telling(self._advance))}
+
+    def batch(self, name: Any) -> list[np.ndarray]:
+        """The leaves of a batch.
+
+        Args:
+            name: dataset, pass over it, pipeline, number.
+
+        Raises:
+            Ended: the share has no such batch.
+            DatasetError: the dataset is not known.
+        """
+        dataset, number_of_pass, pipeline, number = name
+        return self._pipeline(dataset, number_of_pass, pipeline).batch(number)
+
+    def _open(self, header: Header) -> Header:
+        """Makes a dataset known, and of one of its shares says how its batches look."""
+        made = self._known(header)
+        if "pipeline" not in header:
+            return {}
+        (pipeline,) = _whole(header, "pipeline")
+        dataset = made.dataset(pipeline)
+        return {"spec": to_structure(dataset.element_spec), "steps": dataset.num_steps}
+
+    def _advance(self, header: Header) -> Header:
+        """Reads ahead; how many batches are there, and whether that is all."""
+        names = ("dataset", "pass", "pipeline", "until", "asked")
+        dataset, number_of_pass, pipeline, until, asked = _whole(header, *names)
+        self._known(header)
+        return self._pipeline(dataset, number_of_pass, pipeline).advance(until, asked)
+
+    def _known(self, header: Header) -> _Made:
+        """A dataset, which may be new to this process."""
+        (number,) = _whole(header, "dataset")
+        with self._lock:
+            known = self._made.get(number)
+        made = known or _Made(header, self._script, self._num_replicas)
+        with self._lock:
+            return self._made.setdefault(number, made)
+
+    def _pipeline(self, dataset: int, number_of_pass: int, pipeline: int) -> _Pipeline:
+        key = (dataset, number_of_pass, pipeline)
+        with self._lock:
+            found, made = self._pipelines.get(key), self._made.get(dataset)
+        if found is None:
+            if made is None:
+                raise DatasetError(f"dataset {dataset} was not opened on this worker")
+            found = _Pipeline(functools.partial(made.dataset, pipeline))
+            with self._lock:
+                older = [k for k in self._pipelines if k[0] == dataset and k[1] < number_of_pass]
+                for k in older:
+                    self._pipelines.pop(k).close()
+                found = self._pipelines.setdefault(key, found)
+        return found
+
+
+class _Made:
+    """A dataset function with its options."""
+
+    def __init__(self, header: Header, script: str | None, num_replicas: int):
+        self._num_replicas = num_replicas
+        name, options = header.get("name"), header.get("options")
+        (self._pipelines,) = _whole(header, "pipelines")
+        if not isinstance(name, str) or not isinstance(options, dict):
+            raise WireError("a dataset of no name")
+        self._fn, self._options = function_named(name, script), options
+
+    def dataset(self, pipeline: int) -> DistributedDataset:
+        context = InputContext(
+            num_input_pipelines=self._pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=self._pipelines
+        )
+        source: Iterable[Any] = self._fn(context)
+        return distributed_dataset(
+            source,
+            num_replicas=self._num_replicas,
+            place=None,
+            partial=self._options["partial"],
+            with_mask=bool(self._options["with_mask"]),
+            prefetch=self._options["prefetch"],
+        )
+
+
+class Ended(DatasetError):
+    """A batch was asked for that the share does not have.
+
+    Attributes:
+        count: how many batches it has.
+    """
+
+    def __init__(self, count: int, number: int):
+        super().__init__(f"the dataset has {count} batches, and number {number} was asked for")
+        self.count = count
+
+
+class _Pipeline:
+    """One pass over one worker's share.
+
+    What was read and not asked for yet is kept: what lies ahead, and a few batches behind the newest that was asked for, as
+    those of a worker that was lost come late. What is not kept is read again.
+    """
+
+    def __init__(self, make: Callable[[], DistributedDataset]):
+        self._make, self._dataset = make, make()
+        self._reading, self._lock = threading.Lock(), threading.Lock()  # the second is never held for long
+        self._batches: Iterator[Any] | None = None
+        self._next = 0  # the number of the iterator's next batch
+        self._known = 0  # batches that are there for sure
+        self._end: int | None = None  # all that there are
+        self._asked = 0  # the newest that was asked for
+        self._kept: dict[int, list[np.ndarray]] = {}
+        self._error: Exception | None = None
+
+    def advance(self, until: int, asked: int) -> Header:
+        """Reads on until so many batches are known, though not for long; those far below `asked` are not kept."""
+        end = time.monotonic() + _ADVANCE_S
+        while time.monotonic() < end:
+            with self._reading:
+                self._forget(asked)
+                if self._known >= until or self._end is not None:
+                    break
+                number, leaves = self._next, self._read()
+                if leaves is not None:
+                    self._keep(number, leaves)
+        return {"available": self._known, "ended": self._end is not None}
+
+    def batch(self, number: int) -> list[np.ndarray]:
+        """The leaves of one batch; batches are asked for in their order, but for those of a worker that was lost.
+
+        Raises:
+            Ended: there is none of that number.
+        """
+        if (found := self._given(number)) is not None:  # also while another thread reads on
+            return found
+        with self._reading:
+            if (found := self._given(number)) is not None:
+                return found
+            if number < self._next and (self._end is None or number < self._end):
+                self._go_to(number)
+            while self._end is None or number < self._end:
+                at, found = self._next, self._read()
+                if at == number and found is not None:
+                    return found
+                if found is not None:
+                    self._keep(at, found)
+            raise Ended(self._end, number)
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        self._dataset.close()
+
+    def _given(self, number: int) -> list[np.ndarray] | None:
+        self._forget(number)
+        with self._lock:
+            return self._kept.pop(number, None)
+
+    def _forget(self, asked: int) -> None:
+        with self._lock:
+            self._asked = max(self._asked, asked)
+            for number in [n for n in self._kept if n < self._asked - _BEHIND]:
+                del self._kept[number]
+
+    def _keep(self, number: int, leaves: list[np.ndarray]) -> None:
+        with self._lock:
+            if number >= self._asked - _BEHIND and len(self._kept) < MOST_KEPT:
+                self._kept[number] = leaves
+
+    def _read(self) -> list[np.ndarray] | None:
+        """The iterator's next batch; None at the end."""
+        if self._error is not None:
+            raise self._error  # an iterator that has failed calls itself at its end
+        if self._batches is None:
+            self._batches = iter(self._dataset)
+        try:
+            leaves = jax.tree.leaves(next(self._batches))
+        except StopIteration:
+            self._known = self._end = self._next
+            return None
+        except Exception as exc:
+            self._error = exc
+            raise
+        self._next += 1
+        self._known = max(self._known, self._next)
+        return [np.asarray(x) for x in leaves]
+
+    def _go_to(self, number: int) -> None:
+        """Begins again at a batch; what has no position is read from its beginning."""
+        self._error = None
+        try:
+            self._dataset.go_to(number)
+            self._next = number
+        except DatasetError:  # a plain iterable
+            self._dataset.close()
+            self._dataset, self._next = self._make(), 0
+        self._batches = iter(self._dataset)
+
+
+def _telling(run: Callable[[Header], Header]) -> Callable[[Header, list[np.ndarray]], tuple[Header, list[Any]]]:
+    """Tells the coordinator, whose function it is, where that failed; it is his code, and his errors."""
+
+    def told(header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        try:
+            return run(header), []
+        except WireError:
+            raise
+        except Exception:  # noqa: BLE001  # whatever a user's function raises
+            return {"error": traceback.format_exc()}, []
+
+    return told
+
+
+def function_named(name: str, script: str | None) -> Callable[[InputContext], Any]:
+    """The function that "module:function" names.
+
+    Raises:
+        DatasetError: there is none.
+    """
+    module, _, path = name.partition(":")
+    if module == SCRIPT:
+        if script is None:
+            raise DatasetError(
+                f"{name!r} is defined in the script that the program was started with, which this worker does not have. "
+                "Start it with `jdist serve --script FILE`, or move the function into a module that can be imported here."
+            )
+        found: Any = _script_module(script)
+    else:
+        try:
+            found = importlib.import_module(module)
+        except ImportError as exc:
+            raise DatasetError(f"the worker cannot import {module!r} for the dataset function {name!r}: {exc}") from exc
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise DatasetError(
+            f"{name!r} names no function that the worker can find. Workers import its module, or run the script as a module of "
+            'another name: define it there at the top, not under `if __name__ == "__main__":`.'
+        )
+    return found
+
+
+def _script_module(script: str) -> Any:
+    if _MODULE not in sys.modules:
+        spec = importlib.util.spec_from_file_location(_MODULE, script)
+        if spec is None or spec.loader is None:
+            raise DatasetError(f"--script is {script!r}, which is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        sys.modules[_MODULE] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[_MODULE]
+            raise
+    return sys.modules[_MODULE]
+
+
+def _whole(header: Header, *names: str) -> list[int]:
+    found = [header.get(name) for name in names]
+    if any(type(x) is not int or x < 0 for x in found):
+        raise WireError("a number that is none")
+    return found  # type: ignore[return-value]  # they are whole numbers, as was just checked

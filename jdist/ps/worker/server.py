@@ -1,0 +1,210 @@
+"""A worker: computes closures that the coordinator sends, from parameters that it pulls.
+
+It keeps nothing that matters: whatever it has can be computed again elsewhere. It holds no code of the user's either, only
+artifacts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.errors import ShardLostError, WireError
+from jdist.ps.program.artifact import name_of, unpack
+from jdist.ps.program.function_plan import FUNCTION, Function
+from jdist.ps.program.shard_plan import KEEPING, program_spec, specs
+from jdist.ps.protocol.wire import Spec, from_plain
+from jdist.ps.transport.interface import Channel, Header, Method, Untimely, check_files
+from jdist.ps.transport.routed import RoutedChannel, routes_in
+from jdist.ps.transport.shard_client import ShardClient, Together, unreached
+from jdist.ps.worker.data import Ended, WorkerData
+from jdist.ps.worker.execute import Abandoned, Installed, Sender, Shards
+
+MOST_SHARDS = 4096
+MOST_CLOSURES = 4096
+MOST_COMPILED = 64
+MOST_REACH_S = 60.0
+Compiled = Callable[[Sequence[Any]], list[jax.Array]]
+
+
+class WorkerServer:
+    """What a worker serves to the coordinator.
+
+    Args:
+        connect: from a server's address to a channel.
+        allow: custom calls that a received function may have; see `artifact.unpack`.
+        script: the file in which names of dataset functions that begin with "__main__:" are looked up; see `WorkerData`.
+        devices: how many devices its functions are for; None: all of this process.
+        timeout_s: of one call to a server.
+        give_up_s: how long a call to a server is repeated.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], Channel],
+        *,
+        allow: Sequence[str] = (),
+        script: str | None = None,
+        devices: int | None = None,
+        timeout_s: float = 20.0,
+        give_up_s: float = 60.0,
+    ):
+        self.incarnation = secrets.token_hex(8)
+        self._connect, self._allow = connect, tuple(allow)
+        self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
+        self._lock, self._running = threading.Lock(), threading.Lock()
+        self._attached = 0  # how often the coordinator has connected
+        self._shards = Shards(Together([]))
+        self._routed: Sequence[RoutedChannel] = ()  # where a shard has a backup
+        self._functions: dict[str, Installed] = {}
+        self._devices = devices or jax.local_device_count()
+        self._data = WorkerData(script, self._devices)
+        self._compiled: dict[str, Compiled] = {}
+
+    def methods(self) -> dict[str, Method]:
+        """What a transport serves."""
+        return {
+            "status": Method(self._status),
+            **self._data.methods(),
+            "attach": Method(self._attach),
+            "unreached": Method(self._unreached),
+            "install": Method(self._install, self._expects_of_install),
+            "execute": Method(self._execute, self._expects_of_execute),
+        }
+
+    def close(self) -> None:
+        """Ends its connections."""
+        self._shards.clients.close()
+
+    def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        check_files()  # else it can do nothing, and is as good as silent
+        """Who it is. The coordinator tells with it where the shards are, in case one has moved."""
+        routes, channels = routes_in(header), self._routed
+        for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
+            channel.move(route)
+        waiting_s = max((client.waiting_s for client in self._shards.clients.clients), default=0.0)
+        return {"incarnation": self.incarnation, "devices": self._devices, "waiting_s": waiting_s}, []
+
+    def _unreached(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Which of the servers do not answer it."""
+        timeout_s = header.get("timeout_s")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_REACH_S:
+            raise WireError("no time to wait")
+        return {"unreached": unreached(self._shards.clients.clients, timeout_s)}, []
+
+    def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
+        addresses, keepings = header.get("addresses"), header.get("keepings")
+        if not isinstance(addresses, list) or not isinstance(keepings, list) or len(addresses) != len(keepings):
+            raise WireError("not a keeping for each address")
+        if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
+            raise WireError("an address that is none")
+        found = [from_plain(KEEPING, keeping) for keeping in keepings]
+        routed = [RoutedChannel(self._connect, route) for route in routes_in(header)]
+        if routed and len(routed) != len(found):
+            raise WireError("not a route for each address")
+        channels = routed or [self._connect(address) for address in addresses]
+        clients = [
+            ShardClient(channel, keeping, **self._times) for channel, keeping in zip(channels, found, strict=True)
+        ]
+        with self._lock:
+            before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
+            self._attached += 1
+            self._routed = routed
+        before.clients.close()
+        return {}, []
+
+    def _expects_of_install(self, header: Header) -> list[Spec]:
+        return [program_spec(header.get("program"))]
+
+    def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Takes in a function; its name, by which closures call it."""
+        function = from_plain(FUNCTION, header.get("function"))
+        if not isinstance(function, Function) or type(header.get("number")) is not int:
+            raise WireError("no function")
+        artifact = arrays[0].tobytes()
+        hashed = name_of(artifact)
+        with self._lock:
+            run, shards = self._compiled.pop(hashed, None), self._shards
+        run = run or unpack(artifact, allow=self._allow)
+        if function.view is not None and len(function.shards) != len(shards.clients.clients):
+            raise WireError("a function of other shards")
+        name = f"{header['number']}-{hashed}"
+        with self._lock:
+            self._compiled[hashed] = run  # the newest is the last
+            while len(self._compiled) > MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            self._functions[name] = Installed(function, run, shards)
+        return {"name": name}, []
+
+    def _expects_of_execute(self, header: Header) -> list[Spec]:
+        closures, names = header.get("closures"), header.get("functions")
+        if not isinstance(closures, list) or not isinstance(names, list) or len(names) != len(closures):
+            raise WireError("not a function for each closure")
+        if len(names) > MOST_CLOSURES:
+            raise WireError("too many closures")
+        with self._lock:
+            found = [self._functions.get(str(name)) for name in names]
+        known = [installed.function for installed in found if installed is not None]
+        if len(known) != len(names):
+            raise Untimely("closures of a function that is not installed")
+        return [spec for function in known for spec in specs(function.arguments)]
+
+    def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
+        """Computes closures, one after the other.
+
+        Returns:
+            For each an outcome: "done", "staged", "void" with an error's text, "abandoned", or "declined" if nothing is left to
+            read for it; and the outputs of the first two.
+        """
+        numbers = [header.get(name) for name in ("worker", "epoch", "generation", "settled")] + header["closures"]
+        if any(type(n) is not int for n in numbers):
+            raise WireError("a number that is none")
+        worker, epoch, generation, settled, *closures = numbers
+        who = Sender(worker=worker, epoch=epoch, generation=generation, settled=settled)
+        with self._lock:
+            attached = self._attached
+            functions = [self._functions[name] for name in header["functions"]]
+        batches = header.get("batches") or [None] * len(closures)
+        if not isinstance(batches, list) or len(batches) != len(closures):
+            raise WireError("not a batch for each closure")
+        outcomes, outputs = list[Header](), []
+        given = iter(arrays)
+        with self._running:  # what an earlier incarnation of the coordinator asked for ends first
+            for closure, installed, batch in zip(closures, functions, batches, strict=True):
+                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # what took that away takes the rest as well
+                    outcomes.append({"closure": closure, "outcome": "abandoned"})
+                    continue
+                arguments = list(itertools.islice(given, len(installed.function.arguments)))
+                if (read := installed.function.batch) is not None:
+                    try:
+                        arguments[read[0] : read[0]] = self._data.batch(batch)
+                    except Ended as exc:
+                        outcomes.append({"closure": closure, "outcome": "declined", "batches": exc.count})
+                        continue
+                    except Exception:  # noqa: BLE001  # whatever a user's dataset raises
+                        outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
+                        continue
+                try:
+                    if self._attached > attached:  # whoever asked for these is not there any more
+                        raise Abandoned
+                    computed = installed.compute(who, closure, arguments)
+                except jax.errors.JaxRuntimeError:  # out of memory, for example: the closure's fault, or this machine's
+                    outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
+                    continue
+                except (Abandoned, ShardLostError):
+                    outcomes.append({"closure": closure, "outcome": "abandoned"})
+                    continue
+                failed = not computed.is_finite and installed.function.non_finite == "raise"
+                how = "void" if failed else "staged" if installed.function.stages_only else "done"
+                said = {"closure": closure, "outcome": how, "is_finite": computed.is_finite, "base": computed.base}
+                outcomes.append(said)
+                outputs += computed.outputs
+        return {"outcomes": outcomes}, outputs

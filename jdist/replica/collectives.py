@@ -1,0 +1,271 @@
+"""What a step may call: means and collectives over the replicas that run it; its gradients are in `gradients.py`.
+
+Outside a strategy every function here is plain JAX or the identity, so one step serves everywhere. The mesh axes
+come from JAX itself (the manual axes of the current mesh), cut down to those of the current strategy.
+
+Under `transform="jit"` a step sees the whole batch at once (the *global view*): it is one replica, and every call here
+means what it means on one device with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jdist.core import context
+from jdist.core.collective_marks import Collective, alone, emit, without_gradient
+from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
+from jdist.errors import StepError, StrategyError
+from jdist.reduction import psum
+from jdist.reduction.algorithm import apply_reduction, axes_size
+from jdist.support.suggest import did_you_mean
+
+PyTree = Any
+ReduceOp = Literal["mean", "sum", "max", "min"]
+
+
+def replica_axes() -> tuple[str, ...] | None:
+    """The mesh axes that replicas are spread over, for `BatchNorm(axis_name=...)` and collectives of your own.
+
+    It is known inside of a step alone, where a linen model makes its layers. An nnx layer is made before: it takes
+    `axis_name=strategy.axes`, as with None it would normalise each replica's rows by themselves.
+
+    Returns:
+        The names, or None where no replica axis is bound: under default, outside a step, in the global view.
+    """
+    trace = context.current_trace()
+    strategy = trace.strategy if trace else context.current_strategy()
+    if strategy is None:
+        return None
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in strategy.axes if axis in bound) or None
+
+
+def num_replicas() -> int:
+    """How many replicas run this step, each microbatch counted as one; 1 outside a mesh and in the global view."""
+    trace, axes = context.current_trace(), replica_axes()
+    return (1 if axes is None else axes_size(axes)) * (1 if trace is None else trace.num_microbatches)
+
+
+def replica_id() -> jax.Array:
+    """This replica's number, int32 scalar in [0, num_replicas); 0 outside a mesh and in the global view.
+
+    Microbatch `m` of `k` on replica `r` of the mesh is replica `r * k + m`.
+    """
+    trace, axes = context.current_trace(), replica_axes()
+    number = jnp.int32(0) if axes is None or axes_size(axes) == 1 else jax.lax.axis_index(axes)
+    if trace is None or trace.microbatch is None:
+        return number
+    return number * trace.num_microbatches + trace.microbatch
+
+
+def replica_rng(key: jax.Array) -> jax.Array:
+    """A key of this replica's own, so that dropout or noise differs from replica to replica.
+
+    With `accumulate=k` it also differs from microbatch to microbatch. With one replica, in the global view, and outside
+    a mesh it is `key` itself: one draw over the whole batch differs from row to row anyway.
+
+    Args:
+        key: a PRNG key, or an array of keys, the same on all replicas.
+
+    Returns:
+        Keys of the same shape.
+    """
+    return _fold_in(key, replica_id()) if num_replicas() > 1 else key
+
+
+def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
+    own_axes = 0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1  # an old-style key is a row of uint32
+    if key.ndim == own_axes:
+        return jax.random.fold_in(key, number)
+    rows = key.reshape(-1, *key.shape[key.ndim - own_axes :])
+    return jax.vmap(jax.random.fold_in, (0, None))(rows, number).reshape(key.shape)
+
+
+def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
+    """Reduces each leaf over the replicas; every replica receives the result.
+
+    "mean" and "sum" are differentiable, with the meaning of `tf.distribute`'s all_reduce: the gradient of a sum is
+    summed over replicas.
+
+    Args:
+        tree: pytree of arrays of the same shapes on every replica.
+        op: "mean", "sum", "max" or "min".
+
+    Returns:
+        The reduced tree; outside a mesh the values as they are. A mean of integers is floating point, a sum of bools
+        counts them in int32, everywhere.
+
+    Raises:
+        StepError: `op` is none of these, or a leaf has no such reduction; or a maximum or minimum is differentiated.
+        StrategyError: the strategy's algorithm claims to be exact and keeps something, or returned no sum of the tree.
+    """
+    check_op(op, get_args(ReduceOp))
+    tree = as_arrays("jdist.all_reduce", tree)
+    check_numbers("jdist.all_reduce", op, tree)
+    if op in ("mean", "sum"):
+        tree = jax.tree.map(floating if op == "mean" else countable, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, combine(Collective("value", op), leaves, by_strategy=True))
+
+
+def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy: bool = False) -> list[jax.Array]:
+    """Combines arrays over all replicas and microbatches, by an equation of the step that is found again.
+
+    Args:
+        collective: what is wanted.
+        leaves: this replica's arrays.
+        by_strategy: whether sums and means are made by the strategy's own all-reduce, if that is exact.
+
+    Returns:
+        The combined arrays.
+    """
+    axes, trace = replica_axes(), context.current_trace()
+    k = 1 if trace is None else trace.num_microbatches
+    mesh_size = 1 if axes is None else axes_size(axes)
+    if trace is None and axes is None:
+        return list(leaves)
+
+    def body(*operands: jax.Array) -> Sequence[jax.Array]:
+        # For operands that are the same for all microbatches: those that differ never get here (`boundary.py`).
+        if collective.op in ("max", "min"):
+            operands = tuple(map(without_gradient, operands))
+        dtypes = [x.dtype for x in operands]
+        if collective.op == "mean":  # whose sum float16 may not be able to hold
+            operands = tuple(x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in operands)
+        if axes is None or mesh_size == 1:
+            operands = tuple(alone(*operands))
+        elif collective.op in ("max", "min"):
+            operands = tuple(_extreme(collective.op, x, axes) for x in operands)
+        elif by_strategy and k == 1:
+            operands = tuple(_total(operands, axes))
+        else:  # one by one, as a step that is split may need some of them
+            operands = tuple(jax.lax.psum(x, axes) for x in operands)
+        if collective.op == "mean":
+            means = [x / mesh_size for x in operands] if mesh_size > 1 else operands
+            return [x.astype(dtype) for x, dtype in zip(means, dtypes, strict=True)]
+        return [x * jnp.asarray(k, x.dtype) for x in operands] if collective.op == "sum" and k > 1 else operands
+
+    return list(body(*leaves)) if trace is None else emit(collective, body, leaves)
+
+
+def _extreme(op: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The maximum or minimum over the replicas of a mesh; NaN where one of them is, as `jnp.maximum` has it."""
+    reduce = jax.lax.pmax if op == "max" else jax.lax.pmin
+    extreme = reduce(x, axes)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return extreme
+    # XLA leaves open what its all-reduce makes of NaN; on CPU it passes over it (openxla.org/xla/operation_semantics).
+    is_nan = jax.lax.pmax(jnp.isnan(x).astype(x.dtype), axes) > 0
+    return jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), extreme)
+
+
+def _total(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Sequence[jax.Array]:
+    """The sum over the replicas of a mesh, by the strategy's own algorithm."""
+    trace = context.current_trace()
+    strategy = trace.strategy if trace else context.current_strategy()
+    assert strategy is not None  # replica_axes() found its axes
+    # One that is not exact is for gradients.
+    reduction = strategy.reduction if strategy.reduction.exact else psum()
+    carry = reduction.init(list(leaves))
+    if jax.tree.leaves(carry):
+        raise StrategyError(
+            f"all-reduce {reduction.name} keeps something from call to call (`init` returned arrays), which only one for "
+            "gradients can: make it `Reduction(name, init, apply, exact=False)`, or let `init` return ()."
+        )
+    return apply_reduction(reduction, list(leaves), carry, axes)[0]
+
+
+def all_gather(tree: PyTree, axis: int = 0) -> PyTree:
+    """Concatenates each leaf over the replicas, in the order of `replica_id()`; differentiable.
+
+    Args:
+        tree: pytree of arrays of the same shapes on every replica, each of rank 1 or more.
+        axis: the axis to concatenate along; negative counts from the end.
+
+    Returns:
+        The tree with `axis` grown by the factor `num_replicas()`; the identity outside a mesh and in the global view.
+
+    Raises:
+        StepError: `axis` is no int, or a leaf has no such axis or is no array.
+    """
+    axis = as_axis("jdist.all_gather", axis)
+    tree = as_arrays("jdist.all_gather", tree)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        rank = jnp.ndim(leaf)
+        if not -rank <= axis < rank:
+            raise StepError(
+                f"jdist.all_gather: leaf {jax.tree_util.keystr(path) or 'value'} has shape {jnp.shape(leaf)} and no "
+                f"axis {axis} to concatenate along. For one scalar a replica write `all_gather(x[None])`."
+            )
+    return jax.tree.map(lambda leaf: _gathered(leaf, axis % jnp.ndim(leaf)), tree)
+
+
+def _gathered(leaf: jax.Array, axis: int) -> jax.Array:
+    axes, trace = replica_axes(), context.current_trace()
+    k = 1 if trace is None else trace.num_microbatches
+    mesh_size = 1 if axes is None else axes_size(axes)
+
+    def body(x: jax.Array) -> Sequence[jax.Array]:
+        if mesh_size * k == 1:
+            return alone(x)
+        if k == 1:
+            return [jax.lax.all_gather(x, axes, axis=axis, tiled=True)]
+        # The same for all microbatches of a replica (`boundary.py`): its rows once for each of them.
+        parts = x[None] if axes is None else jax.lax.all_gather(x, axes)
+        rows = jnp.moveaxis(jnp.repeat(parts, k, axis=0), 0, axis)
+        return [rows.reshape(*x.shape[:axis], mesh_size * k * x.shape[axis], *x.shape[axis + 1 :])]
+
+    if trace is None:
+        return leaf if axes is None else body(leaf)[0]
+    return emit(Collective("value", "gather"), body, [leaf])[0]
+
+
+def mean(per_example: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """This replica's part of the mean over the global batch, padding left out.
+
+    The mean over replicas of what this returns is the exact mean over all rows that count, wherever they are:
+    `sum(mask * x) * N / psum(sum(mask))`. A mean of each replica's own mean is wrong as soon as one holds padding.
+
+    Args:
+        per_example: losses or metrics, shape [rows, ...].
+        mask: bool, or float weights; shape [rows] or a longer prefix of `per_example`'s shape. None: all count.
+
+    Returns:
+        A scalar, float32 or wider. A batch in which nothing counts gives 0.
+
+    Raises:
+        StepError: the shape of `mask` is no prefix of the shape of `per_example`, or one of them holds no numbers.
+
+    Example:
+        >>> import jdist, jax.numpy as jnp
+        >>> float(jdist.mean(jnp.array([1.0, 3.0, 100.0]), jnp.array([True, True, False])))
+        2.0
+    """
+    values = as_array("jdist.mean", "`per_example`", per_example)
+    check_numbers("jdist.mean", "mean", values)
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    if mask is None:
+        return values.mean()
+    mask = as_array("jdist.mean", "`mask`", mask)
+    if mask.shape != values.shape[: mask.ndim]:
+        raise StepError(
+            f"jdist.mean: `mask` has shape {mask.shape}, `per_example` has shape {values.shape}; the mask's shape must "
+            "be the beginning of the values' shape, usually [rows]."
+        )
+    weights = jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim)), values.shape)
+    if weights.dtype == jnp.bool_:
+        total = jnp.where(weights, values, 0).sum()  # where, not *: an infinite loss on padding stays out
+    else:
+        total = jnp.where(weights != 0, weights * values, 0).sum()
+    (count,) = combine(Collective("value", "sum"), [weights.sum(dtype=values.dtype)])
+    return total * (num_replicas() / jnp.where(count == 0, 1, count))
+
+
+def check_op(op: str, allowed: tuple[str, ...]) -> None:
+    """Refuses an `op` that is not allowed, by name."""
+    if op not in allowed:
+        raise StepError(f"`op` is {op!r}; allowed are {', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}")

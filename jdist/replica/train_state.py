@@ -1,0 +1,177 @@
+"""Train state: parameters, the optimiser's state, and what else a step carries along."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist.errors import StepError
+from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
+from jdist.report.leaf_table import has_arrays, tree_table, tree_text
+
+PyTree = Any
+
+
+def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Lets an optimiser ignore the further arguments of `update` that others need, such as `value=loss`.
+
+    A step once had to mark by it an optimiser that it calls itself; strategies that make the update elsewhere find it in the
+    traced step now.
+
+    Args:
+        tx: the optimiser.
+
+    Returns:
+        The optimiser, equal for equal ones.
+    """
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        return tx
+    return optax.GradientTransformationExtraArgs(tx.init, _Update(tx))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    tx: optax.GradientTransformation
+
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        return self.tx.update(updates, state, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Parameters, optimiser state and what else a step carries along: a convenience, any pytree serves as well.
+
+    Attributes:
+        step: number of updates made, int32 scalar.
+        params: pytree of parameters.
+        opt_state: the optimiser's state.
+        rng: a PRNG key, or None.
+        extra: further collections by name (batch statistics, an average of the parameters, ...), each a pytree.
+        aggregation: `(collection, how)` of each collection that replicas write differently; static.
+        apply_fn: the model's apply function; static.
+        tx: the optimiser; static.
+
+    Example:
+        >>> import jdist, optax
+        >>> state = jdist.TrainState.create(params={"w": 1.0}, tx=optax.sgd(0.5))
+        >>> float(state.apply_gradients(grads={"w": 1.0}).params["w"])
+        0.5
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    rng: jax.Array | None = None
+    extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    tx: optax.GradientTransformation = dataclasses.field(metadata={"static": True})
+    aggregation: tuple[tuple[str, Aggregation], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        rng: jax.Array | None = None,
+        aggregation: Mapping[str, Aggregation] | None = None,
+        **extra: PyTree,
+    ) -> TrainState:
+        """A state before the first step.
+
+        Args:
+            params: pytree of parameters.
+            tx: the optimiser.
+            apply_fn: the model's apply function.
+            rng: a PRNG key for steps that draw.
+            aggregation: how `apply_gradients` brings together what replicas made of a collection, for example
+                `{"batch_stats": "mean", "seen": "sum"}`; see `jdist.aggregate`. With "per_replica" the collection leads
+                with an axis of replicas. A collection left out must come out the same on every replica.
+            **extra: further collections, read back as `state.extra[name]`.
+
+        Raises:
+            StepError: `aggregation` names no collection, or no aggregation.
+        """
+        aggregation = dict(aggregation or {})
+        for name, how in aggregation.items():
+            check_aggregation(how)
+            if name not in extra:
+                raise StepError(
+                    f"TrainState.create: `aggregation` names {name!r}, which is no collection; there are "
+                    f"{sorted(extra) or 'none'}."
+                )
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=tx.init(params),
+            rng=rng,
+            extra=extra,
+            apply_fn=apply_fn,
+            tx=tx,
+            aggregation=tuple(aggregation.items()),
+        )
+
+    def apply_gradients(self, *, grads: PyTree, **extra: PyTree) -> TrainState:
+        """The state after one optimiser update.
+
+        Args:
+            grads: gradient, a tree like `params`.
+            **extra: new values of collections that `create` declared, this replica's where `aggregation` says how to
+                bring them together.
+
+        Raises:
+            StepError: a collection that `create` did not declare.
+        """
+        self._check_declared(extra)
+        for name, how in self.aggregation:
+            if name in extra:
+                old = {"old": self.extra[name]} if how == "sum" else {}
+                extra[name] = aggregate(extra[name], how, **old)
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            params=optax.apply_updates(self.params, updates),
+            opt_state=opt_state,
+            extra={**self.extra, **extra},
+        )
+
+    def replace(self, **changes: PyTree) -> TrainState:
+        """A copy with some fields, or some declared collections, changed; nothing is aggregated.
+
+        Raises:
+            StepError: neither a field nor a declared collection.
+        """
+        fields = {field.name for field in dataclasses.fields(self)}
+        own = {name: value for name, value in changes.items() if name in fields}
+        extra = {name: value for name, value in changes.items() if name not in fields}
+        self._check_declared(extra)
+        return dataclasses.replace(self, **{"extra": {**self.extra, **extra}, **own})
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is neither field nor method. Copying and pickling ask before there is an `extra`.
+        extra = self.__dict__.get("extra", {})
+        mend = f"; it is a collection: read `state.extra[{name!r}]`" if name in extra else ""
+        raise AttributeError(f"a TrainState has no attribute {name!r}{mend}")
+
+    def _repr_html_(self) -> str | None:
+        return tree_table(self, title="TrainState") if has_arrays(self) else None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # IPython's text: it would show all values, which large arrays need the host's memory for, and donated ones lack.
+        printer.text(tree_text(self, title="TrainState") if has_arrays(self) else repr(self))
+
+    def _check_declared(self, extra: dict[str, PyTree]) -> None:
+        for name in extra:
+            if name not in self.extra:
+                raise StepError(
+                    f"TrainState: `{name}` is no collection of this state; it has {sorted(self.extra) or 'none'}. "
+                    f"Declare it at the start: `TrainState.create(..., {name}=...)`."
+                )

@@ -1,0 +1,117 @@
+"""States in parts in host memory, and what a strategy with such states does: create, fetch, run, distribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
+from jdist.core.per_replica import own_states
+from jdist.core.static_leaves import pack, unpack
+from jdist.core.strategy import Strategy
+from jdist.sharded_state.step import make_program
+from jdist.step import placement
+from jdist.step import run_on_replicas as on_replicas
+from jdist.step.divergence import compare
+from jdist.step.mesh_step import Backend, DistributedStep
+from jdist.step.options import StepOptions
+from jdist.step.signature import Step
+from jdist.support.arrays import check_arguments_not_donated, check_not_donated, to_host
+
+PyTree = Any
+
+
+def check_host_memory(strategy: Strategy) -> None:
+    """Raises DeviceError where the devices offer no host memory."""
+    Layout.of(strategy)
+
+
+def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
+    """`Strategy.init`: each host's part of every leaf computed where it stays."""
+    layout = Layout.of(strategy)
+
+    def compute(create: Callable[[list[Any]], list[jax.Array]], arrays: list[Any], shapes: list[Any]) -> list[Any]:
+        spread = [layout.is_spread(s.shape, s.dtype) for s in shapes]
+
+        def in_parts(arrays: list[Any]) -> list[jax.Array]:
+            leaves = zip(create(arrays), spread, strict=True)
+            return [layout.store(x) if in_parts else x for x, in_parts in leaves]
+
+        shardings = [layout.host if in_parts else layout.whole for in_parts in spread]
+        made = jax.jit(in_parts, out_shardings=shardings)(arrays)
+        return [HostSharded(x, s.shape) if part else x for x, s, part in zip(made, shapes, spread, strict=True)]
+
+    return placement.init(strategy, fn, args, compute)
+
+
+def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
+    """A state as a step wants it: large leaves in parts, the rest whole, no buffer twice.
+
+    Raises:
+        DonatedStateError: a leaf was consumed by an earlier call.
+        StepError: a leaf is no array.
+    """
+    check_not_donated(state)
+    layout = Layout.of(strategy)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
+    kept = [is_spread(x) and x.stored.sharding == layout.host for x in leaves]
+    # What lies elsewhere, a Spread of another strategy too, goes through the layout with a copy on every device.
+    others = jax.tree.unflatten(
+        treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
+    )
+    whole = iter(jax.tree.leaves(placement.adopt_state(strategy, others)))
+    store = jax.jit(layout.store, out_shardings=layout.host)
+    seen: set[int] = set()
+
+    def place(x: Any, keep: bool) -> Any:
+        if keep and id(x.stored) not in seen:
+            seen.add(id(x.stored))
+            return x
+        if keep:
+            return HostSharded(jnp.copy(x.stored), x.shape)
+        x = next(whole)
+        return HostSharded(store(x), x.shape) if layout.is_spread(x.shape, x.dtype) else x
+
+    return jax.tree.unflatten(treedef, [place(x, keep) for x, keep in zip(leaves, kept, strict=True)])
+
+
+def fetch(strategy: Strategy, state: PyTree) -> PyTree:
+    """`Strategy.fetch`: waits for the steps in flight, compares what replicas hold whole, joins the parts."""
+    placement.check_in_parts(strategy, state)
+    return unpack(map_leaves(to_host, own_states(pack(state))))
+
+
+def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    """`Strategy.run`; a state among the arguments arrives whole."""
+    check_arguments_not_donated("strategy.run", args, kwargs)
+    args, kwargs = map_leaves(lambda x: to_host(x) if is_spread(x) else x, (args, kwargs))
+    return on_replicas.run(strategy, fn, args, kwargs)
+
+
+def distribute(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
+    """`Strategy.distribute`: gradients on the devices, the update on the hosts."""
+    return DistributedStep(step, strategy, options, BACKEND)
+
+
+def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
+    layout = Layout.of(strategy)
+    return map_leaves(layout.struct, state)
+
+
+def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
+    """Compares what replicas hold whole, and what they wrote without a reduction before each kept its part of it.
+
+    Raises:
+        ReplicaDivergenceError: names the leaves and the replicas that differ.
+    """
+    placement.compare_replicas(strategy, state)
+    hashes = results[3]
+    if hashes:
+        compare(np.stack([np.asarray(x) for x in hashes.values()], axis=1), list(hashes))
+
+
+BACKEND = Backend(adopt_state, _shapes, make_program, _compare)

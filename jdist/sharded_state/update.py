@@ -1,0 +1,311 @@
+"""The update part of a step on arrays in parts: on the hosts what is elementwise, on the devices the rest.
+
+Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
+every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a
+gradient, of a parameter) is taken on the devices, part by part. What is neither (a transposition, a product of
+matrices) is computed on the devices from whole arrays: every step that can be split gives the right result, and only
+such an operation costs the device memory of its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import compute_on
+from jax.sharding import PartitionSpec
+
+from jdist.core.host_sharded import Layout
+from jdist.core.strategy import Strategy
+from jdist.jaxpr import graph
+from jdist.jaxpr.elementwise import (
+    COLLECTIVES,
+    ELEMENTWISE,
+    FILLINGS,
+    OF_BOOLS,
+    apply_stored,
+    bind,
+)
+from jdist.step.divergence import hash_leaf
+from jdist.step.outputs import LOCAL, METRIC, ROWS
+
+# Called compute_on2 before JAX 0.12.
+_compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array in parts, stored as a `HostSharded` is, on the host or on the device; None until the host has computed it."""
+
+    stored: jax.Array | None
+    shape: tuple[int, ...]
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class Filled:
+    """An array of one value everywhere."""
+
+    value: Any
+    shape: tuple[int, ...]
+
+
+def evaluate(
+    strategy: Strategy,
+    layout: Layout,
+    closed: Any,
+    arguments: Sequence[Any],
+    kept: Sequence[bool],
+    kinds: Sequence[str | None] = (),
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """Evaluates an update part, seen from outside of the replicas.
+
+    Args:
+        strategy: whose replicas and axes.
+        layout: where parts are.
+        closed: what `prepared` returned.
+        arguments: arrays that every device holds whole, and `Part`s.
+        kept: which results are wanted in parts.
+        kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
+
+    Returns:
+        `(results, hashes)`. Results that are `kept` are stored in host memory, the others whole on the devices, with a
+        leading axis of replicas where their kind is LOCAL. The hashes, uint32 [replicas] by a result's place, are of
+        what replicas may each have their own of although it is kept in parts.
+    """
+    return _Evaluation(strategy, layout, closed).run(arguments, kept, kinds or [None] * len(kept))
+
+
+class _Evaluation:
+    """One evaluation. What the hosts are to compute waits until a device needs it, so that they compute it in one go."""
+
+    def __init__(self, strategy: Strategy, layout: Layout, closed: Any):
+        self.strategy, self.layout, self.closed = strategy, layout, closed
+        self.results = graph.body_of(closed).outvars
+        self.effects = graph.effects_of(closed)
+        self.equations, _ = graph.needed(closed, self.results, (), self.effects)
+        self.known: dict[Any, Any] = {}
+        self.waiting: list[Any] = []  # equations for the hosts
+        self.on_host: dict[Any, jax.Array] = {}  # what was copied there
+        self.on_device: dict[Any, jax.Array] = {}
+        self.own = graph.varying(closed, ())
+        # Whole: what equations read whose results each replica has its own of.
+        self.read_by_own: dict[Any, jax.Array] = {}
+
+    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[str | None]) -> Any:
+        self.known = graph.values_at_start(self.closed, arguments)
+        self.known.update({v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | Part)})
+        for number, eqn in enumerate(self.equations):
+            self.done = number
+            if self.is_of_replicas(eqn):
+                continue
+            operands = [self.value(v) for v in eqn.invars]
+            self.known.update(zip(eqn.outvars, self.apply(eqn, operands), strict=True))
+        self.done = len(self.equations)
+        self.flush()
+        results = [
+            self.kept(v) if keep else self.wanted(v, kind)
+            for v, keep, kind in zip(self.results, kept, kinds, strict=True)
+        ]
+        # As each replica keeps a part of its own version, nobody could tell afterwards that they were not the same.
+        places = {i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and self.is_own(v)}
+        rows = PartitionSpec(self.strategy.axes)
+        hashes = self.by_replicas(list(places.values()), rows, change=lambda x: hash_leaf(x)[None]) if places else {}
+        return results, {i: hashes[v] for i, v in places.items()}
+
+    def is_own(self, v: Any) -> bool:
+        """Whether each replica has its own of a value; a constant is no variable."""
+        return not graph.is_literal(v) and v in self.own
+
+    def is_of_replicas(self, eqn: Any) -> bool:
+        """Whether replicas compute an equation by themselves, as it makes or reads what each has its own of.
+
+        They do so, from the beginning, where it gives them all the same or has an effect.
+        """
+        makes_own = any(map(self.is_own, eqn.outvars))
+        if not makes_own and not any(map(self.is_own, eqn.invars)):
+            return False
+        for v in eqn.invars:
+            if not graph.is_literal(v) and not self.is_own(v) and v not in self.read_by_own:
+                self.read_by_own[v] = self.whole(v, self.value(v))
+        effects = [effect for effect in self.effects if effect is eqn]
+        if effects or not makes_own:
+            results = self.by_replicas(eqn.outvars, PartitionSpec(), effects)
+            (self.read_by_own if makes_own else self.known).update(results)
+        return True
+
+    def by_replicas(
+        self,
+        wanted: Sequence[Any],
+        spec: PartitionSpec,
+        effects: Sequence[Any] = (),
+        change: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ) -> Any:
+        """Variables as each replica computes them, and `change`s them, by variable."""
+        wanted = [v for v in wanted if not graph.is_dropped(v)]
+        piece = graph.subfunction(self.closed, list(self.read_by_own), wanted, effects)
+        mapped = jax.shard_map(
+            lambda values: [change(x) for x in piece(values)],
+            mesh=self.strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return dict(zip(wanted, mapped(list(self.read_by_own.values())), strict=True))
+
+    def value(self, v: Any) -> Any:
+        # A constant remembers the mesh that it was traced under, whose axes are bound no more.
+        return np.asarray(v.val) if graph.is_literal(v) else self.known[v]
+
+    def kept(self, v: Any) -> jax.Array:
+        x = self.by_replicas([v], PartitionSpec())[v] if self.is_own(v) else self.value(v)
+        if isinstance(x, Part) and x.on_host:
+            assert x.stored is not None  # nothing waits any more
+            return x.stored
+        if isinstance(x, Filled):
+            x = jnp.full(x.shape, x.value, v.aval.dtype)
+        return jax.device_put(self.device_operand(v, x), self.layout.host)
+
+    def wanted(self, v: Any, kind: str | None) -> jax.Array:
+        n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
+        if self.is_own(v) and kind is not None:
+            x = self.by_replicas([v], rows, change=lambda x: x if kind == ROWS else x[None])[v]
+            return x.mean(0) if kind == METRIC else x
+        x = self.by_replicas([v], PartitionSpec())[v] if self.is_own(v) else jnp.asarray(self.whole(v, self.value(v)))
+        if kind == LOCAL:
+            return jnp.broadcast_to(x, (n, *x.shape))
+        return jnp.concatenate([x] * n) if kind == ROWS else x
+
+    def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        in_parts = [x for x in operands if isinstance(x, Part)]
+        filled = [x for x in operands if isinstance(x, Filled)]
+        shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
+        if name == "optimization_barrier":
+            self.flush()
+            return [self.value(v) for v in eqn.invars]
+        if name in graph.RESHAPING and filled:
+            return [Filled(filled[0].value, shape)]
+        if name == "broadcast_in_dim" and not in_parts and not jnp.ndim(operands[0]):
+            dtype = eqn.outvars[0].aval.dtype
+            return (
+                [Filled(operands[0], shape)] if self.layout.is_spread(shape, dtype) else self.apply_whole(eqn, operands)
+            )
+        in_order = name != "reshape" or eqn.params["dimensions"] is None
+        if name in graph.RESHAPING and in_order and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
+            return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
+        # JAX 0.12 stretches axes of size 1 in elementwise operations.
+        fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
+        if name in ELEMENTWISE and in_parts and fits:
+            if any(x.on_host for x in in_parts):
+                return [self.wait(eqn, shape)]
+            inputs = [self.device_operand(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
+            return [Part(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
+        if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
+            values = [x.value if isinstance(x, Filled) else x for x in operands]
+            return [Filled(bind(eqn, values), shape)]
+        in_bits = name in OF_BOOLS and eqn.invars[0].aval.dtype != jnp.bool_
+        if name in FILLINGS and not in_bits and in_parts and len(eqn.params["axes"]) == len(in_parts[0].shape):
+            stored = self.device_operand(eqn.invars[0], in_parts[0])
+            real = self.layout.real(stored, in_parts[0].shape, FILLINGS[name](stored.dtype))
+            reduced = bind(eqn, [real], axes=tuple(range(real.ndim)))
+            if name in ("reduce_max", "reduce_min") and jnp.issubdtype(real.dtype, jnp.floating):
+                # Between the parts XLA may pass over NaN: see `all_reduce` in replica.py.
+                reduced = jnp.where(jnp.isnan(real).any(), jnp.asarray(jnp.nan, real.dtype), reduced)
+            return [reduced]
+        return self.apply_whole(eqn, [self.whole(v, x) for v, x in zip(eqn.invars, operands, strict=True)])
+
+    def is_stored_alike(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+        return math.prod(a) == math.prod(b) and self.layout.stored_shape(a) == self.layout.stored_shape(b)
+
+    def apply_whole(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Computes with whole arrays; what may name an axis of the mesh, as a replica."""
+        if eqn.primitive.name not in COLLECTIVES and eqn.outvars and not graph.nested_jaxprs(eqn):
+            results = bind(eqn, operands)
+            return results if eqn.primitive.multiple_results else [results]
+        mapped = jax.shard_map(
+            lambda *operands: graph.apply_equation(self.closed, eqn, operands),
+            mesh=self.strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return mapped(*operands)
+
+    def whole(self, v: Any, x: Any) -> Any:
+        if isinstance(x, Part):
+            return self.layout.gather(self.device_operand(v, x), x.shape)
+        return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
+
+    def device_operand(self, v: Any, x: Any) -> Any:
+        """An operand as the devices compute with it: stored, or a scalar."""
+        if isinstance(x, Filled):
+            return x.value
+        if not isinstance(x, Part):
+            return self.in_parts(x) if jnp.ndim(x) else x
+        if not x.on_host:
+            return x.stored
+        if v not in self.on_device:
+            if x.stored is None:
+                self.flush()
+            self.on_device[v] = jax.device_put(self.known[v].stored, self.layout.device)
+        return self.on_device[v]
+
+    def in_parts(self, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device)
+
+    def wait(self, eqn: Any, shape: tuple[int, ...]) -> Part:
+        self.waiting.append(eqn)
+        return Part(None, shape, on_host=True)
+
+    def flush(self) -> None:
+        """Lets the hosts compute what waits for them."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        made = {v for eqn in waiting for v in eqn.outvars}
+        later = {v for eqn in self.equations[self.done :] for v in eqn.invars if not graph.is_literal(v)}
+        later.update(v for v in self.results if not graph.is_literal(v))
+        wanted = [v for v in dict.fromkeys(v for eqn in waiting for v in eqn.outvars) if v in later]
+        # A constant is read by its place, a variable by itself.
+        read = {
+            (v if not graph.is_literal(v) else (number, i)): v
+            for number, eqn in enumerate(waiting)
+            for i, v in enumerate(eqn.invars)
+            if graph.is_literal(v) or v not in made
+        }
+
+        def run(operands: dict[Any, jax.Array]) -> list[jax.Array]:
+            values = dict(operands)
+            for number, eqn in enumerate(waiting):
+                inputs = [values[(number, i) if graph.is_literal(v) else v] for i, v in enumerate(eqn.invars)]
+                values[eqn.outvars[0]] = apply_stored(eqn, inputs, self.layout.stored_shape(eqn.outvars[0].aval.shape))
+            return [values[v] for v in wanted]
+
+        keys, operands = list(read), [self.host_operand(v) for v in read.values()]
+        on_host = _compute_on(
+            lambda operands: run(dict(zip(keys, operands, strict=True))),
+            compute_type="device_host",
+            out_memory_spaces=jax.memory.Space.Host,
+        )
+        for v, stored in zip(wanted, on_host(operands), strict=True):
+            self.known[v] = Part(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
+
+    def host_operand(self, v: Any) -> jax.Array:
+        """An operand as the hosts compute with it: stored, or a scalar."""
+        if graph.is_literal(v):
+            return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
+        x = self.known[v]
+        if isinstance(x, Part) and x.on_host:
+            assert x.stored is not None  # whatever the hosts have not computed yet is computed by this very call
+            return x.stored
+        if v not in self.on_host:
+            value = self.device_operand(v, x)
+            to = self.layout.host if jnp.ndim(value) else self.layout.whole_on_host
+            self.on_host[v] = jax.device_put(value, to)
+        return self.on_host[v]

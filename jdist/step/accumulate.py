@@ -1,0 +1,339 @@
+"""Gradient accumulation: a step's phases over microbatches, one all-reduce a phase, one update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jdist.core.collective_marks import Collective
+from jdist.core.context import ReplicaTrace, Residuals, tracing
+from jdist.core.strategy import Strategy
+from jdist.jaxpr import graph
+from jdist.jaxpr.split import Cut, Phase, Split, split
+from jdist.replica import collectives, gradients
+from jdist.step.outputs import LOCAL, METRIC, ROWS, check_means, rows_of
+from jdist.step.own_averages import check_averages_combined
+
+PyTree = Any
+# (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
+Pure = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, list[str]]]
+# (cuts of a phase, what this replica's microbatches gave together for each) -> what all replicas gave
+Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step that was split for `k` microbatches.
+
+    Attributes:
+        strategy: what it runs under.
+        k: the number of microbatches.
+        parts: the step, as one microbatch sees it.
+        kinds: how each output comes together from the replicas.
+    """
+
+    strategy: Strategy
+    k: int
+    parts: Split
+    kinds: list[str]
+
+    def check_averages_combined(self) -> None:
+        """Refuses replicas that would keep moving averages of their own rows.
+
+        Raises:
+            ReplicaDivergenceError: names the leaves.
+        """
+        traced = self.parts.traced
+        state = jax.tree.unflatten(self.parts.state_treedef, traced.new_state)
+        sizes = self.strategy.num_replicas, self.k
+        check_averages_combined(traced.closed, traced.state, traced.new_state, traced.batch, state, sizes)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the phases give, over all microbatches and replicas.
+
+    Attributes:
+        combined: the combined arrays of all cuts.
+        carried: the leaves of the state that phases wrote.
+        outputs: those outputs that do not wait for the update, None in place of the rest.
+    """
+
+    combined: list[jax.Array]
+    carried: list[jax.Array]
+    outputs: list[jax.Array | None]
+
+
+def accumulated(
+    strategy: Strategy,
+    pure: Pure,
+    k: int,
+    state: PyTree,
+    batches: PyTree,
+    others: PyTree,
+    residuals: Residuals | None = None,
+    *,
+    compares_replicas: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """One step over `k` microbatches.
+
+    Args:
+        strategy: what the step runs under.
+        pure: the step.
+        k: the number of microbatches.
+        state: the state.
+        batches: one replica's rows.
+        others: further arguments.
+        residuals: what the all-reduce keeps of each gradient.
+        compares_replicas: whether the state must be the same on all replicas.
+
+    Returns:
+        `(new state, outputs)`, as `pure` on `k` times as many replicas gives them; per-replica outputs lead with an
+        axis of microbatches.
+
+    Raises:
+        BoundaryError: the step cannot be split.
+        ReplicaDivergenceError: replicas would keep moving averages of their own.
+    """
+    plan = make_plan(strategy, pure, k, state, batches, others)
+    if compares_replicas:
+        plan.check_averages_combined()
+    with tracing(ReplicaTrace(strategy, residuals=residuals)):
+        made = gradient_part(plan, state, batches, others, all_reduced(strategy))
+        new_leaves, late = plan.parts.update(state, others, made.combined, made.carried)
+        late = finish_late(plan, late)
+    outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
+    outputs = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
+    return jax.tree.unflatten(plan.parts.state_treedef, new_leaves), outputs
+
+
+def make_plan(
+    strategy: Strategy,
+    pure: Pure,
+    k: int,
+    state: PyTree,
+    batches: PyTree,
+    others: PyTree,
+    *,
+    otherwise: str = "leave `accumulate` at 1",
+) -> Plan:
+    """Splits a step for `k` microbatches; the arguments are those of `accumulated` and of `boundary.split`.
+
+    Raises:
+        BoundaryError: the step cannot be split.
+        StepError: a metric is a count that nothing adds up.
+    """
+    kinds: list[str] = []
+
+    def without_kinds(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
+        new_state, outputs, kinds[:] = pure(state, batches, others)
+        return new_state, outputs
+
+    shapes = jax.eval_shape(lambda x: jax.tree.map(lambda leaf: leaf[0], microbatches(strategy, x, k)), batches)
+    parts = split(
+        strategy,
+        without_kinds,
+        state,
+        shapes,
+        others,
+        num_microbatches=k,
+        otherwise=otherwise,
+    )
+    averaged = [v and kind == METRIC for v, kind in zip(parts.varies, kinds, strict=True)]
+    check_means(jax.tree.unflatten(parts.outputs_treedef, parts.output_shapes), averaged, rows_of(shapes))
+    return Plan(strategy, k, parts, kinds)
+
+
+def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
+    """Cuts a batch into `k` microbatches, stacked.
+
+    Microbatch `m` of replica `r` has the rows that replica `r * k + m` of `k` times as many would have.
+    """
+
+    def cut(x: jax.Array) -> jax.Array:
+        parts = x.reshape(k, x.shape[0] // k, *x.shape[1:])
+        if strategy.transform != "jit" or k == 1 or strategy.batch_sharding is None:
+            return parts
+        # In the global view each microbatch is spread over all devices again.
+        spec = jax.sharding.PartitionSpec(None, *strategy.batch_sharding.spec)
+        return jax.lax.with_sharding_constraint(parts, strategy.batch_sharding.update(spec=spec))
+
+    return jax.tree.map(cut, batches)
+
+
+def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, combine: Combine) -> Gradients:
+    """Runs the phases over all microbatches and combines what the replicas computed; called under a trace.
+
+    Args:
+        plan: the step.
+        state: the state; leaves that no phase reads may hold anything of their shape.
+        batches: one replica's rows.
+        others: further arguments.
+        combine: brings a cut's arrays together from the replicas.
+
+    Returns:
+        The combined arrays, and what else the phases give.
+    """
+    parts, micro = plan.parts, microbatches(plan.strategy, batches, plan.k)
+    old = jax.tree.leaves(state)
+    combined: list[jax.Array] = []
+    carried: dict[int, jax.Array] = {}
+    outputs: dict[int, jax.Array] = {}
+    for phase in parts.phases:
+        prepared = phase.prepare(state, others, combined)
+        begun = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
+        operands, leaves, results = _over_microbatches(plan, phase, prepared, begun, micro)
+        carried.update(leaves)
+        outputs.update(results)
+        # Metrics go with the sums of the phase, in one all-reduce.
+        means = [i for i in results if plan.kinds[i] == METRIC]
+        metrics = Cut(Collective("value", "mean"), (), is_read_again=False)
+        *sums, averages = combine([*phase.cuts, metrics], [*operands, [outputs[i] for i in means]])
+        combined += [x for arrays in sums for x in arrays]
+        outputs.update(zip(means, averages, strict=True))
+    return Gradients(
+        combined, [carried[n] for n in range(len(parts.carried))], [outputs.get(i) for i in range(len(plan.kinds))]
+    )
+
+
+def all_reduced(strategy: Strategy) -> Combine:
+    """Brings the cuts of a phase together by one all-reduce; compressed gradients each by themselves, with their residuals."""
+
+    def combine(cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        found = dict(enumerate(arrays))
+        if collectives.num_replicas() == 1:
+            return arrays
+        summed = []
+        for i, cut in enumerate(cuts):
+            op = cut.collective.op
+            if op == "gather":
+                found[i] = [gathered(x, shape) for x, shape in zip(arrays[i], cut.shapes, strict=True)]
+            elif op in ("max", "min"):
+                found[i] = collectives.all_reduce(arrays[i], op)
+            elif cut.collective.kind == "gradient" and strategy.keeps_residuals:
+                loss, grads = gradients.reduce_gradients(arrays[i][0], arrays[i][1:], op)
+                found[i] = [loss, *grads]
+            else:
+                summed.append(i)
+        found.update(zip(summed, collectives.all_reduce([arrays[i] for i in summed], "sum"), strict=True))
+        size = collectives.num_replicas()
+        return [
+            [x / size for x in found[i]] if i in summed and cut.collective.op == "mean" else found[i]
+            for i, cut in enumerate(cuts)
+        ]
+
+    return combine
+
+
+def gathered(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """The rows of all replicas, along the axis on which the shapes differ."""
+    return collectives.all_gather(x, axis_of_rows(x.shape, shape.shape))
+
+
+def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
+    """The axis along which parts were joined."""
+    return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), 0)
+
+
+def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | None]:
+    """Averages metrics of the update part that replicas compute of their own number; gives per-replica results their axis."""
+    places = [i for i, x in enumerate(late) if x is not None and plan.parts.varies[i] and plan.kinds[i] == METRIC]
+    averaged = collectives.all_reduce([late[i] for i in places], "mean") if places else []
+    found = {**dict(enumerate(late)), **dict(zip(places, averaged, strict=True))}
+    return [
+        jnp.broadcast_to(x, (plan.k, *jnp.shape(x))) if x is not None and plan.kinds[i] == LOCAL else x
+        for i, x in found.items()
+    ]
+
+
+def _over_microbatches(
+    plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
+) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
+    """One phase on one replica.
+
+    Args:
+        plan: the step.
+        phase: of it.
+        prepared: what all microbatches share.
+        begun: the old values of the leaves that microbatches add to, by place.
+        micro: the microbatches, stacked.
+
+    Returns:
+        What the microbatches give together: the operands of each cut, the carried leaves, the outputs, both by place.
+    """
+    k = plan.k
+    ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
+    ways.extend("sum" if n in begun else "mean" for n in phase.carried)
+    of_kind: dict[str, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
+    ways.extend(of_kind[plan.kinds[i]] for i in phase.outputs)
+    wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
+
+    def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:
+        operands, carried, outputs = phase.run(prepared, batch, number)
+        added = [new - begun[n] if n in begun else new for n, new in zip(phase.carried, carried, strict=True)]
+        return [jnp.asarray(x) for x in (*(x for each in operands for x in each), *added, *outputs)]
+
+    first = jax.tree.map(lambda x: x[0], micro)
+    if k == 1:
+        values = [x[None] if way == "stack" else x for x, way in zip(one(jnp.int32(0), first), ways, strict=True)]
+    else:
+        shapes = jax.eval_shape(one, jnp.int32(0), first)
+        # Summing the stacked results would keep k gradients alive, so what is summed is part of the carry.
+        zeros = [
+            jnp.zeros(s.shape, _wide(s.dtype)) if way in SUMMED else None for s, way in zip(shapes, ways, strict=True)
+        ]
+
+        def add(totals: list[Any], x: tuple[jax.Array, PyTree]) -> Any:
+            now = one(*x)
+            sums = [
+                None if total is None else total + y.astype(total.dtype) for total, y in zip(totals, now, strict=True)
+            ]
+            return sums, [y if total is None else None for total, y in zip(totals, now, strict=True)]
+
+        totals, stacked = scan(plan.strategy, add, zeros, (jnp.arange(k), micro))
+        values = []
+        for place, (way, total, rows, shape) in enumerate(zip(ways, totals, stacked, shapes, strict=True)):
+            if way in SUMMED:
+                values.append((total / k if way == "mean" else total).astype(shape.dtype))
+            elif way == "gather":
+                axis = axis_of_rows(shape.shape, wholes[place]) if place < len(wholes) else 0
+                values.append(_joined(rows, axis))
+            else:
+                values.append(rows if way == "stack" else rows.max(0) if way == "max" else rows.min(0))
+    rest = iter(values)
+    operands = [[next(rest) for _ in cut.shapes] for cut in phase.cuts]
+    carried = {n: begun[n] + next(rest) if n in begun else next(rest) for n in phase.carried}
+    return operands, carried, {i: next(rest) for i in phase.outputs}
+
+
+# How the values of microbatches come together: "stack" keeps them apart.
+Way = Literal["sum", "mean", "max", "min", "gather", "stack"]
+SUMMED = ("sum", "mean")
+
+
+def _joined(rows: jax.Array, axis: int) -> jax.Array:
+    """Stacked arrays, end to end along one of their axes."""
+    rows = jnp.moveaxis(rows, 0, axis)
+    return rows.reshape(*rows.shape[:axis], rows.shape[axis] * rows.shape[axis + 1], *rows.shape[axis + 2 :])
+
+
+def _wide(dtype: Any) -> Any:
+    """What to add up in: float32 for half precision, which would lose small microbatches."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def scan(strategy: Strategy, body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
+    """As `lax.scan`; unrolled where XLA's CPU backend would run convolutions more than 20 times slower inside a loop.
+
+    `benchmarks/loops_on_cpu.py` measures it.
+    """
+    platform = strategy.devices[0].platform if strategy.devices else jax.default_backend()
+    unroll = False
+    if platform == "cpu":
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+        unroll = graph.contains_primitive(jax.make_jaxpr(body)(init, first), "conv_general_dilated")
+    return jax.lax.scan(body, init, xs, unroll=unroll or 1)

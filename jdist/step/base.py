@@ -1,0 +1,103 @@
+"""What every distributed step is, whatever its strategy."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jdist.core.strategy import Strategy
+from jdist.errors import StepError
+from jdist.step.options import StepOptions, Verify
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a call of a step would do.
+
+    Attributes:
+        results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
+        changes_state: whether the state that it returns is another than the one that it is given.
+        ignores_mask: whether anything of that depends on the rows of a batch, and nothing on its mask.
+    """
+
+    results: Mapping[str, PyTree]
+    changes_state: bool
+    ignores_mask: bool
+
+
+def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
+    """Says better than JAX that a step names a mesh axis which is not bound; all other errors pass.
+
+    Args:
+        exc: what tracing the step raised.
+        name: of the strategy that the user made.
+        strategy: what a replica's part of the step is traced under.
+
+    Raises:
+        StepError: `exc` tells of such an axis; it says where to name it.
+    """
+    if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
+        return
+    if strategy.transform == "jit":
+        raise StepError(
+            f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
+            "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
+        ) from exc
+    maker = "one_device" if name == "default" else name
+    raise StepError(
+        f"{exc}: the step uses a mesh axis that {name} does not bind; it binds {strategy.axes or 'none'}. Name the axis in "
+        f"the strategy, `jdist.{maker}(axis=...)`, or use `jdist.replica_axes()` in the step."
+    ) from exc
+
+
+class Distributed(abc.ABC):
+    """What `jdist.distribute` returns.
+
+    Attributes:
+        strategy: the strategy it runs under.
+        options: the options of `jdist.distribute`.
+    """
+
+    strategy: Strategy
+    options: StepOptions
+    __name__: str
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; called like the function that it was made of."""
+
+    @abc.abstractmethod
+    def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
+        """The state as a call takes and returns it; nothing of the step is run."""
+
+    def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
+        """What a call would do, known with nothing compiled; None where only a call shows it."""
+        return None
+
+    def count_left_out(self, state: PyTree) -> Any:
+        """How many steps were left out until `state` was made, not waited for; None where nothing counts them.
+
+        Of a step that makes several a call, and under a parameter server, from the third entry on which steps of the newest
+        call were.
+
+        Args:
+            state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.
+        """
+        return None
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits for every call in flight."""
+
+    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+        """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch.
+
+        Args:
+            how: what follows from a difference.
+            pads: whether a later batch will be filled up, so that the step is compared on such a one as well.
+        """
+        return None

@@ -1,0 +1,112 @@
+"""The decorator `jdist.distribute`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, overload
+
+from jdist.cluster.idle_launch import unused_job
+from jdist.core.strategy import Strategy
+from jdist.errors import StepError
+from jdist.step.mesh_step import DistributedStep
+from jdist.step.options import StepOptions, make_options
+from jdist.step.signature import Step
+
+
+@overload
+def distribute(step: Strategy, strategy: None = None, **options: Any) -> Callable[[Step], DistributedStep]: ...
+@overload
+def distribute(step: Step, strategy: Strategy, **options: Any) -> DistributedStep: ...
+def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> Any:
+    """Runs a train step, written for one replica, on all replicas of a strategy.
+
+    As a decorator, `@jdist.distribute(strategy, ...)`, or as a function, `jdist.distribute(step, strategy, ...)`.
+
+    Args:
+        step: a function `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or what `args` and
+            `returns` say.
+        strategy: what `jdist.mirrored()` and its like return.
+
+    Keyword Args:
+        args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
+            replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
+            "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).
+            Several states are said one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
+            (params, opt_state, loss)`. Further arguments and keyword arguments are replicated; one that
+            `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is refused, under
+            every strategy: say "batch" or "replicated".
+        returns: role of each result: "state"; "metrics" (what differs between replicas is averaged over them entry by
+            entry, unless wrapped in `PerReplica`; what is the same on all, as what `all_reduce` returns, stays as it
+            is); "examples" (a row an example, in input order; the padding of `distribute_dataset` is left out, and of a
+            mask from elsewhere the rows where it is zero); "per_replica" (a
+            `PerReplica`; of a step that takes an argument of that role plain arrays [replicas, ...], as of `pmap`).
+            By default ("state", "metrics"), or the state alone; of several states all, and then perhaps metrics.
+        batch_axis: the axis of a batch that its rows are on, 0 by default: 1 for time-major batches [time, rows, ...].
+            An int, or a tree of them with which the batch's tree begins, as in `jax.vmap`'s `in_axes`; of several
+            batches a tuple with one for each. A `mask` of one axis has an entry for each row. Results with the role
+            "examples" have their rows first. Pass the same to `strategy.distribute_dataset`.
+        static_argnames: keyword arguments that are static.
+        donate: reuse the old state's buffers for the new one; the state passed in is gone after the call.
+        accumulate: number of microbatches that each replica's batch is cut into; one all-reduce and one update for all. Each
+            microbatch counts as a replica: the step computes what it does on so many times as many replicas (`docs/steps.md`).
+        steps_per_call: number of optimiser steps in one call; batches and metrics lead with that axis, all other
+            arguments are the same for all steps of the call.
+        max_in_flight: number of calls that may run ahead of the host.
+        check_replicas: compare the replicas after the first step and every so many steps; 0: never.
+        non_finite: what a NaN or infinite gradient does: "raise" (the state stays as it was before that step), "skip"
+            the step, or "apply" it.
+        precision: what `jdist.precision("bf16")` or `("fp16")` returns: forward and backward pass in 16 bits,
+            parameters in float32.
+        verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch
+            and warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing,
+            but for what `jdist.fit` is told. See `jdist.verify`.
+
+    Returns:
+        A `DistributedStep`; called like the step, with whole, global batches.
+
+    Raises:
+        StepError: an option or role that is not allowed.
+        VerificationError: by the first call, if `verify` is "strict" and the step differs.
+
+    Warns:
+        VerificationWarning: by the first call, if `verify` is "first" and the step differs.
+        UserWarning: `jdist launch` has started this process as one of several, and the strategy is for one.
+
+    Example:
+        >>> import jdist, numpy as np
+        >>> @jdist.distribute(jdist.one_device())
+        ... def train_step(w, batch):
+        ...     loss, grad = jdist.value_and_grad(lambda w: jdist.mean((w * batch["x"] - 2.0) ** 2))(w)
+        ...     return w - 0.1 * grad, {"loss": loss}
+        >>> w, metrics = train_step(0.0, {"x": np.ones(8, np.float32)})
+        >>> float(metrics["loss"])
+        4.0
+    """
+    if isinstance(step, Strategy):
+        if strategy is not None:
+            raise StepError("jdist.distribute takes the step first: write `distribute(step, strategy)`.")
+        _check_job(step)
+        checked = make_options(**options)
+        return lambda function: step.operations.distribute(step, function, checked)
+    if not isinstance(strategy, Strategy):
+        given = step if strategy is None else strategy
+        raise StepError(
+            f"jdist.distribute needs a strategy, it got {given!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
+            "`jdist.distribute(step, strategy)`."
+        )
+    if not callable(step):
+        raise StepError(f"jdist.distribute needs a function to distribute, it got {step!r}.")
+    _check_job(strategy)
+    return strategy.operations.distribute(strategy, step, make_options(**options))
+
+
+def _check_job(strategy: Strategy) -> None:
+    if strategy.cluster is None and strategy.coordinator is None and (job := unused_job(os.environ)) is not None:
+        warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
+
+
+def distribute_locally(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
+    """`Operations.distribute` of every strategy whose replicas this process drives itself."""
+    return DistributedStep(step, strategy, options)

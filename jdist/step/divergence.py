@@ -1,0 +1,122 @@
+"""Do all replicas hold the same state? A forgotten all-reduce trains N different models and nothing else notices.
+
+`shard_map` trusts an output that is declared replicated, and reading it returns replica 0's copy: numpy, a reshard
+and a checkpoint all *heal* the difference silently. So each device hashes its own copy inside another `shard_map`,
+and the hashes are compared on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jdist.core.strategy import Strategy
+from jdist.errors import ReplicaDivergenceError
+
+PyTree = Any
+
+_UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _words(leaf: jax.Array) -> jax.Array:
+    """The bits of a leaf as a flat uint32 array; two words for each 8-byte element."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    if leaf.dtype == jnp.bool_ or leaf.dtype.itemsize == 0 or str(leaf.dtype) in ("int2", "uint2", "int4", "uint4"):
+        leaf = leaf.astype(jnp.int8)
+    bits = jax.lax.bitcast_convert_type(leaf, _UINTS.get(leaf.dtype.itemsize, jnp.uint32))
+    return bits.ravel().astype(jnp.uint32)
+
+
+def hash_leaf(leaf: jax.Array) -> jax.Array:
+    """A 32-bit hash of a leaf's bits that depends on every bit and on its place.
+
+    A plain sum misses two elements that changed places, so each word is first mixed with its position (by the finaliser
+    of MurmurHash3, public domain, which is one-to-one): one changed word always changes the sum.
+
+    Args:
+        leaf: array of any shape and dtype, PRNG keys included.
+
+    Returns:
+        uint32 scalar.
+    """
+    words = _words(jnp.asarray(leaf))
+    position = jax.lax.iota(jnp.uint32, words.size)
+    return _mix(words ^ _mix(position + jnp.uint32(0x9E3779B9))).sum(dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def make_check(strategy: Strategy) -> Any:
+    """The compiled function that hashes every leaf on every replica.
+
+    Returns:
+        `(leaves) -> uint32 [num_replicas, num_leaves]`.
+    """
+
+    def hashes(leaves: list[jax.Array]) -> jax.Array:
+        return jnp.stack([hash_leaf(leaf) for leaf in leaves])[None]
+
+    return jax.jit(
+        jax.shard_map(
+            hashes,
+            mesh=strategy.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(strategy.axes),
+            check_vma=False,
+        )
+    )
+
+
+def compare(hashes: np.ndarray, paths: list[str]) -> None:
+    """Raises if the replicas' hashes are not all equal.
+
+    Args:
+        hashes: uint32 [num_replicas, num_leaves].
+        paths: name of each leaf.
+
+    Raises:
+        ReplicaDivergenceError: names the leaves, and of each the replicas that differ from the majority (all of them
+            where there is none).
+    """
+    differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
+    if not differing.size:
+        return
+    names = tuple(paths[i] for i in differing)
+    found = [_who_differs(hashes[:, i].tolist()) for i in differing]
+    lines = [f"  {name}: {who}" for name, (_, who) in zip(names[:10], found[:10], strict=True)]
+    if len(names) > 10:
+        lines.append(f"  and {len(names) - 10} more leaves")
+    raise ReplicaDivergenceError(
+        f"{len(names)} of {len(paths)} leaves of the state differ between the {len(hashes)} replicas:\n"
+        + "\n".join(lines)
+        + "\nSomething local to a replica reached the state. Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx "
+        "modules by `jdist.nnx.value_and_grad`), and pass what else the step writes from its batch (batch statistics, "
+        'counters) through `jdist.aggregate(x, "mean")`, or "sum", "first" or "per_replica".',
+        names,
+        tuple(replicas for replicas, _ in found),
+    )
+
+
+def _who_differs(hashes: list[int]) -> tuple[tuple[int, ...], str]:
+    """The replicas outside the majority, and that in words; without a majority these are all replicas."""
+    groups: dict[int, list[int]] = {}
+    for replica, value in enumerate(hashes):
+        groups.setdefault(value, []).append(replica)
+    most = max(groups.values(), key=len)
+    if 2 * len(most) > len(hashes):
+        odd = tuple(replica for replica in range(len(hashes)) if replica not in most)
+        return odd, f"replicas {list(odd)} differ from the majority"
+    if len(groups) == len(hashes):
+        return tuple(range(len(hashes))), "all replicas differ"
+    return tuple(range(len(hashes))), f"no majority, the same on {' and on '.join(map(str, groups.values()))}"

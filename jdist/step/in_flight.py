@@ -1,0 +1,184 @@
+"""Steps that were started and not yet waited for.
+
+Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N
+threads"); on any device they pile up inputs. Each call returns a small token that is never donated, so it can
+be waited for.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist.core.strategy import Strategy
+
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+class Lineage:
+    """The calls of one step that go on from one another's states: two models trained in turn are two lineages.
+
+    Attributes:
+        token: of the newest call; None before the first. A code in it is sticky, so it tells of all calls of the lineage.
+        steps_before: steps that the newest token does not count.
+    """
+
+    def __init__(self) -> None:
+        self.token: Any = None
+        self.steps_before = 0
+        self.unread: jax.Array | None = None
+        self.since_read = 0  # calls
+        self.made: list[weakref.ref[jax.Array]] = []  # the arrays of its newest state, while another lineage goes on
+
+
+class Window:
+    """The tokens of the last calls of one step, at most `limit` of them not waited for.
+
+    Args:
+        strategy: the step's strategy; `wait_for(strategy)` drains all its windows.
+        limit: how many calls may be in flight.
+        inspect: called with a token's value, int32[2], and its lineage once it is known; raises where the step went wrong.
+        newest_state: returns the state that the step's newest call made.
+
+    Attributes:
+        lineage: that of the newest call.
+        lock: held while what the step or its window know is changed, as several threads may call the step; nobody waits
+            for a device while holding it.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        limit: int,
+        inspect: Callable[[np.ndarray, Lineage], None],
+        newest_state: Callable[[], Any] = lambda: None,
+    ):
+        self.strategy, self.limit, self._inspect, self.newest_state = strategy, limit, inspect, newest_state
+        self.lock = threading.RLock()
+        self._tokens: collections.deque[tuple[Lineage, jax.Array]] = collections.deque()
+        self.lineage = Lineage()
+        self._parked: list[Lineage] = []
+        _windows.add(self)
+
+    def add(self, token: jax.Array, lineage: Lineage | None = None) -> None:
+        """Takes in the newest token; waits for the older half if there are too many.
+
+        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile.
+
+        Args:
+            token: the newest.
+            lineage: of its call; only its own tokens are looked at, as what went wrong with another state is told to those
+                that use that. The present one if None.
+        """
+        lineage = self.lineage if lineage is None else lineage
+        with self.lock:
+            self._tokens.append((lineage, token))
+            lineage.since_read += 1
+            oldest = None
+            if len(self._tokens) >= self.limit:
+                for _ in range((self.limit - 1) // 2):
+                    self._pop()
+                oldest = self._pop()
+        if oldest is not None:
+            oldest.block_until_ready()
+        if (
+            lineage.since_read >= self.limit
+        ):  # not at every wait: reading takes time, and a token tells of all before it
+            self._read(lineage)
+
+    def _pop(self) -> jax.Array:
+        lineage, token = self._tokens.popleft()
+        lineage.unread = token
+        return token
+
+    def _read(self, lineage: Lineage) -> None:
+        with self.lock:
+            token, lineage.unread, lineage.since_read = lineage.unread, None, 0
+        if token is not None:
+            self._inspect(_value(token), lineage)
+
+    def drain(self, lineage: Lineage | None = None) -> None:
+        """Waits for every call in flight and looks at the newest token of a lineage, or of each."""
+        with self.lock:
+            while self._tokens:
+                self._pop()
+            lineages = [*self._parked, self.lineage] if lineage is None else [lineage]
+        for each in lineages:
+            self._read(each)
+
+    def go_on_from(self, state: Any) -> None:
+        """Makes that lineage the present one which made a state, or a new one; called with the lock held.
+
+        Raises:
+            whatever `inspect` does: nobody knows whether a state of unknown origin was made of the newest one, so the calls
+                that made that have to be right.
+        """
+        if made(self.newest_state(), state):
+            return
+        self._parked = [each for each in self._parked if any(array() is not None for array in each.made)]
+        found = self._lineage_of(state)
+        if found is None:
+            self.drain(self.lineage)
+            found = Lineage()
+        else:
+            self._parked.remove(found)
+        self.lineage.made = [weakref.ref(x) for x in jax.tree.leaves(self.newest_state()) if isinstance(x, jax.Array)]
+        self._parked.append(self.lineage)
+        self.lineage = found
+
+    def _lineage_of(self, state: Any) -> Lineage | None:
+        ids = {id(x) for x in jax.tree.leaves(state)}
+        return next(
+            (each for each in self._parked if any(id(x) in ids for ref in each.made if (x := ref()) is not None)), None
+        )
+
+    def drain_whatmade(self, state: Any) -> None:
+        """Waits for every call in flight, and looks at those that made a state."""
+        with self.lock:
+            lineage = self.lineage if made(self.newest_state(), state) else self._lineage_of(state)
+        if lineage is None:
+            self.block()
+        else:
+            self.drain(lineage)
+
+    def block(self) -> None:
+        """Waits for every call in flight, and leaves the looking for later."""
+        with self.lock:
+            newest = self._tokens[-1][1] if self._tokens else None
+        if newest is not None:
+            newest.block_until_ready()
+
+    def clear(self, lineage: Lineage | None = None) -> None:
+        """Forgets a lineage's tokens, after an error was raised for them."""
+        lineage = self.lineage if lineage is None else lineage
+        self._tokens = collections.deque(each for each in self._tokens if each[0] is not lineage)
+        lineage.unread = None
+
+
+def _value(token: jax.Array) -> np.ndarray:
+    """The token's value, from one device: on eight that takes less than half the time of asking the whole array."""
+    return np.asarray(token.addressable_data(0))
+
+
+def wait_for(strategy: Strategy, state: Any) -> None:
+    """Waits for every call in flight under a strategy, and looks at those that made `state`.
+
+    A step that went wrong says so when its own state is used, not when that of another step is.
+    """
+    for window in list(_windows):
+        if window.strategy is strategy:
+            window.drain_whatmade(state)
+
+
+def made(newest: Any, state: Any) -> bool:
+    """Whether a state is a step's newest, or holds an array of it: one of several states, or some of them in another tree."""
+    if newest is state:
+        return True
+    ids = {id(leaf) for leaf in jax.tree.leaves(newest)}
+    return any(id(leaf) in ids for leaf in jax.tree.leaves(state))

@@ -1,0 +1,187 @@
+"""A replica's function -> one compiled program over the mesh: by `shard_map`, `pmap` or `jit`, or on no mesh at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist.core.per_replica import PerReplica, WithResiduals, map_residuals, put_per_replica, take_per_replica
+from jdist.core.strategy import Strategy
+from jdist.step.options import StepOptions
+from jdist.step.outputs import Traced
+from jdist.step.placement import check_rows
+from jdist.step.replica_program import ProgramSpec, ReplicaFunction
+
+PyTree = Any
+Function = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
+
+
+class Program:
+    """A compiled step: `(token, state, batches, others) -> (token, state, outputs)` over whole, global arrays.
+
+    Args:
+        function: does that, traced and compiled at the first call.
+        donate: whether the old state's buffers may be reused for the new state.
+        turn: gives batches as they are passed with their rows first, as the function takes them.
+    """
+
+    def __init__(self, function: Function, donate: bool, turn: Callable[[PyTree], PyTree]):
+        def turned(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+            return function(token, state, turn(batches), others)
+
+        self._function = jax.jit(turned, donate_argnums=(1,) if donate else ())
+        self.lower = self._function.lower
+        self.trace = self._function.trace
+
+    def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        """Runs the step and appends `(token, state, outputs)` to `box`.
+
+        The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning
+        to the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
+        """
+        box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
+
+
+def compile_over_mesh(function: ReplicaFunction, spec: ProgramSpec) -> Program:
+    """Builds the program that runs `function` on every replica of a strategy.
+
+    Args:
+        function: what one replica computes.
+        spec: what it was made of.
+
+    Returns:
+        The program; it compiles at its first call.
+    """
+    build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[spec.strategy.transform]
+    return Program(build(function, spec.strategy, spec.options, spec.traced), spec.donate, spec.turn)
+
+
+def _plain(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, strategy, options)
+        token, state, outputs = function(token, state, batches, others)
+        same, own, rows = _sort(outputs, traced)
+        return token, state, _join(same, own, rows, traced)
+
+    return program
+
+
+def _jit(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+    whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
+
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, strategy, options)
+        token, state, outputs = function(token, state, batches, others)
+        same, own, rows = _sort(outputs, traced)
+        keep = jax.lax.with_sharding_constraint
+        token, state, same, own = keep((token, state, same, own), whole)
+        return token, state, _join(same, own, [keep(x, by_rows) for x in rows], traced)
+
+    return program
+
+
+def _shard_map(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+    whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
+    batch_spec = by_rows if options.steps_per_call == 1 else PartitionSpec(None, strategy.axes)
+    state_spec: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
+
+    def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        token, state, outputs = function(token, map_residuals(lambda x: x[0], state), batches, others)
+        same, own, rows = _sort(outputs, traced)
+        state = map_residuals(lambda x: x[None], state)
+        return token, state, same, own, rows
+
+    # check_vma=False: with it, averaged gradients come out num_replicas times too large and flax's RNN fails to
+    # trace; jdist compares the replicas itself (replica_check.py).
+    mapped = jax.shard_map(
+        body,
+        mesh=strategy.mesh,
+        in_specs=(whole, state_spec, batch_spec, whole),
+        out_specs=(whole, state_spec, whole, by_rows, by_rows),
+        check_vma=False,
+    )
+
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, strategy, options)
+        token, state, same, own, rows = mapped(token, state, batches, others)
+        return token, state, _join(same, own, rows, traced)
+
+    return program
+
+
+def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+    """`pmap` wants a leading axis of replicas, so batches are reshaped on the way in and rows on the way out."""
+    assert strategy.mesh is not None  # every strategy with a transform has a mesh
+    (axis,) = strategy.axes
+    whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
+    lead = 0 if options.steps_per_call == 1 else 1
+
+    traces: list[ReplicaFunction] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
+
+    def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
+        token, state, outputs = traces[-1](token, state, own[0], others)
+        return token, state, *_sort(outputs, traced)
+
+    def by_replica(x: jax.Array) -> jax.Array:
+        parts = x.reshape(*x.shape[:lead], n, x.shape[lead] // n, *x.shape[lead + 1 :])
+        return jax.lax.with_sharding_constraint(parts.swapaxes(0, lead), by_rows)
+
+    state_axes: Any = WithResiduals(None, 0) if strategy.keeps_residuals else None
+    state_sharding: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
+    mapped = jax.pmap(
+        body,
+        axis_name=axis,
+        # One entry for each part of `others`: with as many entries as leaves JAX would take them leaf by leaf.
+        in_axes=(None, state_axes, 0, (None, None)),
+        out_axes=(None, state_axes, None, 0, 0),
+        devices=list(strategy.mesh.devices.flat),
+    )
+
+    def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        check_rows(batches, strategy, options)
+        # The numbers are for a step without a batch: `pmap` counts its replicas by an argument that is mapped.
+        parts = jax.tree.map(by_replica, batches), jnp.arange(n)
+        traces.append(function)
+        try:
+            token, state, same, own, rows = mapped(token, state, parts, others)
+        finally:
+            traces.pop()
+        keep = jax.lax.with_sharding_constraint
+        token, state, same = keep((token, state, same), (whole, state_sharding, whole))
+        own, rows = jax.tree.map(lambda x: keep(x.reshape(-1, *x.shape[2:]), by_rows), (own, rows))
+        return token, state, _join(same, own, rows, traced)
+
+    return program  # to be jitted: `pmap` itself returns through Python, where an interrupt would lose the results
+
+
+def _sort(outputs: tuple[PyTree, ...], traced: Traced) -> tuple[list[PyTree], list[PyTree], list[PyTree]]:
+    """Outputs by how they leave the mesh: the same on all replicas, each replica's own, rows to be joined."""
+    same, own, rows = [], [], []
+    for role, tree in zip(traced.output_roles, outputs, strict=True):
+        if role == "examples":
+            rows.append(tree)
+        elif role == "per_replica":
+            own.append(tree)
+        else:
+            tree, taken = take_per_replica(tree)
+            same.append(tree)
+            own.append(taken)
+    return same, own, rows
+
+
+def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Traced) -> tuple[PyTree, ...]:
+    """Undoes `_sort`; own values now lead with an axis of replicas."""
+    same_, own_, rows_ = iter(same), iter(own), iter(rows)
+    outputs = []
+    for role in traced.output_roles:
+        if role == "examples":
+            outputs.append(next(rows_))
+        elif role == "per_replica":
+            outputs.append(PerReplica(next(own_)))
+        else:
+            outputs.append(put_per_replica(next(same_), next(own_, [])))
+    return tuple(outputs)

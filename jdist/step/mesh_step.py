@@ -1,0 +1,605 @@
+"""The callable that `jdist.distribute` makes of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jdist.cluster import failpoints
+from jdist.cluster.failpoints import Point
+from jdist.core.context import check_not_mixed
+from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
+from jdist.core.per_replica import WithResiduals, kinds_around, without_residuals
+from jdist.core.static_leaves import has_static, pack, unpack, with_static_leaves
+from jdist.core.strategy import Strategy
+from jdist.data.batch_axis import is_first, rows_first
+from jdist.data.leaves import MASK
+from jdist.errors import JDistError, NonFiniteError, StepError
+from jdist.jaxpr import graph
+from jdist.replica.loss_scale import loss_scale_of, with_loss_scale
+from jdist.step.base import Distributed, Preview, check_axis_bound
+from jdist.step.error_feedback import check_fit
+from jdist.step.in_flight import Lineage, Window, made
+from jdist.step.mesh_program import Program, compile_over_mesh
+from jdist.step.non_finite import FlagNames, token_size
+from jdist.step.options import StepOptions, Verify
+from jdist.step.outputs import Traced, returned
+from jdist.step.partial import Apart
+from jdist.step.placement import (
+    adopt_state,
+    check_rows,
+    check_stacking,
+    compare_replicas,
+    hash_replicas,
+    place_batches,
+    rows_sharding,
+    rows_shardings,
+)
+from jdist.step.replica_program import ProgramSpec, replica_step
+from jdist.step.same_program import check_same_program, check_same_state_of_processes
+from jdist.step.signature import Call, Signature, Step, as_taken, is_same_state, split_states
+from jdist.step.tree_checks import check_not_traced
+from jdist.support.arrays import check_not_donated, put, to_host
+from jdist.support.tracebacks import hide_own_frames, without_own_frames
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a kind of strategy lays out states and compiles steps.
+
+    Attributes:
+        adopt_state: `(strategy, state) -> state` in the strategy's layout.
+        state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
+        make_program: `(spec) -> Program`, of what is said there.
+        compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
+    """
+
+    adopt_state: Callable[[Strategy, PyTree], PyTree]
+    state_shapes: Callable[[Strategy, PyTree], PyTree]
+    make_program: Callable[[ProgramSpec], Program]
+    compare_replicas: Callable[[Strategy, PyTree, Any], None]
+
+
+def _replicated_program(spec: ProgramSpec) -> Program:
+    return compile_over_mesh(replica_step(spec), spec)
+
+
+REPLICATED = Backend(
+    adopt_state,
+    lambda strategy, state: _shapes(state, strategy.replicated_sharding),
+    _replicated_program,
+    lambda strategy, state, results: compare_replicas(strategy, state),
+)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A call that is ready to run aside: nothing of the step's own takes notice of it.
+
+    Attributes:
+        program: the compiled step, or what compiles at its first call.
+        traced: what tracing it told; filled in by then.
+        arguments: `(token, state, batches, others)` in their places; the state's arrays are nobody else's.
+    """
+
+    program: Program
+    traced: Traced
+    arguments: tuple[PyTree, ...]
+
+
+class DistributedStep(Distributed):
+    """A step that runs on all replicas of a strategy; `jdist.distribute` makes it.
+
+    Attributes:
+        strategy: the strategy it runs under.
+        options: the options of `jdist.distribute`.
+        verification: what verifying the step before its first call has found; None if it was not verified.
+    """
+
+    # Another object each time that any step takes in a state that it has not made: since then it may have consumed another's
+    # newest state. JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
+    _adopted = object()
+    _keeping: ClassVar[weakref.WeakSet[DistributedStep]] = weakref.WeakSet()  # those whose states hold residuals
+
+    def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
+        self.__name__, self.__wrapped__ = "the step", step
+        functools.update_wrapper(self, step)
+        self.strategy, self.options, self._backend = strategy, options, backend
+        self._step = with_static_leaves(step)
+        self._signature = Signature(step, options, strategy)
+        self._programs: dict[Call, tuple[Program, Traced]] = {}
+        self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
+        self._whole = strategy.replicated_sharding
+        lead = int(options.steps_per_call > 1)
+        self._by_rows = None if strategy.mesh is None else rows_sharding(strategy, lead=lead)
+        self._adopted_before: object = None
+        self._donates = options.donate and options.may_update_state
+        self._apart = Apart()
+        self._plain_call = None
+        if options.args == ("state", "batch") and is_first(options.batch_axis):
+            self._plain_call = Call(("state", "batch"))
+        self._last_state: PyTree = None
+        if strategy.keeps_residuals:
+            DistributedStep._keeping.add(self)
+        self._packed: PyTree = None  # the newest state as programs take it; the same where it has no constants
+        self._results: list[Any] = []  # of the newest call, until they were taken
+        self._results_hold_state = False
+        self._has_constants = False  # whether it has leaves that are no arrays
+        self._watched = FlagNames()
+        self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._last_state)
+        self._token = self._new_token()
+        self.verification: Any = None
+        self._verify: Verify = options.verify or "off"
+        self._verify_pads = False
+        self._several = strategy.cluster is not None and strategy.cluster.num_processes > 1
+        self._agreed = set[Call]()  # calls whose program the processes have compared
+        self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
+
+    @property
+    def last_state(self) -> PyTree:
+        """The newest state that a call returned; None before the first. Of a step of several states, a tuple of them.
+
+        After an interrupt or a NonFiniteError it is there although the state passed in was donated.
+        """
+        newest = unpack(self._results[0][1]) if self._results and self._results_hold_state else self._last_state
+        return (
+            newest if newest is None or self.options.num_states < 2 else split_states(newest, self.options.num_states)
+        )
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps have been left out so far; waits for the steps in flight.
+
+        Those are the ones that `non_finite="skip"` leaves out; with `jdist.precision("fp16")` every overflow, as counted in
+        the state, checkpoints included.
+        """
+        if self.options.loss_scaling is not None:
+            self._take_results()
+            loss_scale = loss_scale_of(self._last_state)
+            return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
+        token = self._results[0][0] if self._results else self._token
+        return int(to_host(token)[0]) if self.options.non_finite == "skip" else 0
+
+    def count_left_out(self, state: PyTree) -> jax.Array | None:
+        """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
+        if self.options.non_finite == "skip" or (
+            self.options.loss_scaling is not None and self.options.steps_per_call > 1
+        ):
+            return self._results[0][0] if self._results else self._token
+        loss_scale = loss_scale_of(state) if self.options.loss_scaling is not None else None
+        return None if loss_scale is None else jnp.copy(loss_scale.num_skipped)
+
+    def wait(self) -> None:
+        """Waits for every call in flight.
+
+        Raises:
+            NonFiniteError: one of them met a NaN or infinite gradient, and `non_finite` is "raise".
+        """
+        with contextlib.nullcontext() if self.strategy.cluster is None else self.strategy.cluster.blocked():
+            self._window.drain()
+
+    @without_own_frames
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Traces and lowers the step without running it.
+
+        Args:
+            *args: as in a call; arrays, or `jax.ShapeDtypeStruct`s in their place.
+            **kwargs: as in a call.
+
+        Returns:
+            JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
+        state = self._with_loss_scale(pack(state))
+        try:
+            program, _ = self._program(call)
+            whole = self._whole
+            token = _shapes(self._token, whole)
+            batches, others = self._batch_shapes(call, batches), _shapes(others, whole)
+            if self.strategy.keeps_residuals:
+                state = self._with_residuals(call, state, batches, others, lambda x: x)
+                own = _shapes(state.residuals, self.strategy.batch_sharding)
+                return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
+            return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
+        except Exception as exc:
+            self._explain(exc, call, state, batches, others)
+            raise
+
+    @without_own_frames
+    def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
+        """The state as a call takes and returns it: in its place, with a loss scale or residuals where a step keeps them.
+
+        To restore a checkpoint into, which holds these too.
+
+        Args:
+            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
+            **kwargs: as in a call.
+
+        Returns:
+            The state, of a step of several a tuple of them; nothing of the step is run.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
+        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+        if self.strategy.keeps_residuals:
+            state = self._with_residuals(call, state, batches, others)
+        state = unpack(state)
+        return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
+
+    def preview(self, *args: Any, **kwargs: Any) -> Preview:
+        """What a call would do: the step is traced, nothing is compiled or run.
+
+        Args:
+            *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
+            **kwargs: as in a call.
+        """
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        check_stacking(batches, self.strategy, self.options, call.batch_axes)
+        state = self._with_loss_scale(pack(state))
+        try:
+            if self.strategy.keeps_residuals:
+                state = self._with_residuals(call, state, batches, others, lambda x: x)
+            program, traced = self._program(call)
+            arguments = self._token, state, self._batch_shapes(call, batches), others
+            made = program.trace(*arguments)
+        except Exception as exc:
+            self._explain(exc, call, state, batches, others)
+            raise
+        _, state, outputs, *_ = made.out_info
+        told = dict(zip(traced.output_roles, outputs, strict=True))
+        results = {"state": unpack(state), **told} if "state" in traced.returns else told
+        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(made.jaxpr))[2]
+        masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
+        ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
+        return Preview(results, traced.changes_state, ignores_mask=ignored)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
+        """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
+        return self._signature.bind(args, kwargs)
+
+    def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
+        """The same function under another strategy that keeps the state on its devices, with some other options."""
+        return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
+
+    def rehearse(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> Rehearsal:
+        """Puts the arguments of a call, whose state lies on the host, in their places.
+
+        Raises:
+            JDistError: what a call with them would raise before it runs.
+        """
+        if self._whole is not None:
+            others = map_leaves(self._replicate, others)
+        if self._by_rows is not None:
+            batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
+        state = self._backend.adopt_state(self.strategy, pack(state))
+        program, traced = self._program(call)
+        return Rehearsal(program, traced, (self._new_token(), state, batches, others))
+
+    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+        """Verifies the next call if the step has not been, unless its options say how or not at all."""
+        self._verify_pads = pads
+        if self.options.verify is None and self.verification is None:
+            self._verify = how
+
+    def _verify_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from jdist.verify.verify import verify_first  # it runs steps itself
+
+        how, self._verify = self._verify, "off"
+        self.verification = verify_first(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
+
+    def _with_loss_scale(self, state: PyTree) -> PyTree:
+        """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
+        scaling = self.options.loss_scaling
+        if scaling is None or loss_scale_of(state) is not None:
+            return state
+        return with_loss_scale(state, scaling.begin())
+
+    def _with_residuals(
+        self, call: Call, state: PyTree, batches: PyTree, others: PyTree, make: Callable[[Any], Any] | None = None
+    ) -> WithResiduals:
+        """The state with residuals for this step's gradients: those it came with, else what `make` makes of shapes, zeros."""
+        kept = state.residuals if isinstance(state, WithResiduals) else {}
+        own = _shapes(without_residuals(state), None)
+        key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
+        if key not in self._residuals:
+            program, _ = self._program(call)
+            made = program.trace(_shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others)
+            self._residuals[key] = made.out_info[1].residuals[self.__name__]
+        wanted = self._residuals[key]
+        if self.__name__ in kept:
+            check_fit(self.__name__, kept[self.__name__], wanted)
+            self._check_own_residuals(state)
+            return state
+        make = make or (lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding))
+        return WithResiduals(without_residuals(state), {**kept, self.__name__: jax.tree.map(make, wanted)})
+
+    def _check_own_residuals(self, state: PyTree) -> None:
+        """Refuses a state from another step of the same name, which has left its own residuals there.
+
+        Raises:
+            StepError: names them.
+        """
+
+        def others() -> Iterator[DistributedStep]:
+            for step in list(DistributedStep._keeping):
+                if (
+                    step.__name__ == self.__name__
+                    and step.__wrapped__ is not self.__wrapped__
+                    and made(step._packed, state)
+                ):
+                    yield step
+
+        if any(others()):
+            gc.collect()  # of a cell that was run again the old step is of no interest
+            if any(others()):
+                raise StepError(
+                    f"the state has residuals from another step named {self.__name__!r}: each would add what compression has "
+                    "left out of the other's gradients. Give one of them another name, `step.__name__ = ...`, before "
+                    "`jdist.distribute`; if it is an older version of this step, delete it."
+                )
+
+    def _take_results(self) -> None:
+        """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
+        if self._results:
+            self._token = self._results[0][0]
+            if self._results_hold_state:
+                self._packed = self._results[0][1]
+                self._last_state = unpack(self._packed) if self._has_constants else self._packed
+            self._results = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cluster = self.strategy.cluster
+        try:  # what `without_own_frames` does, without one call more in each step
+            if cluster is None:
+                return self._call(args, kwargs)[0]
+            failpoints.reached(Point.BEFORE_STEP)
+            with cluster.blocked():
+                result, num_updates, token = self._call(args, kwargs)
+            failpoints.reached(Point.IN_STEP)
+            cluster.advance(num_updates, token)
+            if failpoints.armed():
+                jax.block_until_ready(token)
+                failpoints.reached(Point.AFTER_STEP)
+        except Exception as exc:
+            hide_own_frames(exc)
+            raise
+        return result
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, jax.Array]:
+        """Starts one call, and waits where too many are in flight; the result, how many updates it makes, its token."""
+        check_not_mixed(self.strategy)
+        if self._verify != "off":
+            self._verify_first(args, kwargs)
+        with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
+            results, newest, traced, batches, axes = self._start(args, kwargs)
+            num_updates = self._steps_in(batches) if "state" in traced.returns else 0
+            lineage = self._window.lineage
+        token, state, outputs = results[:3]  # a backend may add more, for its check
+        self._window.add(token, lineage)
+        if self._steps_to_check and num_updates:
+            self._check_replicas(state, results, num_updates)
+        if "per_replica" in self.options.args:
+            outputs = as_taken(outputs)
+        result = returned(newest, outputs, traced, batches, lambda batches: rows_first(batches, axes))
+        return result, num_updates, token
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, PyTree, Traced, PyTree, Any]:
+        """Starts one call.
+
+        Returns:
+            What the program returned, the newest state, what is known of the results, the batches as they were given, and the
+            axes of their rows.
+        """
+        self._take_results()
+        if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
+            call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
+        else:
+            call, state, batches, others = self._signature.bind(args, kwargs)
+            check_not_traced(others)
+            if is_same_state(state, self._last_state):
+                state = self._last_state
+        given = batches
+        try:
+            if state is not self._last_state:
+                check_not_traced((state, batches))
+                self._warn_of_loss(state)
+                if self.options.non_finite == "raise" and self._last_state is not None:
+                    self._window.go_on_from(state)
+                    if self._token is None:
+                        self._token = self._new_token()
+                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+                self._has_constants = has_static(state)
+                DistributedStep._adopted = object()
+                self._apart.forget()
+                is_newest = False
+            else:
+                state, is_newest = self._packed, True
+                if self._adopted_before is not DistributedStep._adopted:
+                    check_not_donated(state)
+            self._adopted_before = DistributedStep._adopted
+            wanted = itertools.repeat(self._by_rows)
+            if call.batch_axes and self._by_rows is not None:
+                wanted = jax.tree.leaves(rows_shardings(self.strategy, self.options, batches, call.batch_axes))
+            for leaf, sharding in zip(jax.tree.leaves(batches), wanted, strict=False):
+                if isinstance(leaf, Tracer):
+                    check_not_traced(batches)
+                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                    self._signature.check_not_donated(call, batches, others)
+                if sharding is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
+                    batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
+                    break
+            if call is not self._plain_call:
+                others = self._placed(call, state, batches, others)
+            if self.strategy.keeps_residuals and not is_newest:
+                state = self._with_residuals(call, state, batches, others)
+            program, traced = self._program(call)
+            if self._several and call not in self._agreed:
+                self._agree(call, program, state, batches, others)
+            box = self._results
+            self._results_hold_state = self.options.may_update_state
+            try:
+                program.run_into(box, self._token, state, batches, others)
+            except (RuntimeError, ValueError) as exc:  # on one device a batch may be an array of the state
+                if "previously donated in the same call" not in str(exc):
+                    raise
+                program.run_into(box, self._token, state, self._apart.of(batches, state), others)
+        except Exception as exc:
+            if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
+                check_rows(given, self.strategy, self.options, call.batch_axes)
+                self._signature.check_others(call, others)
+            self._explain(exc, call, state, given, others)
+            raise
+        self._results_hold_state = "state" in traced.returns
+        self._take_results()
+        return box[0], self._last_state, traced, given, call.batch_axes
+
+    def _agree(self, call: Call, program: Program, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        """Compares program and state with those of the other processes, before they are compiled, or run.
+
+        Raises:
+            ClusterError: a process has traced another step.
+            ReplicaDivergenceError: a process begins with another state.
+        """
+        cluster = self.strategy.cluster
+        assert cluster is not None
+        if not self._agreed and self.options.check_replicas and (found := hash_replicas(self.strategy, state)):
+            processes = [device.process_index for device in self.strategy.devices]
+            check_same_state_of_processes(*found, processes, self.__name__, cluster)
+        check_same_program(program.trace(self._token, state, batches, others).jaxpr, self.__name__, cluster)
+        self._agreed.add(call)
+
+    def _warn_of_loss(self, state: PyTree) -> None:
+        """Warns of a state that was made of the one that the step returned, without what that had beside it."""
+        lost = kinds_around(self._last_state) - kinds_around(state)
+        if not lost or not {id(x) for x in _arrays(self._last_state)} & {id(x) for x in _arrays(state)}:
+            return
+        kinds = " and ".join(f"`jdist.{kind.__name__}`" for kind in sorted(lost, key=lambda kind: kind.__name__))
+        warnings.warn(
+            f"{self.__name__} was called with a state that was made of the one it had returned and has lost the {kinds} around "
+            "it: what steps carry along there begins anew. Change a state by its own methods, `state.replace(...)`, or keep "
+            "what is around it: `state = state.with_user({**state, ...})`.",
+            stacklevel=5,
+        )
+
+    def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
+        """Further arguments on every device, copied where the call donates their buffers with the state.
+
+        Raises:
+            DonatedStateError: an earlier call has consumed one.
+        """
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
+            self._signature.check_not_donated(call, batches, others)
+        if self._donates:
+            others = self._apart.of(others, state)
+        return others if self._whole is None else map_leaves(self._replicate, others)
+
+    def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> None:
+        """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
+        of_jax = isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError)
+        # A call that fails while it runs has consumed its own state; that is not why it failed.
+        if of_jax and any(word in str(exc) for word in ("deleted", "donated")):
+            check_not_donated(state)
+            self._signature.check_not_donated(call, batches, others)
+        check_axis_bound(exc, self.strategy.name, self.strategy)
+        if isinstance(exc, KeyError) and exc.args == (MASK,):
+            exc.add_note(
+                "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
+            )
+        if not isinstance(exc, RuntimeError):  # those tell of devices and memory
+            exc.add_note(self._signature.taken_as(call, state, batches))
+
+    def _steps_in(self, batches: PyTree) -> int:
+        """How many steps a call makes; the last one of a data set may make fewer than the others."""
+        n = self.options.steps_per_call
+        return n if n == 1 or not (leaves := jax.tree.leaves(batches)) else leaves[0].shape[0]
+
+    def _check_replicas(self, state: PyTree, results: Any, num_updates: int) -> None:
+        self._steps_to_check -= num_updates
+        if self._steps_to_check <= 0:
+            self._steps_to_check = self.options.check_replicas
+            self._backend.compare_replicas(self.strategy, state, results)
+
+    @property
+    def _token(self) -> Any:
+        """The newest call's."""
+        return self._window.lineage.token
+
+    @_token.setter
+    def _token(self, token: Any) -> None:
+        self._window.lineage.token = token
+
+    def _inspect(self, token: np.ndarray, lineage: Lineage) -> None:
+        code, count = int(token[0]), int(token[1])
+        if self.options.non_finite != "raise" or code == 0:
+            return
+        with self._window.lock:
+            self._window.clear(lineage)
+            lineage.token = self._new_token()
+            step = lineage.steps_before + count
+            lineage.steps_before = step + 1
+        name = self._watched.names[code - 1]
+        raise NonFiniteError(
+            f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step "
+            f"(`{self.__name__}.last_state`), later calls changed nothing. Lower the learning rate, clip gradients, "
+            'look at the batch; or choose `non_finite="skip"` to leave such steps out, "apply" to let them through.',
+            name,
+            step,
+        )
+
+    def _new_token(self) -> Any:
+        if self.strategy.topology is not None:  # the devices are not here; `lower` needs no more than the shape
+            return jax.ShapeDtypeStruct((token_size(self.options.steps_per_call),), np.int32)
+        return put(np.zeros(token_size(self.options.steps_per_call), np.int32), self._whole)
+
+    def _program(self, call: Call) -> tuple[Program, Traced]:
+        found = self._programs.get(call)
+        if found is None:
+            traced = Traced()
+            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
+            found = self._backend.make_program(spec), traced
+            self._programs[call] = found
+        return found
+
+    def _batch_shapes(self, call: Call, batches: PyTree) -> PyTree:
+        if not call.batch_axes or self._by_rows is None:
+            return _shapes(batches, self._by_rows)
+        shardings = rows_shardings(self.strategy, self.options, batches, call.batch_axes)
+        return jax.tree.map(_shapes, batches, shardings)
+
+    def _replicate(self, x: Any) -> Any:
+        if is_spread(x):  # parameters of a state in parts, for an evaluation
+            return jax.device_put(np.asarray(x), self._whole)
+        if isinstance(x, jax.Array) and x.sharding != self._whole:
+            return put(x, self._whole)
+        return x
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__} distributed by {self.strategy!r}>"
+
+
+def _arrays(tree: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def _shapes(tree: PyTree, sharding: Any) -> PyTree:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        aval = x if isinstance(x, jax.ShapeDtypeStruct | HostSharded) else jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+    return map_leaves(shape, tree)

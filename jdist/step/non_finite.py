@@ -1,0 +1,213 @@
+"""What happens to a NaN or infinite gradient: the state stays as it was, and a token tells the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist.core.context import ReplicaTrace
+from jdist.jaxpr import graph
+from jdist.replica.loss_scale import SMALLEST, LossScale, LossScaling, loss_scale_of, with_loss_scale
+from jdist.step.options import NonFinite
+
+PyTree = Any
+
+
+@dataclass
+class FlagNames:
+    """Names of the values that a step's programs look at; a token's code is a place in this list, from 1."""
+
+    names: list[str] = field(default_factory=list)
+
+    def add(self, names: list[str]) -> int:
+        """Takes in the names of one program; returns how many codes come before theirs."""
+        for start in range(len(self.names) - len(names) + 1):
+            if self.names[start : start + len(names)] == names:  # traced again, for other shapes
+                return start
+        self.names.extend(names)
+        return len(self.names) - len(names)
+
+
+@dataclass(frozen=True)
+class FiniteFlags:
+    """What one step saw of its gradients.
+
+    Attributes:
+        names: of each gradient and loss at the step's own level.
+        finite: whether each is finite; bool scalars.
+        hidden: whether there were gradients at an inner level (in a `lax.scan`), whose flags cannot be seen.
+    """
+
+    names: list[str]
+    finite: list[jax.Array]
+    hidden: bool
+
+    @classmethod
+    def of(cls, trace: ReplicaTrace) -> FiniteFlags:
+        """The flags that a trace has gathered."""
+        return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
+
+
+def step_done(token: jax.Array) -> jax.Array:
+    """The token after a step with nothing to report; computed, as a token that is merely passed on cannot be waited for."""
+    return token + jnp.array([0, 1], jnp.int32)
+
+
+def token_size(steps_per_call: int) -> int:
+    """The length of a step's token: what `decide` says, and of a call of several steps for each whether it was left out."""
+    return 2 + (steps_per_call if steps_per_call > 1 else 0)
+
+
+def was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree) -> jax.Array:
+    """Whether a step was left out, from its token and its state before and after; bool scalar."""
+    scales = loss_scale_of(old), loss_scale_of(new)
+    if scales[0] is not None and scales[1] is not None:
+        return scales[1].num_skipped > scales[0].num_skipped
+    return after[0] > before[0]
+
+
+def token_of_steps(token: jax.Array, left_out: jax.Array, size: int) -> jax.Array:
+    """The token after several steps; the last call of a data set may make fewer than the others."""
+    return jnp.concatenate([token, jnp.pad(left_out.astype(jnp.int32), (0, size - 2 - left_out.size))])
+
+
+def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
+    """Whether to go on with the new state.
+
+    Args:
+        token: int32[2]. Under "raise": the code of the first non-finite value (0: none), and the number of steps before
+            it. Under "skip": the number of steps left out, and of steps.
+        finite: the flags; bool scalars, at least one.
+        base: the code before that of the first flag.
+        policy: "raise" or "skip".
+
+    Returns:
+        The new token, and the answer, a bool scalar.
+    """
+    code, count = token[0], token[1]
+    bad = ~jnp.stack(finite)
+    now = jnp.where(bad.any(), base + jnp.argmax(bad).astype(jnp.int32) + 1, 0)
+    if policy == "raise":  # sticky: later steps change nothing until the host has seen it
+        code = jnp.where(code == 0, now, code)
+        keep = code == 0
+        return jnp.stack([code, count + keep]), keep
+    keep = now == 0
+    return jnp.stack([code + ~keep, count + 1]), keep
+
+
+def guarded(
+    run: Callable[..., tuple[PyTree, PyTree, FiniteFlags]],
+    token: jax.Array,
+    state: PyTree,
+    rest: tuple[PyTree, ...],
+    policy: NonFinite,
+    watched: FlagNames,
+    axes: tuple[str, ...] = (),
+    loss_scaling: LossScaling | None = None,
+) -> tuple[jax.Array, PyTree, PyTree]:
+    """Runs a step and keeps the old state where a gradient is not finite.
+
+    The flags come from the all-reduced gradients, before the update, so that the choice between old and new fuses with
+    the update. A step whose gradients cannot be seen is judged by what it made of its state.
+
+    The step is traced first, and each part of the new state replaced by the chosen one as soon as it is computed: what
+    is computed from it in turn (parameters from a momentum) then reads the chosen one. Choosing at the end needs the
+    momentum before and after at the same time, for which XLA copies it.
+
+    Args:
+        run: the step, `(state, *rest) -> (state, outputs, flags)`.
+        token: see `decide`.
+        state: the state before the step.
+        rest: the step's other arguments.
+        policy: "raise", "skip" or "apply".
+        watched: takes in the names that the token's codes stand for.
+        axes: the mesh axes that replicas are spread over, where they are bound.
+        loss_scaling: how the loss scale in the state moves. A smaller one may mend what is not finite, so only at the
+            smallest does "raise" take notice; the step is left out all the same.
+
+    Returns:
+        The new token, the state to go on with, and the outputs.
+    """
+    if policy == "apply":
+        new, outputs, _ = run(state, *rest)
+        return step_done(token), new, outputs
+    names: list[str] = []
+
+    def traced(state: PyTree, rest: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, list[jax.Array]]:
+        new, outputs, flags = run(state, *rest)
+        if flags.hidden or not flags.finite:
+            flags = _flags_of_state(state, new, flags, axes)
+        names[:] = flags.names
+        return new, outputs, flags.finite
+
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(state, rest)
+    closed = graph.forwarded(closed, collectives=True)
+    invars, outvars = graph.body_of(closed).invars, graph.body_of(closed).outvars
+    old = jax.tree.leaves(state)
+    new_vars, flag_vars = outvars[: len(old)], outvars[len(outvars) - len(names) :]
+    _, before_flags = graph.needed(closed, flag_vars, given=())
+    known = graph.values_at_start(closed, jax.tree.leaves((state, rest)))
+    taken = {*known, *before_flags}
+    places = {v: i for i, v in enumerate(new_vars) if not graph.is_literal(v) and v not in taken}
+    places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
+    if not names or graph.effects_of(closed):  # in parts, prints and the like would come in another order
+        places = {}
+    keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
+    for number, stage in enumerate(graph.stages(closed, places)):
+        known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
+        if number == 0 and names:
+            finite = [graph.value_of(v, known) for v in flag_vars]
+            token, keep, loss_scale = _decide(token, finite, watched.add(names), policy, loss_scale, loss_scaling)
+        for v in stage.writes:
+            if v in places:
+                known[v] = jnp.where(keep, known[v], old[places[v]])
+    values = [graph.value_of(v, known) for v in outvars]
+    for i, v in enumerate(new_vars):
+        if names and v is not invars[i] and (graph.is_literal(v) or v not in places):
+            values[i] = jnp.where(keep, values[i], old[i])
+    new, outputs, _ = jax.tree.unflatten(jax.tree.structure(shapes), values)
+    if loss_scaling is not None and loss_scale is not None:
+        new = with_loss_scale(new, loss_scale)
+    return token if names else step_done(token), new, outputs
+
+
+def _decide(
+    token: jax.Array,
+    finite: list[jax.Array],
+    base: int,
+    policy: NonFinite,
+    now: LossScale | None,
+    loss_scaling: LossScaling | None,
+) -> tuple[jax.Array, jax.Array, LossScale | None]:
+    """As `decide`, with the loss scale before the step; the third result is the one after it."""
+    if loss_scaling is None or now is None:
+        return *decide(token, finite, base, policy), now
+    fits = jnp.stack(finite).all()
+    if policy == "raise":
+        finite = [flag | (now.scale > SMALLEST) for flag in finite]
+    token, goes_on = decide(token, finite, base, policy)
+    moves = goes_on if policy == "raise" else True  # once an error waits for the host, nothing changes
+    after = jax.tree.map(lambda new, old: jnp.where(moves, new, old), loss_scaling.after(now, fits), now)
+    return token, goes_on & fits, after
+
+
+def _flags_of_state(old: PyTree, new: PyTree, flags: FiniteFlags, axes: tuple[str, ...]) -> FiniteFlags:
+    """The flags with one more for each leaf of the state that the step changed: what was not finite before may stay so.
+
+    Replicas agree on them, so that none keeps a state that another leaves, also where the leaves themselves differ.
+    """
+    changed = [
+        (f"state leaf {jax.tree_util.keystr(path) or 'itself'}", a, b)
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
+        if jnp.issubdtype(b.dtype, jnp.inexact) and a is not b
+    ]
+    names = [*flags.names, *(name for name, _, _ in changed)]
+    own = [jnp.all(jnp.isfinite(b) | ~jnp.isfinite(a)) for _, a, b in changed]
+    if own and axes:
+        own = list(jax.lax.pmin(jnp.stack(own).astype(jnp.int32), axes) > 0)
+    finite = [*flags.finite, *own]
+    return FiniteFlags(names, finite, flags.hidden)

@@ -1,0 +1,155 @@
+"""The roles of a step's arguments and results, and the options of `jdist.distribute`; all checked at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from jdist.core.precision import Precision
+from jdist.data.batch_axis import BatchAxis, check_axes
+from jdist.errors import StepError
+from jdist.replica.loss_scale import LossScaling
+from jdist.support.suggest import did_you_mean
+
+ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
+ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
+NonFinite = Literal["raise", "skip", "apply"]
+Verify = Literal["first", "strict", "off"]
+
+# What jit and pmap call it, and where it is here.
+_ELSEWHERE = {
+    "donate_argnums": " The state is donated by default; `donate=False` keeps it.",
+    "donate_argnames": " The state is donated by default; `donate=False` keeps it.",
+    "static_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
+    "static_broadcasted_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
+    "axis_name": ' The strategy names the axis: `jdist.mirrored(axis="batch")`.',
+    "in_axes": (
+        ' Say it by role: `args=("state", "per_replica", "replicated")`; 0 is "per_replica", None is "replicated"; '
+        "`batch_axis` is the axis of a batch's rows."
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step is to be run; the fields are the options of `jdist.distribute`, described there."""
+
+    args: tuple[ArgRole, ...] = ("state", "batch")
+    returns: tuple[ReturnRole, ...] | None = None
+    static_argnames: tuple[str, ...] = ()
+    donate: bool = True
+    accumulate: int = 1
+    steps_per_call: int = 1
+    max_in_flight: int = 8
+    check_replicas: int = 1000
+    non_finite: NonFinite = "raise"
+    precision: Precision | None = None
+    batch_axis: BatchAxis = 0
+    verify: Verify | None = None
+
+    def __post_init__(self) -> None:
+        _check_roles("args", self.args, get_args(ArgRole))
+        if self.returns is not None:
+            _check_roles("returns", self.returns, get_args(ReturnRole))
+            if not self.returns:
+                raise StepError(f"`returns` is {self.returns!r}; it needs one role or more.")
+            if "state" in self.returns and "state" not in self.args:
+                raise StepError(
+                    f'`returns` is {self.returns!r}, but `args` is {self.args!r} without a "state" to update.'
+                )
+            if self.returns.count("state") not in (0, self.num_states):
+                raise StepError(
+                    f"`returns` is {self.returns!r} and `args` is {self.args!r}: a step returns as many states as it takes, "
+                    'in their order. Give what it only reads the role "replicated".'
+                )
+        check_axes(self.batch_axis, StepError)
+        _check_choice("non_finite", self.non_finite, get_args(NonFinite))
+        if self.verify is not None:
+            check_verify(self.verify)
+        for name, least in (
+            ("accumulate", 1),
+            ("steps_per_call", 1),
+            ("max_in_flight", 1),
+            ("check_replicas", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+        if self.precision is not None and not isinstance(self.precision, Precision):
+            raise StepError(
+                f"`precision` is {self.precision!r}; it must be a value that `jdist.precision` makes: "
+                '`precision=jdist.precision("bf16")`.'
+            )
+        if self.loss_scaling is not None and self.non_finite == "apply":
+            raise StepError(
+                '`non_finite="apply"` cannot go with `jdist.precision("fp16")`, whose loss scale backs off when a gradient is '
+                'not finite. Choose "raise" or "skip": both leave an overflow out.'
+            )
+        if "per_replica" in self.args and self.accumulate > 1:
+            raise StepError(
+                '`args` has "per_replica", and `accumulate` is more than 1: an argument of one entry a replica cannot be cut '
+                'into microbatches. Pass whole batches, "batch", or leave `accumulate` at 1.'
+            )
+        if self.steps_per_call > 1 and ("state" not in self.args or {"batch", "per_replica"}.isdisjoint(self.args)):
+            raise StepError('`steps_per_call` needs a "state" among `args` that the steps hand on, and a "batch" each.')
+        if self.steps_per_call > 1 and self.returns is not None and "examples" in self.returns:
+            raise StepError('`returns` with "examples" needs `steps_per_call=1`: rows come back batch by batch.')
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss is scaled, if it is."""
+        return None if self.precision is None else self.precision.loss_scaling
+
+    @property
+    def num_states(self) -> int:
+        """How many states the step takes."""
+        return self.args.count("state")
+
+    @property
+    def may_update_state(self) -> bool:
+        """Whether the step may return a state; known for certain only once it was traced."""
+        return "state" in self.args and (self.returns is None or "state" in self.returns)
+
+
+def make_options(**options: Any) -> StepOptions:
+    """`StepOptions` from keyword arguments; lists become tuples, a lone string a tuple of one.
+
+    Raises:
+        StepError: an unknown option, or a value that is not allowed.
+    """
+    known = StepOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            hint = _ELSEWHERE.get(name) or did_you_mean(name, known)
+            raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
+    if options.get("verify") is False:
+        options["verify"] = "off"
+    for name in ("args", "returns", "static_argnames"):
+        value = options.get(name)
+        if isinstance(value, str):
+            options[name] = (value,)
+        elif isinstance(value, list):
+            options[name] = tuple(value)
+    return StepOptions(**options)
+
+
+def check_verify(value: Any) -> None:
+    """Refuses what is no way to verify a step.
+
+    Raises:
+        StepError: lists those allowed.
+    """
+    _check_choice("verify", value, get_args(Verify))
+
+
+def _check_roles(name: str, roles: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(roles, tuple):
+        raise StepError(f"`{name}` is {roles!r}; it must be a tuple of roles out of {allowed}.")
+    for role in roles:
+        _check_choice(name, role, allowed)
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(map(repr, allowed))
+        raise StepError(f"`{name}` has {value!r}; allowed are {choices}.{did_you_mean(value, allowed)}")

@@ -1,0 +1,246 @@
+"""What a step returned: told apart by role, and averaged over the replicas."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist.core.per_replica import PerReplica, is_per_replica
+from jdist.data.mask import real_rows
+from jdist.errors import StepError
+from jdist.step.options import StepOptions
+from jdist.step.signature import join_states, put_parts, split_states, take_parts
+from jdist.step.tree_checks import check_arrays, check_same_state, kind_of
+from jdist.support.arrays import is_key, take_rows
+
+PyTree = Any
+# How a result leaf comes together from the replicas: averaged where it differs, kept apart, or rows joined.
+METRIC, LOCAL, ROWS = "metric", "local", "rows"
+
+
+@dataclass
+class Traced:
+    """What tracing a step told about its results.
+
+    Attributes:
+        returns: the role of each result.
+        bare: whether the step returned its one result itself rather than a tuple.
+        parts: see `calls.Call`.
+        changes_state: whether any leaf of the state that it returned is another than the one that it received.
+    """
+
+    returns: tuple[str, ...] = ()
+    bare: bool = False
+    changes_state: bool = False
+    parts: tuple[int, ...] | None = None
+
+    @property
+    def output_roles(self) -> tuple[str, ...]:
+        """The roles without the state's."""
+        return tuple(role for role in self.returns if role != "state")
+
+    def in_places(self, states: Iterable[PyTree], outputs: Iterable[PyTree]) -> tuple[PyTree, ...]:
+        """States and outputs in the order in which the step returned them."""
+        states, outputs = iter(states), iter(outputs)
+        return tuple(next(states) if role == "state" else next(outputs) for role in self.returns)
+
+
+def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Traced) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """Tells the roles of what the step returned.
+
+    Returns:
+        `(state, outputs)`, one output for each role but the state's; the state as it came in if none came back.
+
+    Raises:
+        StepError: the results do not fit their roles, or have a leaf that is no array of numbers.
+    """
+    own = take_parts(state, traced.parts)
+    returns = options.returns or _guess_roles(result, own, options)
+    if returns == ("state", "metrics"):
+        _check_pair(result, own)
+    one = isinstance(result, tuple) and len(result) == 1
+    traced.returns, traced.bare = returns, len(returns) == 1 and not one
+    if traced.bare:
+        result = (result,)
+    if not isinstance(result, tuple) or len(result) != len(returns):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise StepError(f"the step returned {got}, but `returns` is {returns!r}: write `return {', '.join(returns)}`.")
+    if "state" in returns:
+        new = join_states([tree for role, tree in zip(returns, result, strict=True) if role == "state"])
+        state = put_parts(state, traced.parts, new)
+        result = tuple(tree for role, tree in zip(returns, result, strict=True) if role != "state")
+    return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
+
+
+def differs(given: list[Any], returned: list[Any]) -> bool:
+    """Whether any leaf of a returned state is another than the one that the step was given."""
+    return list(map(id, given)) != list(map(id, returned))
+
+
+def _check_pair(result: Any, state: PyTree) -> None:
+    """Refuses a state without its metrics, and both in the other order: their trees tell."""
+    tree = jax.tree.structure(state)
+    if jax.tree.structure(result) == tree:
+        raise StepError('the step returned the state alone. Return its metrics too: `return state, {"loss": loss}`.')
+    if isinstance(result, tuple) and len(result) == 2:
+        first, second = map(jax.tree.structure, result)
+        if first != tree and second == tree:
+            raise StepError("the step returned the state second. It comes first: `return state, metrics`.")
+
+
+def _numbers(role: str, tree: PyTree) -> PyTree:
+    check_arrays(tree, f'the result with role "{role}"', "Return numbers; text and objects belong outside of the step.")
+    if role != "metrics":
+        return tree
+    if any(map(is_key, jax.tree.leaves(tree))):
+        raise StepError(
+            "the step returns a PRNG key among its metrics, which cannot be averaged. Put it into the state."
+        )
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str, ...]:
+    if "state" not in options.args:
+        return ("metrics",)
+    if options.num_states > 1:
+        return _guess_roles_of_several(result, state)
+    if jax.tree.structure(result) == jax.tree.structure(state):
+        return ("state",)
+    if isinstance(result, tuple) and len(result) == 2:
+        return ("state", "metrics")
+    if isinstance(result, tuple) and len(result) > 2:
+        raise StepError(
+            f"the step returned {len(result)} values; say what they are, for example "
+            '`returns=("state", "metrics", "metrics")`. Roles: "state", "metrics", "examples", "per_replica".'
+        )
+    # Neither the state's tree nor a pair: most likely a state that lost its form; this says where.
+    check_same_state(state, result)
+    raise AssertionError("unreachable: trees that differ are refused above")
+
+
+def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[str, ...]:
+    """The roles of results that begin with as many states as the step takes: their trees tell."""
+    n, trees = len(states), [jax.tree.structure(state) for state in states]
+    found = [jax.tree.structure(tree) for tree in result] if isinstance(result, tuple) else []
+    if found[:n] == trees and n <= len(found) <= n + 1:
+        return ("state",) * n + ("metrics",) * (len(found) - n)
+    roles = ("state",) * n + ("metrics",)
+    if found[:n] == trees:
+        raise StepError(
+            f"the step returned {len(found)} values; say what they are, for example `returns={(*roles, 'metrics')}`. "
+            'Roles: "state", "metrics", "examples", "per_replica".'
+        )
+    if n <= len(found) <= n + 1 and sorted(map(str, found[:n])) != sorted(map(str, trees)):
+        check_same_state(states, result[:n])  # says where the trees differ
+    got = f"a tuple of {len(found)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise StepError(
+        f"the step takes {n} states and returned {got} that does not begin with their trees, in their order. Return each "
+        f"state by itself, then the metrics: `return {', '.join(f'state{i + 1}' for i in range(n))}, metrics`; a step "
+        'that returns no state says so, `returns=("metrics",)`.'
+    )
+
+
+def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
+    """The tree of `outputs` with each leaf's kind in its place.
+
+    Args:
+        outputs: the results without the state.
+        traced: their roles.
+        rows: the number of rows of the batch, which "examples" must have; None: not known.
+
+    Raises:
+        StepError: a result that cannot have its role.
+    """
+
+    def of(role: str, tree: PyTree) -> PyTree:
+        for leaf in jax.tree.leaves(tree) if role == "examples" else ():
+            shape = jnp.shape(leaf)
+            if not shape or rows not in (None, shape[0]):
+                raise StepError(
+                    f'a result with role "examples" has shape {shape}; it needs one row for each of the {rows} rows of '
+                    "its part of the batch."
+                )
+        if role != "metrics":
+            return jax.tree.map(lambda _: ROWS if role == "examples" else LOCAL, tree)
+        return jax.tree.map(
+            lambda node: jax.tree.map(lambda _: LOCAL, node) if isinstance(node, PerReplica) else METRIC,
+            tree,
+            is_leaf=is_per_replica,
+        )
+
+    return tuple(of(role, tree) for role, tree in zip(traced.output_roles, outputs, strict=True))
+
+
+def rows_of(batches: PyTree) -> int | None:
+    """The number of rows of a batch; None of one without arrays."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batches)), None)
+
+
+def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int | None) -> None:
+    """Looks at metrics that differ from replica to replica and are averaged.
+
+    Args:
+        outputs: the results, one by role; arrays or shapes.
+        averaged: of each leaf, whether it is such a metric.
+        rows: the number of rows of the batch that the step sees.
+
+    Raises:
+        StepError: one is an integer or a bool: a count, of which the mean says nothing.
+
+    Warns:
+        UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a
+            vector of another kind (one entry a class, a layer, an expert) may happen to be as long as the replica's
+            rows.
+    """
+    for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
+        if not is_mean:
+            continue
+        name = jax.tree_util.keystr(path[1:]) or "itself"
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise StepError(
+                f"metric {name}, {kind_of(leaf)}, is computed from this replica's rows, and replicas' metrics are "
+                'averaged: the mean of a count says nothing. Of the whole batch it is `jdist.all_reduce(x, "sum")` (or "max", '
+                '"min"); a share of the rows is `jdist.mean(is_right, mask)`; `jdist.PerReplica(x)` keeps apart.'
+            )
+        if rows not in (None, 1) and leaf.shape[:1] == (rows,):
+            warnings.warn(
+                f"metric {name}, {kind_of(leaf)}, has one entry for each of the {rows} rows "
+                "of its part of the batch. Metrics are averaged over the replicas entry by entry, which mixes examples "
+                'that have nothing in common. Return one value an example with the role "examples"; if it is no such '
+                'thing, `jdist.all_reduce(x, "mean")` says so.',
+                stacklevel=2,
+            )
+
+
+def returned(
+    state: PyTree,
+    outputs: tuple[PyTree, ...],
+    traced: Traced,
+    batches: PyTree,
+    turn: Callable[[PyTree], PyTree],
+) -> Any:
+    """What a call returns, as the step itself would: the state and the outputs in their places, padding's rows dropped."""
+    returns = traced.returns
+    if "examples" in returns:
+        outputs = _without_padding(outputs, traced, batches, turn)
+    if returns == ("state", "metrics"):
+        return state, outputs[0]
+    outputs = traced.in_places(split_states(state, returns.count("state")), outputs)
+    return outputs[0] if traced.bare else outputs
+
+
+def _without_padding(
+    outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree, turn: Callable[[PyTree], PyTree]
+) -> tuple[PyTree, ...]:
+    """Drops the rows of "examples" results whose row of the batch was padding."""
+    found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+    real = next((rows for rows in found if rows is not None), None)
+    return tuple(
+        jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
+        for role, tree in zip(traced.output_roles, outputs, strict=True)
+    )

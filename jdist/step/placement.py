@@ -1,0 +1,295 @@
+"""Putting state and batches on a strategy's devices, and getting state back whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jdist.core.context import scope
+from jdist.core.host_sharded import check_no_spread
+from jdist.core.per_replica import WithResiduals, own_states
+from jdist.core.static_leaves import pack, unpack
+from jdist.core.strategy import Strategy
+from jdist.data.batch_axis import is_first, rows_first, turn_back
+from jdist.data.dataset import DistributedDataset
+from jdist.data.distribute import distributed_dataset
+from jdist.data.process_shard import WHOLE, ProcessShard
+from jdist.errors import BatchError, StepError
+from jdist.step import in_flight
+from jdist.step.divergence import compare, make_check
+from jdist.step.error_feedback import check_residuals
+from jdist.step.options import StepOptions
+from jdist.step.partial import first_buffer
+from jdist.step.tree_checks import check_batch, check_state, check_whole
+from jdist.support.arrays import check_arguments_not_donated, check_not_donated, put, put_rows, to_host
+
+PyTree = Any
+Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
+
+
+def init(
+    strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], compute: Compute | None = None
+) -> PyTree:
+    """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding.
+
+    Args:
+        strategy: where.
+        fn: makes the state.
+        args: its arguments.
+        compute: `(create, its arguments, shapes) -> leaves`, each in its place; None: a copy on every device.
+    """
+    if not callable(fn):
+        raise StepError(
+            f"strategy.init needs a function that makes the state, it got a {type(fn).__name__}. Write "
+            "`strategy.init(create_state, key)`; for a tree that is there already, `strategy.init(lambda: params)`."
+        )
+    check_arguments_not_donated("strategy.init", args, {})
+    leaves, treedef = jax.tree.flatten(args)
+    dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+
+    treedefs: list[Any] = []
+
+    def create(arrays: list[Any]) -> list[jax.Array]:
+        filled = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            filled[i] = array
+        with scope(strategy):
+            state = fn(*jax.tree.unflatten(treedef, filled))
+        state = pack(state)
+        check_state(state)
+        treedefs.append(jax.tree.structure(state))
+        return [_strong(leaf) for leaf in jax.tree.leaves(state)]
+
+    sharding = strategy.replicated_sharding
+    arrays = [_onto(leaves[i], sharding) for i in dynamic]
+    shapes = jax.eval_shape(create, arrays)
+    if compute is not None:
+        made = compute(create, arrays, shapes)
+    else:
+        made = jax.jit(create, out_shardings=None if sharding is None else [sharding] * len(shapes))(arrays)
+    return unpack(jax.tree.unflatten(treedefs[-1], made))
+
+
+def _strong(x: Any) -> jax.Array:
+    """As an array whose dtype does not depend on what it meets; a weakly typed leaf would compile a step twice."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, x.dtype)
+
+
+def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
+    if sharding is None or (isinstance(x, jax.Array) and x.sharding == sharding):
+        return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return put(x, sharding)
+    # A copy first: the shard on the array's own device would share its buffer (also with may_alias=False), and donating
+    # it would take the array from the caller, or fail where one array stands in two places of the state.
+    return put(jnp.copy(x) if isinstance(x, jax.Array) else np.array(x), sharding)
+
+
+def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
+    """A state as a step wants it: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
+
+    Raises:
+        DonatedStateError: a leaf was consumed by an earlier call.
+        StepError: a leaf is no array.
+        DeviceError: the strategy's devices are not here.
+    """
+    strategy.need_devices("a step")
+    check_not_donated(state)
+    check_no_spread(strategy, state)
+    if isinstance(state, WithResiduals):
+        check_residuals(strategy, state.residuals)
+        own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
+        return WithResiduals(adopt_state(strategy, state.state), own)
+    check_state(state)
+    check_whole(state)
+    sharding = strategy.replicated_sharding
+    seen: set[int] = set()
+
+    def place(x: Any) -> jax.Array:
+        if not isinstance(x, jax.Array) or jax.typeof(x).weak_type:
+            x = _strong(x)
+        x = _onto(x, sharding)
+        if first_buffer(x) in seen:  # one array in two places of the state could not be donated twice
+            x = jnp.copy(x)
+        seen.add(first_buffer(x))
+        return x
+
+    return jax.tree.map(place, state)
+
+
+def fetch(strategy: Strategy, state: PyTree) -> PyTree:
+    """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
+    check(strategy, state)
+    return unpack(jax.tree.map(to_host, own_states(pack(state))))
+
+
+_checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
+
+
+def check(strategy: Strategy, state: PyTree) -> None:
+    """`Strategy.check`: waits for the steps in flight, then compares the replicas."""
+    check_no_spread(strategy, state)
+    check_in_parts(strategy, state)
+
+
+def check_in_parts(strategy: Strategy, state: PyTree) -> None:
+    """As `check`, of a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
+    check_not_donated(state)
+    in_flight.wait_for(strategy, state)
+    compare_replicas(strategy, state)
+
+
+def compare_replicas(strategy: Strategy, state: PyTree) -> None:
+    """Compares the replicas' copies of every replicated leaf.
+
+    Raises:
+        ReplicaDivergenceError: names the leaves and the replicas that differ.
+    """
+    if (found := hash_replicas(strategy, state)) is not None:
+        hashes, paths, _ = found
+        compare(hashes, paths)
+
+
+def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[str], list[jax.Array]] | None:
+    """Hashes each replica's copy of every replicated leaf.
+
+    Returns:
+        `(hashes [replicas, leaves], the leaves' paths, the leaves)`; None where there is nothing to compare.
+    """
+    if strategy.num_replicas == 1:
+        return None
+    sharding = strategy.replicated_sharding
+    found = [
+        (jax.tree_util.keystr(path) or "the state", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if isinstance(leaf, jax.Array) and leaf.size and leaf.sharding == sharding
+    ]
+    if not found:
+        return None
+    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+    if strategy not in _checks:
+        _checks[strategy] = make_check(strategy)
+    return to_host(_checks[strategy](leaves)), paths, leaves
+
+
+def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
+    """Refuses global batches whose rows do not divide among replicas and microbatches.
+
+    Args:
+        batches: the batches.
+        strategy: whose replicas.
+        options: the decorator's options.
+        axes: of each leaf the axis of its rows; empty: the first.
+
+    Raises:
+        BatchError: with the numbers and the remedy.
+    """
+    n, k = strategy.num_replicas, options.accumulate
+    batches = rows_first(batches, axes, lead=int(options.steps_per_call > 1), shapes_only=True)
+    # One batch is the usual case; its leaves are then named without the place among several.
+    batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
+    check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=k, lead=int(options.steps_per_call > 1))
+
+
+def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
+    """Of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
+    assert strategy.mesh is not None
+    return NamedSharding(strategy.mesh, PartitionSpec(*(None,) * lead, strategy.axes))
+
+
+def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
+    """`rows_sharding` of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
+    lead, treedef = int(options.steps_per_call > 1), jax.tree.structure(batches)
+    axes = axes or (0,) * treedef.num_leaves
+    return jax.tree.unflatten(treedef, [rows_sharding(strategy, lead=lead + axis) for axis in axes])
+
+
+def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
+    """Refuses batches, or their shapes, of a dataset that stacks steps where the step makes one a call, or the other way.
+
+    Raises:
+        BatchError: says what has to be the same.
+    """
+    if strategy.mesh is None:
+        return
+    lead, leaves = int(options.steps_per_call > 1), jax.tree.leaves(batches)
+    axes = axes or (0,) * len(leaves)
+    with_sharding = jax.Array | jax.ShapeDtypeStruct
+    for leaf, axis in zip(leaves, axes, strict=True):
+        if not isinstance(leaf, with_sharding) or leaf.sharding == rows_sharding(strategy, lead=lead + axis):
+            continue
+        there = next((i for i in range(len(leaf.shape)) if leaf.sharding == rows_sharding(strategy, lead=i)), None)
+        if there is not None and there != lead + axis and (axis or there != int(options.steps_per_call == 1)):
+            raise BatchError(
+                f"a batch of shape {leaf.shape} has its rows on axis {there} of it, where the step has them on axis "
+                f"{lead + axis}. Pass the same `batch_axis` to `jdist.distribute` and to `strategy.distribute_dataset`."
+            )
+        if there is None or there == lead + axis:
+            continue
+        raise BatchError(
+            f"the step was made with steps_per_call={options.steps_per_call}, the dataset with another value. Pass the "
+            "same `steps_per_call` to `jdist.distribute` and to `strategy.distribute_dataset`; and the same `batch_axis`."
+        )
+
+
+def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
+    """Puts batches that a step was called with on the devices, rows spread over the replicas.
+
+    Raises:
+        BatchError: the rows do not divide, or the batch was stacked for another `steps_per_call`.
+    """
+    check_stacking(batches, strategy, options, axes)
+    check_rows(batches, strategy, options, axes)
+    # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
+    copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
+    return jax.tree.map(put, copies, rows_shardings(strategy, options, batches, axes))
+
+
+def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
+    """`Strategy.distribute_dataset`: batches cut and placed by `data/`, onto this strategy's devices."""
+    options = dict(options)
+    batch_axis, lead = options.pop("batch_axis"), int(options["steps_per_call"] > 1)
+
+    if strategy.mesh is None:
+        if is_first(batch_axis):
+            return distributed_dataset(source, num_replicas=1, place=None, **options)
+
+        def turn(batch: PyTree) -> PyTree:
+            return turn_back(batch, batch_axis, lead=lead)[0]
+
+        return distributed_dataset(source, num_replicas=1, place=turn, place_spec=turn, **options)
+    share = share_of(strategy)
+
+    def place_spec(spec: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x, axis: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(strategy, lead=axis)),
+            *turn_back(spec, batch_axis, lead=lead),
+        )
+
+    def place(batch: PyTree) -> PyTree:
+        batch, axes = turn_back(batch, batch_axis, lead=lead)
+        shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
+        if share.count == 1:
+            return jax.device_put(batch, shardings)
+        return jax.tree.map(
+            lambda x, s, axis: put_rows(x, s, share.count * x.shape[axis], axis), batch, shardings, axes
+        )
+
+    return distributed_dataset(
+        source, num_replicas=strategy.num_replicas, place=place, place_spec=place_spec, share=share, **options
+    )
+
+
+def share_of(strategy: Strategy) -> ProcessShard:
+    """Which rows of a batch this process feeds: those of its devices, which lie together in the mesh."""
+    if strategy.batch_sharding is None or strategy.batch_sharding.is_fully_addressable:
+        return WHOLE
+    processes = list(dict.fromkeys(device.process_index for device in strategy.devices))
+    return ProcessShard(index=processes.index(jax.process_index()), count=len(processes))

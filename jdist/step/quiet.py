@@ -1,0 +1,166 @@
+"""A traced step without what makes two runs of it differ on purpose: random draws, and calls of the host.
+
+A replica draws for its own rows, and from a key of its own: no draw of N replicas can equal that of one. With one constant in
+the place of every draw, whatever still differs is not the draws' doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jdist.jaxpr.graph import ClosedJaxpr
+
+_UNIFORM = 0.1  # keeps what dropout would keep at any usual rate, and is no middle of a distribution
+_DRAWS = ("random_bits", "random_gamma")
+_PRINTS = ("debug_print", "debug_callback")  # they return nothing; other calls of the host do
+_CALLBACKS = ("io_callback", "outside_call")
+
+
+def equations(closed: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, those of the functions and loops in it included."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        yield eqn
+        for inner in _jaxprs(eqn):
+            yield from equations(inner)
+
+
+def draws(closed: Any) -> bool:
+    """Whether a jaxpr draws random numbers."""
+    return any(eqn.primitive.name in _DRAWS for eqn in equations(closed))
+
+
+def draws_until(closed: Any) -> bool:
+    """Whether it draws until what it drew is accepted: of a constant it might never be."""
+    loops = (eqn for eqn in equations(closed) if eqn.primitive.name == "while")
+    return any(eqn.primitive.name in _DRAWS for loop in loops for inner in _jaxprs(loop) for eqn in equations(inner))
+
+
+def prints(closed: Any) -> bool:
+    """Whether it prints, or calls the host for nothing in return."""
+    return any(eqn.primitive.name in _PRINTS for eqn in equations(closed))
+
+
+def calls_the_host(closed: Any) -> bool:
+    """Whether it calls a function of the host that may change something there, and reads what that returns."""
+    return any(eqn.primitive.name in _CALLBACKS for eqn in equations(closed))
+
+
+def quiet(closed: Any) -> Any:
+    """The same jaxpr with one constant for every draw, and without prints."""
+    return _rewritten(closed, _quiet, {})
+
+
+def shaken(closed: Any, eps: float) -> Any:
+    """The same jaxpr with errors of rounding, relative to `eps`, in all that is summed.
+
+    A bias of zero has a gradient that may be zero but for the order of its sum. Errors in the arguments alone do not
+    show that where the sum's terms do not depend on numbers with a fraction.
+    """
+    return _rewritten(closed, lambda eqn: _shaken(eqn, eps), {})
+
+
+def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+    result: Any
+    if id(jaxpr) in known:
+        return known[id(jaxpr)]
+    is_closed = isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
+    opened: Any = jaxpr  # for type checkers, which take it for what it was compared with
+    if is_closed:
+        inner = _rewritten(opened.jaxpr, rewrite, known)
+        result = opened if inner is opened.jaxpr else ClosedJaxpr(inner, opened.consts)
+    else:
+        eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
+        same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
+        # Without effects: those of the prints are gone, and only they were there.
+        result = opened if same else opened.replace(eqns=eqns, effects=_effects(opened, eqns))
+    known[id(jaxpr)] = result
+    return result
+
+
+def _effects(jaxpr: Any, eqns: list[Any]) -> Any:
+    kept = {effect for eqn in eqns for effect in eqn.effects}
+    return type(jaxpr.effects)(effect for effect in jaxpr.effects if effect in kept)
+
+
+def _quiet(eqn: Any) -> list[Any] | None:
+    if eqn.primitive.name in _PRINTS:
+        return []
+    return _constant(eqn) if eqn.primitive.name in _DRAWS else None
+
+
+def _shaken(eqn: Any, eps: float) -> list[Any] | None:
+    if eqn.primitive.name != "reduce_sum" or isinstance(eqn.invars[0], jex.Literal):
+        return None
+    operand, aval = eqn.invars[0], eqn.invars[0].aval
+    if (
+        not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.float64
+    ):  # of doubles any order is exact enough
+        return None
+
+    def function(x: jax.Array) -> jax.Array:
+        numbers = jax.lax.reshape(jax.lax.iota(jnp.float32, x.size), x.shape)
+        errors = jax.lax.sin(jax.lax.mul(jax.lax.add(numbers, 1.0), 12.9898))  # as good as random, one for each term
+        factors = jax.lax.add(jax.lax.mul(errors, eps), 1.0)
+        return eqn.primitive.bind(jax.lax.convert_element_type(factors * x.astype(jnp.float32), x.dtype), **eqn.params)
+
+    made = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    places = {made.jaxpr.invars[0]: operand, made.jaxpr.outvars[0]: eqn.outvars[0]}
+
+    def placed(v: Any) -> Any:
+        return v if isinstance(v, jex.Literal) else places.get(v, v)
+
+    return [
+        each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
+        for each in made.jaxpr.eqns
+    ]
+
+
+def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:
+    """The equations in the place of one."""
+    rewritten = rewrite(eqn)
+    if rewritten is not None:
+        return rewritten
+    params = {key: _param(value, rewrite, known) for key, value in eqn.params.items()}
+    if all(params[key] is value for key, value in eqn.params.items()):
+        return [eqn]
+    inner = {effect for value in params.values() for each in _jaxprs_of(value) for effect in each.effects}
+    dropped = {effect for each in _jaxprs(eqn) for effect in each.effects} - inner
+    return [eqn.replace(params=params, effects=type(eqn.effects)(e for e in eqn.effects if e not in dropped))]
+
+
+def _param(value: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> Any:
+    if isinstance(value, ClosedJaxpr | jex.Jaxpr):
+        return _rewritten(value, rewrite, known)
+    if type(value) in (tuple, list):
+        items = [_param(each, rewrite, known) for each in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return value
+
+
+def _constant(eqn: Any) -> list[Any]:
+    """The equations that give a constant in the place of a draw."""
+    (out,) = eqn.outvars
+    shape, dtype = out.aval.shape, out.aval.dtype
+    value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))
+    # With an axis more, as a scalar constant would be no equation.
+    made = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
+    *first, last = (made_eqn.replace(ctx=eqn.ctx) for made_eqn in made.jaxpr.eqns)
+    return [*first, last.replace(outvars=[out])]
+
+
+def _jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        yield from _jaxprs_of(value)
+
+
+def _jaxprs_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, ClosedJaxpr | jex.Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _jaxprs_of(each)

@@ -1,0 +1,90 @@
+"""`strategy.run(fn, ...)`: any function, once on every replica, with each replica's own result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jdist.core.context import ReplicaTrace, check_not_mixed, current_trace, tracing
+from jdist.core.host_sharded import check_no_spread
+from jdist.core.per_replica import PerReplica, Uneven, is_per_replica, is_rows_of_replicas
+from jdist.core.strategy import Strategy
+from jdist.errors import GlobalViewError, StepError
+from jdist.step.tree_checks import check_arrays
+from jdist.support.arrays import check_arguments_not_donated, put
+
+PyTree = Any
+
+
+def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    """`Strategy.run`; compiles at every call, so a loop belongs in a distributed step."""
+    check_not_mixed(strategy)
+    if not callable(fn):
+        raise StepError(f"strategy.run needs a function to call on every replica, it got a {type(fn).__name__}.")
+    if current_trace() is not None:
+        raise StepError(
+            "strategy.run was called on a replica, inside a step or another run. Call the function itself there."
+        )
+    if strategy.transform == "jit":
+        raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
+    check_arguments_not_donated("strategy.run", args, kwargs)
+    check_no_spread(strategy, (args, kwargs))
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_per_replica)
+    own: dict[int, Any] = {}  # each replica's own part, by place among the arguments
+    whole: dict[int, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, PerReplica):
+            _check_one_each(leaf, strategy.num_replicas)
+            own[i] = leaf
+        elif is_rows_of_replicas(leaf, strategy.batch_sharding, "strategy.run"):
+            own[i] = leaf
+        elif isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) and not isinstance(
+            leaf, bool
+        ):
+            whole[i] = leaf
+
+    def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
+        parts = list(leaves)  # what is no array stays as it is, and so does a flag such as `training=True`
+        for i, part in {**own, **whole}.items():
+            parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
+        args, kwargs = jax.tree.unflatten(treedef, parts)
+        with tracing(ReplicaTrace(strategy)):
+            result = fn(*args, **kwargs)
+        check_arrays(result, "the result of strategy.run", "Return numbers; text and objects belong outside.")
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
+
+    if strategy.mesh is None:
+        return PerReplica(jax.jit(body)(own, whole))
+    by_replica = PartitionSpec(strategy.axes)
+    mapped = jax.shard_map(
+        body,
+        mesh=strategy.mesh,
+        in_specs=(by_replica, PartitionSpec()),
+        out_specs=by_replica,
+        check_vma=False,
+    )
+    own, whole = (
+        jax.tree.map(lambda x: put(x, strategy.batch_sharding), own),
+        jax.tree.map(lambda x: put(x, strategy.replicated_sharding), whole),
+    )
+    return PerReplica(jax.jit(mapped)(own, whole))
+
+
+def _check_one_each(value: PerReplica, num_replicas: int) -> None:
+    if isinstance(value.value, Uneven):
+        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(part)] for part in value.value.parts]
+        raise StepError(
+            f"strategy.run: a PerReplica argument differs in size between replicas: {', '.join(map(str, shapes))}. One "
+            "program runs on all of them; fill up to one size and pass a mask."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value.value):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_replicas:
+            raise StepError(
+                f"strategy.run: a PerReplica argument has shape {jnp.shape(leaf)} at "
+                f"{jax.tree_util.keystr(path) or 'its value'}; its leading axis must be the number of replicas, {num_replicas}."
+            )

@@ -1,0 +1,363 @@
+"""The arguments of one call, sorted by their roles and put back in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jdist.core.host_sharded import is_spread
+from jdist.core.per_replica import AroundState, is_per_replica, own_state, with_own_state
+from jdist.core.strategy import Strategy
+from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place
+from jdist.errors import StepError
+from jdist.step.options import StepOptions
+from jdist.step.tree_checks import check_arrays, kind_of, summary
+from jdist.support.arrays import check_values_not_donated
+
+PyTree = Any
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What of a call is known before any array: two calls that are equal share a compiled program.
+
+    Attributes:
+        roles: role of each positional argument.
+        static: values of the static positional arguments, in order.
+        static_kwargs: static keyword arguments.
+        static_types: types of both, as 1, 1.0 and True are equal.
+        batch_names: keyword arguments that are batches; they come behind those by position.
+        batch_axes: of each leaf of the batches, the axis that its rows are on; empty: the first of all.
+        parts: which parts of the state that is handed to `apply` the step takes; None: all of it, as it is.
+    """
+
+    roles: tuple[str, ...]
+    static: tuple[Hashable, ...] = ()
+    static_kwargs: tuple[tuple[str, Hashable], ...] = ()
+    static_types: tuple[type, ...] = ()
+    batch_names: tuple[str, ...] = ()
+    batch_axes: tuple[int, ...] = ()
+    parts: tuple[int, ...] | None = None
+
+    def apply(self, step: Step, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        """Calls `step` with every argument in its place.
+
+        Args:
+            step: the user's step.
+            state: the state; a tuple of them if the step takes several, or parts of one.
+            batches: the batches, each leaf with its rows first.
+            others: `(replicated arguments, keyword arguments)`.
+        """
+        state = take_parts(state, self.parts)
+        sources = {
+            "state": iter(split_states(state, self.roles.count("state"))),
+            "batch": iter(rows_in_place(batches, self.batch_axes)),
+            "replicated": iter(others[0]),
+            "static": iter(self.static),
+        }
+        sources["per_replica"] = map(_own_entry, sources["batch"])
+        args = [next(sources[role]) for role in self.roles]
+        named = {name: next(sources["batch"]) for name in self.batch_names}
+        return step(*args, **named, **others[1], **dict(self.static_kwargs))
+
+
+def join_states(states: Sequence[PyTree]) -> PyTree:
+    """One state of those that a step takes or returns: the only one itself, several as a tuple.
+
+    What a step keeps beside its state (a loss scale, residuals) is there once, round all of them together; a caller has it
+    round the first.
+
+    Raises:
+        StepError: two of them come with such things.
+    """
+    if len(states) == 1:
+        return states[0]
+    around = [state for state in states if isinstance(state, AroundState)]
+    if len(around) > 1:
+        raise StepError(
+            f"{len(around)} of the states come as a {type(around[0]).__name__}, each with what a step of its own keeps beside "
+            "it; a step keeps one for all its states. Pass `.state` of all but one."
+        )
+    joined = tuple(map(own_state, states))
+    return with_own_state(around[0], joined) if around else joined
+
+
+def split_states(state: PyTree, count: int) -> tuple[PyTree, ...]:
+    """Undoes `join_states`, for a number of states."""
+    if count <= 1:
+        return (state,) * count
+    first, *rest = own_state(state)
+    return with_own_state(state, first), *rest
+
+
+def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
+    """What a step takes of a state that is a tuple; None: all of it, as it is."""
+    return state if parts is None else join_states([state[i] for i in parts])
+
+
+def put_parts(state: PyTree, parts: tuple[int, ...] | None, new: PyTree) -> PyTree:
+    """A state with new values of the parts that a step takes."""
+    if parts is None:
+        return new
+    found = dict(zip(parts, split_states(new, len(parts)), strict=True))
+    return tuple(found.get(i, old) for i, old in enumerate(state))
+
+
+def is_same_state(a: PyTree, b: PyTree) -> bool:
+    """Whether two states are the same objects; of several states, each by itself."""
+    if a is b:
+        return True
+    if isinstance(a, AroundState):
+        fields = [field.name for field in dataclasses.fields(a)]
+        return type(a) is type(b) and all(is_same_state(getattr(a, name), getattr(b, name)) for name in fields)
+    return type(a) is type(b) is tuple and len(a) == len(b) > 0 and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _own_entry(argument: PyTree) -> PyTree:
+    """A replica's entry of an argument that leads with an axis of replicas."""
+
+    def own(path: Any, x: Any) -> Any:
+        if x.shape[0] != 1:
+            raise StepError(
+                f'an argument with the role "per_replica" has {x.shape[0]} entries for a replica at '
+                f"{jax.tree_util.keystr(path) or 'its value'}; it needs a leading axis of as many entries as there are "
+                'replicas, as `common_utils.shard` makes it, and has no meaning under transform="jit". A whole batch has the '
+                'role "batch".'
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(own, argument)
+
+
+def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The results of a step with "per_replica" arguments, which returns such values as it takes them: [replicas, ...]."""
+    return tuple(x.value if is_per_replica(x) else x for x in outputs)
+
+
+class Signature:
+    """A step's parameters and their roles.
+
+    Args:
+        step: the user's step.
+        options: its roles.
+        strategy: what it runs under; None: there is none to ask how batches lie.
+
+    Raises:
+        StepError: a name in `static_argnames` is no parameter of the step, or a parameter named `state` or `batch` does
+            not have that role.
+    """
+
+    def __init__(self, step: Step, options: StepOptions, strategy: Strategy | None = None):
+        parameters = inspect.signature(step).parameters.values()
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.name = getattr(step, "__name__", "the step")
+        self.positional = [p.name for p in parameters if p.kind in by_position]
+        by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+        # Roles are said in the order of the parameters; behind `*args` they would be those of further arguments.
+        names = self.positional if any_number else [*self.positional, *by_name]
+        self.role_of = {
+            name: "static" if name in options.static_argnames else role
+            for name, role in zip(names, options.args, strict=False)
+        }
+        self.options, self._strategy = options, strategy
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        for name in options.static_argnames:
+            if not open_ended and name not in {p.name for p in parameters}:
+                raise StepError(
+                    f"`static_argnames` has {name!r}, which is no parameter of {self.name}; it has "
+                    f"{', '.join(p.name for p in parameters)}."
+                )
+        for i, name in enumerate(self.positional):
+            role = options.args[i] if i < len(options.args) else None
+            # What is declared replicated or static is meant to be; what is not declared at all has been overlooked.
+            misplaced = name in ("state", "batch") and role in {"state", "batch", None} - {name}
+            if misplaced and name not in options.static_argnames:
+                raise StepError(
+                    f"the parameter `{name}` of {self.name} has the role {role or 'replicated'!r}, as `args` is "
+                    f"{options.args}. Say a role for each parameter in turn, for example "
+                    f"`args={_likely_roles(self.positional)}`."
+                )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
+        """Sorts the arguments of one call.
+
+        Returns:
+            `(call, state, batches, (replicated arguments, keyword arguments))`; several states are one tuple.
+
+        Raises:
+            StepError: a state or batch is missing, a static argument cannot be hashed, or an argument that has no role
+                looks like a batch.
+            BatchError: a leaf of a batch has no such axis as `batch_axis` says.
+        """
+        kwargs, static_names, names = dict(kwargs), self.options.static_argnames, self.positional
+        while len(args) < len(names) and names[len(args)] in kwargs:
+            args = (*args, kwargs.pop(names[len(args)]))
+        declared = self.options.args
+        batch_names = tuple(name for name in sorted(kwargs) if self.role_of.get(name) == "batch")
+        given = [*declared[: len(args)], *("batch" for _ in batch_names)]
+        if any(given.count(role) < declared.count(role) for role in ("state", "batch", "per_replica")):
+            raise StepError(
+                f"{self.name} was called with {len(args)} arguments by position; its roles are {declared}. Pass at least "
+                "the state and the batch."
+            )
+        by_role: dict[str, list[Any]] = {"state": [], "batch": [], "replicated": [], "static": []}
+        roles: list[str] = []
+        undeclared: dict[str, Any] = {}
+        for i, arg in enumerate(args):
+            role: str | None = declared[i] if i < len(declared) else None
+            if i < len(names) and names[i] in static_names:
+                role = "static"
+            if role is None:
+                undeclared[self._name_of(i)] = arg
+            roles.append(role or "replicated")
+            by_role["batch" if role == "per_replica" else roles[-1]].append(arg)
+        by_role["batch"] += (kwargs.pop(name) for name in batch_names)
+        static = tuple(by_role["static"])
+        static_kwargs = tuple(
+            (k, kwargs.pop(k)) for k in sorted(kwargs) if k in static_names or self.role_of.get(k) == "static"
+        )
+        types = tuple(type(value) for value in (*static, *(value for _, value in static_kwargs)))
+        batches = tuple(by_role["batch"])
+        axes = axes_of_leaves(batches, self.options.batch_axis, lead=int(self.options.steps_per_call > 1))
+        call = Call(tuple(roles), static, static_kwargs, types, batch_names, axes)
+        try:
+            hash(call)
+        except TypeError as exc:
+            raise StepError(
+                f"a static argument of {self.name} cannot be hashed: {exc}. Pass it as replicated."
+            ) from exc
+        undeclared |= {f"keyword argument `{k}`": value for k, value in kwargs.items() if k not in self.role_of}
+        if undeclared and batches:
+            self._check_undeclared(undeclared, call, batches, len(args))
+        return call, join_states(by_role["state"] or [()]), batches, (tuple(by_role["replicated"]), kwargs)
+
+    def _check_undeclared(self, values: Mapping[str, Any], call: Call, batches: PyTree, count: int) -> None:
+        options = self.options
+        names = [*self.positional, *(name for name in self.role_of if name not in self.positional)]
+        roles = [*options.args, *("batch" for _ in range(len(options.args), max(count, len(options.args) + 1)))]
+        remedy = (
+            f"Say what it is: `args={tuple(roles)}` if it has a row for each row of the batch, and the replicas are to share "
+            f'them; "replicated" in that place if every replica gets it whole.'
+        )
+        if any(name.startswith("keyword") for name in values) and len(names) < len(roles):
+            remedy += " A role is said of a parameter that the step names."
+        check_no_batch(self.name, values, batches, call.batch_axes, options, self._strategy, remedy)
+
+    def check_others(self, call: Call, others: tuple[tuple[PyTree, ...], dict[str, PyTree]]) -> None:
+        """Refuses text and objects among the replicated arguments.
+
+        Raises:
+            StepError: names the argument, the leaf and its type.
+        """
+        places = [i for i, role in enumerate(call.roles) if role == "replicated"]
+        named = [(self._name_of(i), value) for i, value in zip(places, others[0], strict=True)]
+        for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others[1].items())]:
+            check_arrays(
+                value,
+                f'{name} of {self.name}, role "replicated",',
+                'Give a constant the role "static", or name it in `static_argnames`.',
+            )
+
+    def check_not_donated(
+        self, call: Call, batches: PyTree, others: tuple[tuple[PyTree, ...], dict[str, PyTree]]
+    ) -> None:
+        """Refuses arguments whose buffers an earlier call has consumed.
+
+        Raises:
+            DonatedStateError: names the argument and the leaf.
+        """
+        values = {"batch": iter(batches), "replicated": iter(others[0])}
+        named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
+        by_name = [(f"keyword argument `{key}`", value) for key, value in others[1].items()]
+        check_values_not_donated(self.name, [*named, *by_name])
+
+    def taken_as(self, call: Call, state: PyTree, batches: PyTree) -> str:
+        """Which argument of a call was taken for the state and which for a batch, with their first leaves."""
+        values = {"state": iter(split_states(state, call.roles.count("state"))), "batch": iter(batches)}
+        lines = [
+            f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'
+            for i, role in enumerate("batch" if role == "per_replica" else role for role in call.roles)
+            if role in values
+        ]
+        lines += [
+            f'  keyword argument `{name}`, role "batch": {summary(next(values["batch"]))}' for name in call.batch_names
+        ]
+        return "\n".join([f"{self.name} was called with:", *lines])
+
+    def _name_of(self, place: int) -> str:
+        return f"argument {place + 1}" + (f" `{self.positional[place]}`" if place < len(self.positional) else "")
+
+
+def check_no_batch(
+    name: str,
+    values: Mapping[str, PyTree],
+    batches: PyTree,
+    batch_axes: tuple[int, ...],
+    options: StepOptions,
+    strategy: Strategy | None,
+    remedy: str,
+) -> None:
+    """Refuses arguments without a declared role that look like batches: every replica would get all rows of them.
+
+    One that `distribute_dataset` has made looks so, by how it lies on the devices, and one of whose arrays each has as many
+    rows as the batch. With one row a replica such an argument would broadcast against the replica's rows, and nothing else
+    would tell. The shape counts under every strategy, so that a step which runs on one device runs on many.
+
+    Args:
+        name: the step's.
+        values: the arguments, by what they are called in the message.
+        batches: the declared ones.
+        batch_axes: see `Call`.
+        options: the decorator's options.
+        strategy: what the step runs under.
+        remedy: what to write instead.
+
+    Raises:
+        StepError: names the argument.
+    """
+    lead = int(options.steps_per_call > 1)
+    leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]
+    shape = next((shape[: lead + 1] for shape in leaves if len(shape) > lead), None)
+    for what, value in values.items():
+        arrays = [x for x in jax.tree.leaves(value, is_leaf=is_spread) if isinstance(x, _ARRAYS) and x.shape]
+        of_dataset = [x for x in arrays if strategy is not None and _lies_by_rows(x, strategy)]
+        by_shape = shape is not None and shape[-1] > 1 and all(_has_rows(x, shape) for x in arrays)
+        if not of_dataset and not (arrays and by_shape):
+            continue
+        found = (of_dataset or arrays)[0]
+        why = "comes out of `distribute_dataset`" if of_dataset else "has as many rows as the batch"
+        raise StepError(f"{what} of {name}, {kind_of(found)}, has no role in `args`, and {why}. {remedy}")
+
+
+_ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+def _lies_by_rows(x: Any, strategy: Strategy) -> bool:
+    """Whether an array is spread over a strategy's replicas along one of its axes."""
+    sharding = x.sharding if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != strategy.mesh:
+        return False
+    return any(strategy.axes == ((entry,) if isinstance(entry, str) else entry) for entry in sharding.spec)
+
+
+def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:
+    """Whether an array leads with the batch's axes: its rows, or steps and rows."""
+    is_old_key = x.dtype == np.uint32 and x.shape in ((2,), (4,))  # as `jax.random.PRNGKey` makes it
+    return not is_old_key and (x.shape[: len(batch)] == batch or x.shape[0] == batch[-1])
+
+
+def _likely_roles(parameters: Sequence[str]) -> tuple[str, ...]:
+    """Roles of parameters of which one is called `batch` or `state`, as an example to write."""
+    if "state" in parameters:
+        return tuple(name if name in ("state", "batch") else "replicated" for name in parameters)
+    before = parameters.index("batch")
+    return ("state",) * before + ("batch",) + ("replicated",) * (len(parameters) - before - 1)

@@ -1,0 +1,4 @@
+"""Small things that everything uses and that know nothing of jdist.
+
+May import: errors.
+"""

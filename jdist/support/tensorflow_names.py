@@ -1,0 +1,62 @@
+"""What TensorFlow's names are called here, as the end of an error.
+
+docs/from_tf_distribute.md has all of them; these are those that fingers type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+from jdist.support.suggest import did_you_mean
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_GUIDE = "docs/from_tf_distribute.md has all names."
+NAMES = {
+    "MirroredStrategy": "`jdist.mirrored()`",
+    "OneDeviceStrategy": "`jdist.one_device(device)`",
+    "TPUStrategy": "`jdist.tpu()`",
+    "CentralStorageStrategy": "`jdist.central_storage()`",
+    "MultiWorkerMirroredStrategy": "`jdist.multi_worker()`",
+    "ParameterServerStrategy": "`jdist.parameter_server()`",
+    "ReduceOp": 'the strings "sum" and "mean"',
+    "get_replica_context": "none needed: `jdist.all_reduce`, `jdist.replica_id` and the others are functions",
+    "experimental_distribute_dataset": "`strategy.distribute_dataset(dataset)`",
+    "experimental_distribute_datasets_from_function": "`strategy.distribute_datasets_from_function(fn)`",
+    "experimental_distribute_values_from_function": "`strategy.distribute_values_from_function(fn)`",
+    "experimental_local_results": "`strategy.local_results(values)`",
+    "experimental_run_v2": "`strategy.run(fn, ...)`, and `@jdist.distribute(strategy)` for a training step",
+    "num_replicas_in_sync": "`num_replicas`",
+    "cluster_resolver": "`strategy.cluster`",
+    "get_per_replica_batch_size": "`context.per_replica_batch(global_batch)`",
+}
+KEYWORDS = {"global_batch_size": "global_batch", "batch_size": "global_batch", "cross_device_ops": "all_reduce"}
+
+
+def unknown(owner: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for a name that there is not; with TensorFlow's names comes what jdist calls it, with others the nearest."""
+    if name in NAMES:
+        more = f": TensorFlow's {name} is {NAMES[name]}. {_GUIDE}"
+    else:
+        near = "" if name.startswith("_") else did_you_mean(name, known)
+        more = f".{near}" if near else ""
+    return AttributeError(f"{owner} has no attribute {name!r}{more}", name=name)
+
+
+def without_tensorflow_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Answers keyword arguments that TensorFlow has with what they are called here."""
+    parameters = inspect.signature(function).parameters
+    theirs = {name for name, ours in KEYWORDS.items() if ours in parameters}
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in theirs & kwargs.keys():
+            raise TypeError(
+                f"{function.__name__} has no argument {name!r}: TensorFlow's {name} is `{KEYWORDS[name]}`. {_GUIDE}"
+            )
+        return function(*args, **kwargs)
+
+    return call

@@ -1,1 +1,0 @@
-"""A step for one replica -> a step over a mesh."""

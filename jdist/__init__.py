@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from jdist.replica.train_state import optimizer as optimizer
     from jdist.report.history import History as History
     from jdist.step.decorator import distribute as distribute
+    from jdist.step.verify import Verification as Verification
+    from jdist.step.verify import VerificationWarning as VerificationWarning
+    from jdist.step.verify import verify as verify
     from jdist.strategies.by_name import make_strategy as make_strategy
     from jdist.strategies.central_storage import central_storage as central_storage
     from jdist.strategies.default import default as default
@@ -60,9 +63,6 @@ if TYPE_CHECKING:
     from jdist.strategies.one_device import one_device as one_device
     from jdist.strategies.parameter_server import parameter_server as parameter_server
     from jdist.strategies.tpu import tpu as tpu
-    from jdist.verify.verify import Verification as Verification
-    from jdist.verify.verify import VerificationWarning as VerificationWarning
-    from jdist.verify.verify import verify as verify
 
 _MODULES = ("callbacks", "cluster", "data", "errors", "metrics", "nnx", "plan", "ps", "reduction", "scaling")
 _NAMES = {
@@ -73,8 +73,8 @@ _NAMES = {
     "PerReplica": "jdist.core.per_replica",
     "Strategy": "jdist.core.strategy",
     "TrainState": "jdist.replica.train_state",
-    "Verification": "jdist.verify.verify",
-    "VerificationWarning": "jdist.verify.verify",
+    "Verification": "jdist.step.verify",
+    "VerificationWarning": "jdist.step.verify",
     "WithLossScale": "jdist.replica.loss_scale",
     "WithResiduals": "jdist.core.per_replica",
     "ValueContext": "jdist.core.per_replica",
@@ -112,7 +112,7 @@ _NAMES = {
     "tpu": "jdist.strategies.tpu",
     "train_and_evaluate": "jdist.checkpoint.evaluator",
     "value_and_grad": "jdist.replica.gradients",
-    "verify": "jdist.verify.verify",
+    "verify": "jdist.step.verify",
 }
 __all__ = [*_MODULES, *_NAMES]
 __version__ = "0.1.0"

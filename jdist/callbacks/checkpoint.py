@@ -17,7 +17,7 @@ from jdist.checkpoint.checkpointer import Restored
 from jdist.checkpoint.leaves import WithKept
 from jdist.cluster.agree import together
 from jdist.cluster.runtime import alone
-from jdist.core.remote_tree import fetched, shapes_of
+from jdist.core.remote import fetched, shapes_of
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
 from jdist.support.checks import count

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.callbacks.callback import Callback, Keeps, Moment
-from jdist.core.remote_tree import RemoteTree
+from jdist.core.remote import RemoteTree
 from jdist.core.static_leaves import pack, unpack
 from jdist.errors import StepError
 

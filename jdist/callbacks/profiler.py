@@ -7,7 +7,7 @@ import os
 import jax
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.core.remote_tree import RemoteTree
+from jdist.core.remote import RemoteTree
 from jdist.errors import StepError
 
 

@@ -38,7 +38,7 @@ from jdist.cluster.agree import together
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone
 from jdist.core.host_sharded import is_spread
-from jdist.core.remote_tree import fetched, shapes_of
+from jdist.core.remote import fetched, shapes_of
 from jdist.core.static_leaves import pack, unpack
 from jdist.errors import CheckpointError
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.core import context, host_reduce
 from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
+from jdist.core.remote import Coordinator
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
 from jdist.report.html import table
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from jdist.data.dataset import DistributedDataset
     from jdist.data.options import InputContext, InputOptions
     from jdist.data.sources.protocol import RandomAccessSource
-    from jdist.ps.coordinator.api import ClusterCoordinator
-    from jdist.ps.coordinator.datasets import WorkerDataset
 
 PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
@@ -49,7 +48,7 @@ class Operations:
     run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
     distribute_dataset: Callable[[Strategy, Iterable[PyTree], dict[str, Any]], DistributedDataset]
     distribute_datasets_from_function: Callable[
-        [Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset | WorkerDataset
+        [Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset | Iterable[Any]
     ]
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
 
@@ -80,7 +79,7 @@ class Strategy:
     reduction: Reduction
     operations: Operations = field(repr=False)
     cluster: Runtime | None = None
-    coordinator: ClusterCoordinator | None = None
+    coordinator: Coordinator | None = None
     topology: str | None = None
 
     if not TYPE_CHECKING:  # for type checkers there are the fields and methods alone
@@ -330,7 +329,7 @@ class Strategy:
         with_mask: bool = False,
         steps_per_call: int = 1,
         batch_axis: Any = 0,
-    ) -> DistributedDataset | WorkerDataset:
+    ) -> DistributedDataset | Iterable[Any]:
         """Feeds the replicas from datasets that a function makes, batched for one replica.
 
         The function is called at once, once for each process, with its place among all input pipelines; each step

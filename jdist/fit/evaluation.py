@@ -12,7 +12,7 @@ import jax
 from jdist.cluster.runtime import Runtime, alone
 from jdist.core.host_sharded import map_leaves
 from jdist.core.per_replica import own_state
-from jdist.core.remote_tree import shapes_of
+from jdist.core.remote import shapes_of
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError

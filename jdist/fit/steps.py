@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.remote_tree import RemoteTree
+from jdist.core.remote import RemoteTree
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError, StrategyError
 from jdist.fit.metric_totals import Metrics

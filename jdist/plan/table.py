@@ -1,15 +1,101 @@
-"""A plan as text, and as tables of a notebook."""
+"""A plan, as text and as tables of a notebook."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jdist.plan import roofline
-from jdist.plan.plan import Plan
+from jdist.plan.check import MemoryCheck
+from jdist.plan.collectives import Collective
+from jdist.plan.compile import Memory, TooLarge
+from jdist.plan.hardware import Chip
 from jdist.report.html import paragraph, table
 from jdist.report.progress import size
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """What one optimiser step of a config needs on each device of a target.
+
+    Attributes:
+        target: what it was compiled for, as it was asked for.
+        device_kind: what JAX calls the device.
+        num_devices: how many.
+        global_batch: rows of a step over all replicas.
+        summary: strategy, batch and length in words.
+        capacity: bytes of a device's memory; None if nobody says.
+        state_bytes: of the state, as far as each device holds it whole; 0 where the hosts do.
+        rows: that a device computes with at a time: of a microbatch, or of its batch.
+        memory: of one device; None if the compiler refused the step.
+        refusal: the compiler's words, if it refused.
+        flops: operations of matrix products and convolutions on one device.
+        bytes_moved: between a device and its memory.
+        collectives: what the devices exchange in one step.
+        host_transfers: copies between a device and its host.
+        host_bytes: of these copies, on one device.
+        steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
+        estimates: a model of the step's time; empty if the chip has no public figures here.
+        not_in_model: what that model leaves out, in words.
+        domain_chips: how many chips the model takes the fast links to join; 0 without a model.
+        chip: those figures.
+        checks: predicted and measured memory, where a step could be run.
+        compile_s: seconds to lower and compile.
+    """
+
+    target: str
+    device_kind: str
+    num_devices: int
+    global_batch: int
+    summary: str
+    capacity: int | None
+    state_bytes: int = 0
+    rows: int = 0
+    memory: Memory | None = None
+    refusal: TooLarge | None = None
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    host_transfers: int = 0
+    host_bytes: int = 0
+    steps_per_call: int = 1
+    estimates: tuple[roofline.Estimate, ...] = ()
+    not_in_model: tuple[str, ...] = ()
+    domain_chips: int = 0
+    chip: Chip | None = None
+    checks: tuple[MemoryCheck, ...] = ()
+    compile_s: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device's memory holds the step; None if its size is not known."""
+        if self.refusal is not None or self.memory is None:
+            return False
+        return None if self.capacity is None else self.memory.total <= self.capacity
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values; sizes in bytes, times in seconds."""
+        values = dataclasses.asdict(self) | {"fits": self.fits, "formula": roofline.FORMULA}
+        if self.memory is not None:
+            values["memory"]["total"] = self.memory.total
+        for made, estimate in zip(values["estimates"], self.estimates, strict=True):
+            made |= {"step_s": estimate.step_s, "exchange_share": estimate.exchange_share}
+        for made, check in zip(values["checks"], self.checks, strict=True):
+            made["error"] = check.error
+        return values
+
+    def __repr__(self) -> str:
+        fits = {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
+        return (
+            f"Plan({self.target}: {self.num_devices:,} {self.device_kind} devices, global batch {self.global_batch:,}, {fits}; "
+            "`jdist.plan.show` has all of it)"
+        )
+
+    def _repr_html_(self) -> str:
+        return show_html(self)
 
 
 @dataclass(frozen=True, kw_only=True)

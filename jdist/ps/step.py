@@ -12,7 +12,7 @@ import numpy as np
 
 from jdist.core.context import check_not_mixed
 from jdist.core.per_replica import own_state
-from jdist.core.remote_tree import fetched
+from jdist.core.remote import fetched
 from jdist.core.static_leaves import pack, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first

@@ -89,7 +89,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
             raise StepError("jdist.distribute takes the step first: write `distribute(step, strategy)`.")
         _check_job(step)
         checked = make_options(**options)
-        return lambda function: step.operations.distribute(step, function, checked)
+        return lambda function: _distribute(function, step, checked)
     if not isinstance(strategy, Strategy):
         given = step if strategy is None else strategy
         raise StepError(
@@ -99,7 +99,20 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
     if not callable(step):
         raise StepError(f"jdist.distribute needs a function to distribute, it got {step!r}.")
     _check_job(strategy)
-    return strategy.operations.distribute(strategy, step, make_options(**options))
+    return _distribute(step, strategy, make_options(**options))
+
+
+def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
+    made = strategy.operations.distribute(strategy, step, options)
+    if isinstance(made, DistributedStep):
+        made.verifier = _verify_first
+    return made
+
+
+def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
+    from jdist.step.verify import verify_first  # which runs steps itself
+
+    return verify_first(step, *args, **kwargs)
 
 
 def _check_job(strategy: Strategy) -> None:

@@ -146,6 +146,7 @@ class DistributedStep(Distributed):
         self.verification: Any = None
         self._verify: Verify = options.verify or "off"
         self._verify_pads = False
+        self.verifier: Callable[..., Any] | None = None
         self._several = strategy.cluster is not None and strategy.cluster.num_processes > 1
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
@@ -298,10 +299,9 @@ class DistributedStep(Distributed):
             self._verify = how
 
     def _verify_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from jdist.verify.verify import verify_first  # it runs steps itself
-
+        assert self.verifier is not None  # `jdist.distribute` has given it one
         how, self._verify = self._verify, "off"
-        self.verification = verify_first(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
+        self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
         """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""

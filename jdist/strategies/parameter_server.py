@@ -11,7 +11,7 @@ import jax
 
 from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
-from jdist.core.remote_tree import RemoteTree, fetched
+from jdist.core.remote import RemoteTree, fetched
 from jdist.core.static_leaves import pack, unpack
 from jdist.core.strategy import Operations, Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turned

@@ -19,7 +19,7 @@ from flax import nnx
 
 import jdist
 from jdist.core.per_replica import own_states
-from jdist.core.remote_tree import shapes_of
+from jdist.core.remote import shapes_of
 
 ROWS, GLOBAL_BATCH, EPOCHS, CLASSES = 60, 16, 5, 3
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.core.remote_tree import RemoteTree
+from jdist.core.remote import RemoteTree
 from jdist.errors import DatasetError, StepError, StrategyError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,8 +14,8 @@ strategy = jdist.multi_worker()
 import jax  # noqa: E402 # not before the processes have joined
 import numpy as np  # noqa: E402
 
-from jdist.checkpoint import folder as shared_folder
-from jdist.checkpoint import save
+from jdist.checkpoint import folder as shared_folder  # noqa: E402
+from jdist.checkpoint import save  # noqa: E402
 from jdist.errors import JDistError  # noqa: E402
 from jdist.support.arrays import put  # noqa: E402
 from jdist.train import Checkpointer  # noqa: E402

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.remote_tree import RemoteTree
+from jdist.core.remote import RemoteTree
 from jdist.core.static_leaves import unpack
 from jdist.report.leaf_table import tree_table
 from jdist.support.arrays import is_key

@@ -11,7 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jdist.core.per_replica import is_per_replica, own_state
 from jdist.core.strategy import Strategy
 from jdist.data.mask import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
-from jdist.nnx import NNXStep
 from jdist.reduction import psum
 from jdist.step import rounding, trace_causes
 from jdist.step.mesh_step import DistributedStep, Rehearsal
@@ -40,6 +39,15 @@ PyTree = Any
 
 _IN_JIT = '`transform="jit"`'
 _MATMUL_EPS = 2.0**-8  # of an accelerator, which may multiply float32 in fewer digits
+
+
+@runtime_checkable
+class _StandsForPure(Protocol):
+    """A step over objects that are changed in place."""
+
+    def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
+        """The step over their arrays, and its arguments."""
+        ...
 
 
 class VerificationWarning(UserWarning):
@@ -159,7 +167,7 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
 
 def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pads: bool = False) -> Verification:
     step = train_step
-    if isinstance(train_step, NNXStep):
+    if isinstance(train_step, _StandsForPure):
         step, args = train_step.pure(args)
     if not isinstance(step, DistributedStep):
         raise StepError(

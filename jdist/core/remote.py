@@ -1,0 +1,86 @@
+"""What other processes hold and do: trees whose arrays are theirs, and who schedules functions on them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+
+PyTree = Any
+
+
+class RemoteTree(abc.ABC):
+    """Stands for a tree of arrays that other processes keep; what saves or reads trees asks for them by this."""
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> PyTree:
+        """The tree, with a `jax.ShapeDtypeStruct` in the place of each array."""
+
+    @abc.abstractmethod
+    def fetch(self) -> PyTree:
+        """The tree, with arrays on this process's host."""
+
+
+class Coordinator(Protocol):
+    """Schedules functions on the workers of a parameter server, as `jdist.ps.ClusterCoordinator` does."""
+
+    def schedule(
+        self, fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> PyTree:
+        """Schedules a call of a function on a worker."""
+        ...
+
+    def create_per_worker_dataset(
+        self,
+        fn: Callable[..., Any] | str,
+        *,
+        partial: Literal["pad", "drop", "error"] = "pad",
+        with_mask: bool = False,
+        prefetch: int = 2,
+    ) -> Iterable[Any]:
+        """Makes a dataset of which each worker reads its own share."""
+        ...
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until everything that was scheduled is done."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether everything that was scheduled is done."""
+        ...
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        ...
+
+    @property
+    def local_workers(self) -> tuple[int, ...]:
+        """Process ids of the workers of this machine."""
+        ...
+
+    def describe(self) -> str:
+        """Says where the strategy runs, in a few words."""
+        ...
+
+    def fetch(self, tree: PyTree) -> PyTree:
+        """Replaces each `RemoteValue` in a tree by its array."""
+        ...
+
+    def close(self) -> None:
+        """Ends the connections, and the processes that the strategy has started."""
+        ...
+
+
+def fetched(tree: PyTree) -> PyTree:
+    """The tree, with each `RemoteTree` in it brought here."""
+    return jax.tree.map(lambda x: x.fetch() if isinstance(x, RemoteTree) else x, tree)
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The tree, with its shapes in the place of each `RemoteTree` in it."""
+    return jax.tree.map(lambda x: x.shapes if isinstance(x, RemoteTree) else x, tree)

@@ -24,9 +24,9 @@ from jdist.errors import StrategyError
 
 if TYPE_CHECKING:
     from jdist.core.precision import InUse
-    from jdist.core.strategy import Strategy
 
 PyTree = Any
+Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
 class Residuals(Protocol):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
     from jdist.core.context import has_strategy as has_strategy
     from jdist.core.context import in_replica_context as in_replica_context
+    from jdist.core.loss_scale import WithLossScale as WithLossScale
     from jdist.core.per_replica import PerReplica as PerReplica
     from jdist.core.per_replica import ValueContext as ValueContext
     from jdist.core.per_replica import WithResiduals as WithResiduals
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from jdist.replica.gradients import global_loss as global_loss
     from jdist.replica.gradients import grad as grad
     from jdist.replica.gradients import value_and_grad as value_and_grad
-    from jdist.replica.loss_scale import WithLossScale as WithLossScale
     from jdist.replica.losses import compute_average_loss as compute_average_loss
     from jdist.replica.losses import scale_regularization_loss as scale_regularization_loss
     from jdist.replica.train_state import TrainState as TrainState
@@ -75,7 +75,7 @@ _NAMES = {
     "TrainState": "jdist.replica.train_state",
     "Verification": "jdist.step.verify",
     "VerificationWarning": "jdist.step.verify",
-    "WithLossScale": "jdist.replica.loss_scale",
+    "WithLossScale": "jdist.core.loss_scale",
     "WithResiduals": "jdist.core.per_replica",
     "ValueContext": "jdist.core.per_replica",
     "aggregate": "jdist.replica.aggregation",

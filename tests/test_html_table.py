@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jdist
 from jdist.ps.coordinator.remote_state import RemoteState
-from jdist.report.html import table
-from jdist.report.leaf_table import tree_table, whereabouts_of
+from jdist.support.html import table
+from jdist.support.leaf_table import tree_table, whereabouts_of
 
 
 def create_state(width=4):

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jdist
+from jdist.core.loss_scale import LossScale, LossScaling, loss_scale_of
 from jdist.errors import NonFiniteError, StepError
-from jdist.replica.loss_scale import LossScale, LossScaling, loss_scale_of
 from jdist.train import Checkpointer
 
 FOUR = jax.devices()[:4]

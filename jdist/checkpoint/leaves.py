@@ -15,9 +15,9 @@ import numpy as np
 from jdist.checkpoint.folder import Damaged
 from jdist.checkpoint.pieces import Held
 from jdist.core.host_sharded import HostSharded, is_spread, restored, spread_like
+from jdist.core.loss_scale import WithLossScale
 from jdist.core.per_replica import AroundState, WithResiduals
 from jdist.errors import CheckpointError, DonatedStateError
-from jdist.replica.loss_scale import WithLossScale
 from jdist.support.arrays import is_key, put
 
 PyTree = Any

@@ -77,8 +77,8 @@ def run(
 
         return follow(checked, document)
 
+    from jdist.cluster.environment import ATTEMPT
     from jdist.experiment.run import run as run_experiment
-    from jdist.launcher.environment import ATTEMPT
 
     start = ["jdist", "launch", "...", "--"] if ATTEMPT in os.environ else ["jdist", "run"]
     command = shlex.join([*start, config, *overrides])

@@ -57,8 +57,8 @@ def serve(
         insecure: listen beyond loopback without TLS or token.
         with_parent: end when standard input is closed, or the parent process is gone, and not for lack of calls.
     """
-    from jdist.ps.server.serve import place
-    from jdist.ps.server.serve import serve as start
+    from jdist.ps.serve import place
+    from jdist.ps.serve import serve as start
     from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, read_security
 
     security = read_security(os.environ, {CERTIFICATE: tls_cert, KEY: tls_key, AUTHORITY: tls_ca})

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jdist.cluster.address import ALLOWED, problem, refused
 
 TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in nobody without it
+ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # how often `jdist launch` has started this job before
 RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another
 _DIGITS = re.compile(r"[0-9]{1,18}")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.resolvers.resolve import STARTED, resolve
 from jdist.cluster.runtime import started
 from jdist.errors import ClusterConfigError
-from jdist.launcher.environment import ATTEMPT
 
 _coordinates = False
 

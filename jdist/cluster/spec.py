@@ -9,7 +9,7 @@ from typing import Any
 
 from jdist.cluster.check import JOBS, check_devices, check_jobs, check_task
 from jdist.errors import ClusterConfigError
-from jdist.report.html import table
+from jdist.support.html import table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdist.core.loss_scale import LossScaling
 from jdist.core.static_leaves import pack, unpack
 from jdist.errors import StepError
-from jdist.replica.loss_scale import LossScaling
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any

@@ -14,7 +14,7 @@ from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_fr
 from jdist.core.remote import Coordinator
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
-from jdist.report.html import table
+from jdist.support.html import table
 from jdist.support.tracebacks import without_own_frames
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from jdist.data.readers import GlobalReader, LocalReader, NumberedPart
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import Resumable, read_state, resumable, write_state
 from jdist.errors import DatasetError
-from jdist.report.html import table
-from jdist.report.leaf_table import tree_table
+from jdist.support.html import table
+from jdist.support.leaf_table import tree_table
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any

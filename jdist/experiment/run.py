@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.cluster.agree import together
+from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.runtime import alone
 from jdist.cluster.stop import preemption
 from jdist.data.sources.arrays import ArraySource
@@ -33,7 +34,6 @@ from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.fit.data import has_to_fill_up
 from jdist.fit.evaluation import measure
 from jdist.fit.metric_totals import MetricTotals
-from jdist.launcher.environment import ATTEMPT
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import MetricsFile, Row

@@ -8,12 +8,12 @@ import random
 import socket
 from collections.abc import Mapping, Sequence
 
+from jdist.cluster.environment import ATTEMPT
 from jdist.errors import LaunchError
 from jdist.launcher.exit_cause import Task
 from jdist.launcher.options import check_at_least
 from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
-ATTEMPT = "JDIST_LAUNCH_ATTEMPT"
 # What another launcher said of the cluster that this launcher itself is part of.
 _REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 

@@ -13,8 +13,8 @@ from jdist.plan.check import MemoryCheck
 from jdist.plan.collectives import Collective
 from jdist.plan.compile import Memory, TooLarge
 from jdist.plan.hardware import Chip
-from jdist.report.html import paragraph, table
 from jdist.report.progress import size
+from jdist.support.html import paragraph, table
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jdist.cluster.environment import TOKEN
 from jdist.errors import LaunchError
-from jdist.ps.server.serve import PS, READY, WORKER, Role
+from jdist.ps.serve import PS, READY, WORKER, Role
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY
 from jdist.support.xla_flags import CPU_DEVICES, with_flags
 

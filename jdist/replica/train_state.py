@@ -12,7 +12,7 @@ import optax
 
 from jdist.errors import StepError
 from jdist.replica.aggregation import Aggregation, aggregate, check_aggregation
-from jdist.report.leaf_table import has_arrays, tree_table, tree_text
+from jdist.support.leaf_table import has_arrays, tree_table, tree_text
 
 PyTree = Any
 

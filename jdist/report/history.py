@@ -12,7 +12,7 @@ import numpy as np
 from jdist.errors import ConfigError
 from jdist.report.curves import NO_MATPLOTLIB, NOT_MEASURED, as_png, new_figure
 from jdist.report.files import write_atomically
-from jdist.report.html import paragraph
+from jdist.support.html import paragraph
 from jdist.support.suggest import did_you_mean
 
 # What rows hold besides metrics, whose names are others; and how those begin of which there is one a pass, not one a step.

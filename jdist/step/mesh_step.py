@@ -22,6 +22,7 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.context import check_not_mixed
 from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
+from jdist.core.loss_scale import loss_scale_of, with_loss_scale
 from jdist.core.per_replica import WithResiduals, kinds_around, without_residuals
 from jdist.core.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
@@ -29,7 +30,6 @@ from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.leaves import MASK
 from jdist.errors import JDistError, NonFiniteError, StepError
 from jdist.jaxpr import graph
-from jdist.replica.loss_scale import loss_scale_of, with_loss_scale
 from jdist.step.base import Distributed, Preview, check_axis_bound
 from jdist.step.error_feedback import check_fit
 from jdist.step.in_flight import Lineage, Window, made

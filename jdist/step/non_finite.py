@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.context import ReplicaTrace
+from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling, loss_scale_of, with_loss_scale
 from jdist.jaxpr import graph
-from jdist.replica.loss_scale import SMALLEST, LossScale, LossScaling, loss_scale_of, with_loss_scale
 from jdist.step.options import NonFinite
 
 PyTree = Any

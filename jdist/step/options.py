@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jdist.core.loss_scale import LossScaling
 from jdist.core.precision import Precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
-from jdist.replica.loss_scale import LossScaling
 from jdist.support.suggest import did_you_mean
 
 ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.context import ReplicaTrace, current_trace, tracing
+from jdist.core.loss_scale import LossScaling, loss_scale_of
 from jdist.core.per_replica import WithResiduals, own_state, with_own_state
 from jdist.core.precision import InUse
 from jdist.core.strategy import Strategy
@@ -18,7 +19,6 @@ from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.jaxpr import graph
 from jdist.replica import collectives
-from jdist.replica.loss_scale import LossScaling, loss_scale_of
 from jdist.step.accumulate import Pure, accumulated, scan
 from jdist.step.error_feedback import ErrorFeedback, has_residuals
 from jdist.step.non_finite import FiniteFlags, FlagNames, guarded, token_of_steps, token_size, was_left_out

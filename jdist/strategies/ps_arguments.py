@@ -16,7 +16,7 @@ from jdist.ps.program.partition import Partitioner, Placement, min_size
 from jdist.ps.program.wire_dtype import Wire
 from jdist.ps.protocol.shard import OnStale, Rules
 from jdist.ps.protocol.times import Times
-from jdist.ps.server.serve import IS_SERVER
+from jdist.ps.serve import IS_SERVER
 from jdist.strategies.local import check_axis
 from jdist.strategies.on_worker import strategy_of_worker
 from jdist.support.suggest import did_you_mean

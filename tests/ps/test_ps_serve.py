@@ -18,7 +18,7 @@ from servers import command, environment, health, refused, serving, written
 
 from jdist.errors import ClusterConfigError, LaunchError
 from jdist.launcher.environment import free_ports
-from jdist.ps.server.serve import place, serve
+from jdist.ps.serve import place, serve
 from jdist.ps.transport.diagnose import reach
 from jdist.ps.transport.grpc_transport import RpcChannel
 from jdist.ps.transport.interface import CallFailed

@@ -12,8 +12,8 @@ import numpy as np
 
 from jdist.core.remote import RemoteTree
 from jdist.core.static_leaves import unpack
-from jdist.report.leaf_table import tree_table
 from jdist.support.arrays import is_key
+from jdist.support.leaf_table import tree_table
 
 PyTree = Any
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
+from jdist.core.loss_scale import FACTOR, SMALLEST
 from jdist.errors import ShardLostError
 from jdist.ps.program.function_plan import Function, ShardOfFunction
 from jdist.ps.program.shard_plan import specs
@@ -20,7 +21,6 @@ from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Ref
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
 from jdist.ps.transport.shard_client import Together
-from jdist.replica.loss_scale import FACTOR, SMALLEST
 
 ONE_VERSION_S = 60.0
 
@@ -237,7 +237,7 @@ class Installed:
 
 
 class WorkerScale:
-    """Moves as `jdist.replica.loss_scale.LossScaling` says.
+    """Moves as `jdist.core.loss_scale.LossScaling` says.
 
     Args:
         scale: the first one.

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding
 
-from jdist.report.html import table
+from jdist.support.html import table
 
 PyTree = Any
 _MOST_LEAVES = 50

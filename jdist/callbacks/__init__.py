@@ -1,4 +1,9 @@
-"""What goes along with training: checkpoints, early stopping, logs. Each is a value, `Callback`, of plain functions."""
+"""What goes along with training: checkpoints, early stopping, logs.
+
+Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, what they are told. Every other file makes one.
+
+May import: checkpoint, report and what is below them.
+"""
 
 from jdist.callbacks.callback import Callback as Callback
 from jdist.callbacks.callback import Moment as Moment

@@ -1,4 +1,11 @@
-"""Many processes as one job: finding the cluster, starting it, watching it."""
+"""Many processes as one job: finding the cluster, joining it, watching it.
+
+Start at `spec.ClusterSpec`, which `resolvers` read from the environment, and at `runtime.Runtime`, this
+process's part in the job. `watch` says who is alive and where; `stop` ends all after the same step;
+`exit_status` is what a launcher learns.
+
+May import: support, errors.
+"""
 
 from __future__ import annotations
 

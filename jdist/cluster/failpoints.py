@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jdist.cluster.address import refused
+from jdist.cluster.environment import ATTEMPT
 
 VARIABLE = "JDIST_FAILPOINTS"
-_ATTEMPT = "JDIST_LAUNCH_ATTEMPT"
 _ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _FORM = re.compile(r"process=(\d+):(?:attempt=(\d+):)?([a-z]+=[a-z]+):([a-z]+)(?:@(\d+))?", re.ASCII)
 
@@ -99,7 +99,7 @@ def arm(process: int, environ: Mapping[str, str]) -> None:
     """
     global _armed
     text = environ.get(VARIABLE)
-    attempt = environ.get(_ATTEMPT, "0")
+    attempt = environ.get(ATTEMPT, "0")
     failures = () if text is None else parse(text)
     _armed = tuple(f for f in failures if f.process == process and str(f.attempt) == attempt)
     _times.clear()

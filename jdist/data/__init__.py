@@ -1,4 +1,10 @@
-"""Sources of batches, and the dataset that feeds them to the replicas."""
+"""Sources of batches, and the dataset that feeds them to the replicas.
+
+Start at `distribute.distributed_dataset`, which makes a `dataset.DistributedDataset`. A batch goes: a source (`sources`), its
+`readers`, `batching` and `mask` (the last one filled up), `prefetch`, the devices.
+
+May import: cluster, support, errors.
+"""
 
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset

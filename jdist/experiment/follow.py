@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-import jdist
 from jdist.checkpoint.evaluator import new_checkpoints
 from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
@@ -21,6 +20,7 @@ from jdist.experiment.step import state_maker
 from jdist.fit.evaluation import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
+from jdist.step.decorator import distribute
 from jdist.strategies.by_name import make_strategy
 from jdist.support.file_lock import is_held
 
@@ -53,7 +53,7 @@ def follow(config: Config, document: Document, *, console: Console | None = None
         stop = stack.enter_context(preemption())
         like = strategy.init(*state_maker(config, parts))
         eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
-        eval_step = jdist.distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
+        eval_step = distribute(task.eval_step, strategy, args=("state", "batch"), returns=("metrics",))
         file: MetricsFile | None = None
         for restored in new_checkpoints(
             folder.checkpoints,

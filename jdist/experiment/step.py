@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import optax
 
-import jdist
+from jdist.core.precision import precision
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts
+from jdist.step.decorator import distribute
 from jdist.step.mesh_step import DistributedStep
 
 PyTree = Any
@@ -19,21 +20,21 @@ PyTree = Any
 def make_train_step(config: Config, parts: Parts) -> DistributedStep:
     """The task's step under the config's strategy, with the config's options."""
     train = config.train
-    return jdist.distribute(
+    return distribute(
         parts.task.train_step,
         parts.strategy,
         accumulate=train.accumulate,
         steps_per_call=train.steps_per_call,
         check_replicas=train.check_replicas or 0,
         non_finite=train.non_finite,
-        precision=None if train.precision is None else jdist.precision(train.precision),
+        precision=None if train.precision is None else precision(train.precision),
         verify=train.verify,
     )
 
 
 def make_eval_step(parts: Parts) -> DistributedStep:
     """The task's evaluation under the strategy."""
-    return jdist.distribute(parts.task.eval_step, parts.strategy, args=("state", "batch"), returns=("metrics",))
+    return distribute(parts.task.eval_step, parts.strategy, args=("state", "batch"), returns=("metrics",))
 
 
 def state_maker(

@@ -1,4 +1,9 @@
-"""Metrics that are exact over batches, replicas and processes, padding left out."""
+"""Metrics that are exact over batches, replicas and processes, padding left out.
+
+Start at `metric.Metric`: sums that can be added, and what is computed of them in the end.
+
+May import: replica, core and what is below them.
+"""
 
 from jdist.metrics.accuracy import accuracy as accuracy
 from jdist.metrics.accuracy import top_k as top_k

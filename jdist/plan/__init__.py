@@ -11,6 +11,8 @@ hardware     public figures of each chip, from chips.yaml
 roofline     a model of the step's time from all of these
 check        the prediction beside what a run allocates, where the devices are here
 plan         all of it in order; table prints it
+
+May import: experiment and what is below it.
 """
 
 from __future__ import annotations

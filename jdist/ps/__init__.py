@@ -1,4 +1,11 @@
-"""The parameter server: a pure state machine, its wire, its servers, and the coordinator that drives them."""
+"""The parameter server: workers compute, servers keep the state, the program schedules.
+
+Start at `step.PsStep`, what `jdist.distribute` gives under it. Each folder runs in one process: `coordinator`,
+`worker`, `server`; `protocol` is what they say, `program` what they compute, `transport` how it travels.
+`serve` is `jdist serve`.
+
+May import: step and what is below it.
+"""
 
 from jdist.ps.coordinator.api import ClusterCoordinator as ClusterCoordinator
 from jdist.ps.coordinator.api import worker_index as worker_index

@@ -1,4 +1,9 @@
-"""How replicas sum their gradients: all-reduce algorithms, each an `(init, apply)` pair of pure functions."""
+"""How replicas sum their gradients: all-reduce algorithms, each an `(init, apply)` pair of pure functions.
+
+Start at `algorithm.Reduction`; `psum` is the shortest. `by_name` lists all.
+
+May import: support, errors.
+"""
 
 from jdist.reduction.algorithm import Reduction
 from jdist.reduction.bucketed import bucketed

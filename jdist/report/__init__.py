@@ -1,1 +1,6 @@
-"""What a training run tells: a bar or lines while it lasts, rows of metrics, curves."""
+"""What a training run tells: a bar or lines while it lasts, rows of metrics, curves.
+
+Start at `history.History`; `metrics_file` is the same on disk, `progress` while it lasts.
+
+May import: support, errors.
+"""

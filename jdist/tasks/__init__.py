@@ -1,3 +1,8 @@
-"""Tasks that `jdist run` knows by name; a user's own task is a file like these."""
+"""Tasks that `jdist run` knows by name; a user's own task is a file like these.
+
+Start at `digits`. They import what users import, `jdist` itself.
+
+May import: everything that is public.
+"""
 
 from jdist.fit.task import Task as Task

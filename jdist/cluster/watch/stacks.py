@@ -13,10 +13,8 @@ from typing import Any
 
 import jax
 
-import jdist
-
 _MOST_FRAMES, _MOST_LETTERS = 12, 300
-_JAX, _JDIST = Path(jax.__file__).parent, Path(jdist.__file__).parent
+_JAX, _JDIST = Path(jax.__file__).parent, Path(__file__).parents[2]
 _OTHERS = tuple(str(path) for path in (_JAX.parent, _JDIST, Path(threading.__file__).parent, "<frozen"))
 _ALONE = ("compiling", "tracing")
 WAITING, HOST = "waiting for the others", "the program's own code"

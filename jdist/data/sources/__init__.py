@@ -1,4 +1,6 @@
 """Where batches come from: arrays, files, shards, a function for each replica.
 
-Start at `protocol.Source`, which each of them is. May import: support, errors and `jdist.data.batching`.
+Start at `protocol.Source`, which each of them is.
+
+May import: support, errors and `jdist.data.batching`.
 """

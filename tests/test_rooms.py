@@ -1,0 +1,123 @@
+"""The rooms of jdist/: imports point downwards, and go round in no circle."""
+
+import ast
+from pathlib import Path
+
+import jdist
+
+ROOT = Path(jdist.__file__).parent
+# From the lowest to the highest; a room imports those before it. docs/design/index.md draws them.
+ORDER = [
+    "errors",
+    "support",
+    "scaling",
+    "reduction",
+    "cluster",
+    "launcher",
+    "data",
+    "core",
+    "replica",
+    "jaxpr",
+    "step",
+    "sharded_state",
+    "nnx",
+    "ps.protocol",
+    "ps.program",
+    "ps.transport",
+    "ps.server",
+    "ps.worker",
+    "ps.coordinator",
+    "ps",
+    "metrics",
+    "report",
+    "checkpoint",
+    "callbacks",
+    "strategies",
+    "fit",
+    "tasks",
+    "experiment",
+    "plan",
+    "runs",
+    "notebook",
+    "doctor",
+    "train",
+    "cli",
+    "jdist",
+]
+ALLOWED = {
+    ("jdist.experiment.environment", "jdist"): "a run's record has jdist's version and folder",
+    (
+        "jdist.cluster",
+        "jdist.launcher.launch",
+    ): "`jdist.cluster.launch` is a public name, imported when it is asked for",
+}
+# Files that stand for a user's own, and import what users import.
+AS_USERS = ("jdist.tasks.", "jdist.doctor.together")
+LOOSE = {"__init__", "__main__", "errors", "nnx", "scaling", "train"}
+
+
+def modules():
+    """Each module's name and file."""
+    return {
+        ".".join(("jdist", *f.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): f
+        for f in ROOT.rglob("*.py")
+    }
+
+
+def imported(name, file, known):
+    """The modules of jdist that one imports, wherever in the file, also for type checkers alone."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def graph():
+    known = modules()
+    return {
+        name: sorted({to for to in imported(name, file, known) if to in known and to != name})
+        for name, file in known.items()
+    }
+
+
+def room(module):
+    """The room that a module is in: a folder of jdist/ or of ps/, or itself if it is in none."""
+    parts = module.split(".")[1:]
+    if parts[:1] == ["ps"] and (ROOT / "ps" / parts[1] if len(parts) > 1 else ROOT / "-").is_dir():
+        return f"ps.{parts[1]}"
+    return parts[0] if parts and parts[0] != "__main__" else "jdist"
+
+
+def test_every_module_is_in_a_room():
+    assert {room(module) for module in modules()} == set(ORDER)
+    assert {f.stem for f in ROOT.glob("*.py")} == LOOSE
+
+
+def test_imports_point_downwards():
+    upwards = {
+        (module, to)
+        for module, others in graph().items()
+        for to in others
+        if room(module) != room(to) and ORDER.index(room(module)) < ORDER.index(room(to))
+        if not (to == "jdist" and module.startswith(AS_USERS))
+    }
+    assert upwards == set(ALLOWED)
+
+
+def test_imports_go_round_in_no_circle():
+    left = {m: {to for to in others if (m, to) not in ALLOWED and to != "jdist"} for m, others in graph().items()}
+    while ends := [m for m, others in left.items() if not others & left.keys()]:
+        for module in ends:
+            del left[module]
+    assert not left, f"a circle among {sorted(left)}"
+
+
+def test_each_room_says_what_lives_there_and_what_it_may_import():
+    for folder in sorted({f.parent for f in ROOT.rglob("*.py")} - {ROOT}):
+        doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert 4 <= len(doc.splitlines()) <= 20, folder
+        assert "May import" in doc, folder

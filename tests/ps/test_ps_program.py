@@ -9,7 +9,7 @@ import pytest
 import jdist
 from jdist.errors import BoundaryError
 from jdist.ps.program.split_step import take_apart
-from jdist.step.non_finite import Watched
+from jdist.step.non_finite import FlagNames
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
 from jdist.step.replica_program import ProgramSpec
@@ -52,7 +52,7 @@ def scaled(state, batch, scale, *, power):
 
 def spec_of(step, strategy, **options):
     options = make_options(**options)
-    return ProgramSpec(step, strategy, options, None, Traced(), Watched(), step.__name__), Signature(step, options)
+    return ProgramSpec(step, strategy, options, None, Traced(), FlagNames(), step.__name__), Signature(step, options)
 
 
 def apart(step, state, *arguments, strategy=None, **keywords):

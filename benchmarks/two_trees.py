@@ -2,10 +2,10 @@
 
     python benchmarks/two_trees.py OTHER [--rounds 15] [--cases step async ...]
 
-OTHER is a checkout, as `git worktree add --detach /tmp/before COMMIT` makes one. Every case runs in one process of each tree, and in
-a second one of OTHER, for the noise of A against A. The cases: an empty step on 1 and on 8 virtual devices, whose call is
-all overhead; a parameter server of 8 floats and of a million, asynchronous and synchronous; closures that do nothing; and a process
-that imports every public name.
+OTHER is a checkout, as `git worktree add --detach /tmp/before COMMIT` makes one. Every case runs in one process of each tree,
+and in a second one of OTHER, for the noise of A against A. The cases: an empty step on 1 and on 8 virtual devices, whose
+call is all overhead; a parameter server of 8 floats and of a million, asynchronous and synchronous, and with two copies;
+closures that do nothing; and a process that imports every public name.
 """
 
 from __future__ import annotations

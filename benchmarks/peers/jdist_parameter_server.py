@@ -42,7 +42,7 @@ def main(strategy: jdist.Strategy) -> None:
         return x
 
     state = strategy.init(create_state) if PARAMETERS else None
-    batch = {"scale": np.full(1, 1e-4, np.float32)}
+    batch = {"scale": np.full(2, 1e-4, np.float32)}  # a row for each worker, which mode="sync" needs
 
     def run(steps):
         for _ in range(steps):

@@ -132,13 +132,14 @@ def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing
 
     def check_files():
         with lock:
-            if randomness.random() < 0.5:
+            if randomness.random() < 0.3:
                 exhausted.append(None)
                 raise OutOfFilesError(errno.EMFILE, "no file descriptor left")
 
     with Pair() as pair:
         pair.lead(0, 1, backup=True)
         pair.restore()
+        pair.clients = [ShardClient(pair.found.channel, pair.keeping, give_up_s=120)]
         for module in (shard_server, replicated_shard):
             monkeypatch.setattr(module, "check_files", check_files)
         share = pair.computed()[0]
@@ -150,7 +151,7 @@ def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing
         pair.until_in_sync(0)
         same(*pair.both)
         assert (pair.both[1]._shard.version, len(pair.both[1]._shard.staged)) == (9, 3)
-    assert len(exhausted) > 5
+    assert len(exhausted) > 3
 
 
 def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
@@ -158,16 +159,18 @@ def test_a_copy_that_cannot_be_taken_over_whole_is_not_one(monkeypatch):
     with Pair().begun() as pair:
         share = pair.computed()[0]
         leader, backup = pair.both
-        put = shard_server.ShardServer._put
+        put, tried = shard_server.ShardServer._put, threading.Event()
 
         def half(self, *state):
             if self is backup:
+                tried.set()
                 raise RuntimeError("out of memory")
             put(self, *state)
 
         monkeypatch.setattr(shard_server.ShardServer, "_put", half)
         pair.lead(0, 2, backup=True)
         pair.clients[0].say([push(closure=0, base=0)], share)
+        assert tried.wait(20)
         assert not backup._standing.complete
         monkeypatch.setattr(shard_server.ShardServer, "_put", put)
         pair.until_in_sync(0)

@@ -312,13 +312,12 @@ _REASONS = {
 
 def _failure(exc: Exception) -> str:
     """Logs an error in a method; the one word that the caller learns of it."""
-    try:
-        check_files()
-    except OutOfFilesError:
-        if not isinstance(exc, OutOfFilesError):
-            _LOG.exception("a call failed, as no file descriptor is left")
+    if isinstance(exc, OutOfFilesError):
         return EXHAUSTED
-    if isinstance(exc, OutOfFilesError):  # another thread has closed one meanwhile
+    try:
+        check_files(anew=True)
+    except OutOfFilesError:
+        _LOG.exception("a call failed, as no file descriptor is left")
         return EXHAUSTED
     _LOG.error("a call failed", exc_info=exc)
     return "failed"

@@ -61,14 +61,14 @@ def test_it_shows_what_it_is_and_gives_its_values(strategy):
     w = state["w"]
     assert isinstance(w, HostSharded)
     assert (w.shape, w.ndim, w.size, w.dtype) == ((3, 5), 2, 15, jnp.float32)
-    assert repr(w) == "Spread(float32[3, 5] in 4 parts in host memory; strategy.fetch gives the array)"
+    assert repr(w) == "HostSharded(float32[3, 5] in 4 parts in host memory; strategy.fetch gives the array)"
     np.testing.assert_array_equal(np.asarray(w), np.arange(15.0).reshape(3, 5))
     np.testing.assert_array_equal(np.asarray(w, np.int32), np.arange(15).reshape(3, 5))
     np.testing.assert_array_equal(w[1], np.arange(5.0, 10.0))
     assert int(state["step"]) == 7
     with pytest.raises(TypeError):
         jnp.sin(w)
-    assert "Spread" in repr(jax.tree.map(lambda x: None, w))
+    assert "HostSharded" in repr(jax.tree.map(lambda x: None, w))
 
 
 def test_spread_as_another(strategy):

@@ -68,9 +68,9 @@ class HostSharded:
     def __repr__(self) -> str:
         # JAX rebuilds registered dataclasses with anything in place of their arrays.
         if not isinstance(self.stored, jax.Array):
-            return f"Spread({self.stored!r}, shape={self.shape})"
+            return f"HostSharded({self.stored!r}, shape={self.shape})"
         parts = self.stored.sharding.num_devices
-        return f"Spread({self.dtype}{list(self.shape)} in {parts} parts in host memory; strategy.fetch gives the array)"
+        return f"HostSharded({self.dtype}{list(self.shape)} in {parts} parts in host memory; strategy.fetch gives the array)"
 
 
 def is_spread(node: object) -> bool:
@@ -179,7 +179,7 @@ class Layout:
         return math.prod(shape) // math.prod(self.stored_shape(shape)[1:])
 
     def struct(self, x: Any) -> Any:
-        """The `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a Spread of one."""
+        """The `ShapeDtypeStruct` of a leaf as it is kept; `x` is an array, a struct or a `HostSharded` of one."""
         aval = x if isinstance(x, HostSharded | jax.ShapeDtypeStruct) else jax.typeof(x)
         shape, dtype = aval.shape, aval.dtype
         if not self.is_spread(shape, dtype):

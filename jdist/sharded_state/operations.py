@@ -59,7 +59,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
     kept = [is_spread(x) and x.stored.sharding == layout.host for x in leaves]
-    # What lies elsewhere, a Spread of another strategy too, goes through the layout with a copy on every device.
+    # What lies elsewhere, a `HostSharded` of another strategy too, goes through the layout with a copy on every device.
     others = jax.tree.unflatten(
         treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
     )

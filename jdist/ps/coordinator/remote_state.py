@@ -19,7 +19,7 @@ PyTree = Any
 
 
 class Job(Protocol):
-    """Who knows where the state is; see `running.PsJob`."""
+    """Who knows where the state is; see `session.Session`."""
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]: ...
 

@@ -88,7 +88,7 @@ class ShardPlan:
         return [*(found.pulled if changed else ()), *(found.pulled_once if first else ())]
 
 
-KEEPING: dict[str, type] = {"Keeping": ShardPlan, "StepView": StepView}
+KEEPING: dict[str, type] = {"ShardPlan": ShardPlan, "StepView": StepView}
 
 
 def specs(described: Sequence[Described]) -> list[Spec]:

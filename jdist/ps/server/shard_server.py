@@ -133,7 +133,7 @@ class ShardServer:
         self._kept, self._keeping, self._programs = taken, keeping, programs
 
     def _check(self) -> None:
-        """Raises what ends a call that waits; here nothing does. See `shard_copy.ShardCopy`."""
+        """Raises what ends a call that waits; here nothing does. See `replicated_shard.ReplicatedShard`."""
 
     def _expects_of_say(self, header: Header) -> list[Spec]:
         """The arrays of a push, then the bytes of its result."""

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from jdist.core.strategy import Strategy as Strategy
     from jdist.data.options import InputContext as InputContext
     from jdist.data.options import InputOptions as InputOptions
-    from jdist.fit.evaluate import evaluate as evaluate
-    from jdist.fit.evaluate import predict as predict
-    from jdist.fit.fit import fit as fit
+    from jdist.loop.evaluate import evaluate as evaluate
+    from jdist.loop.evaluate import predict as predict
+    from jdist.loop.fit import fit as fit
     from jdist.notebook.launch import notebook_launch as notebook_launch
     from jdist.replica.aggregation import aggregate as aggregate
     from jdist.replica.aggregation import first_replica_only as first_replica_only
@@ -85,9 +85,9 @@ _NAMES = {
     "central_storage": "jdist.strategies.central_storage",
     "default": "jdist.strategies.default",
     "distribute": "jdist.step.decorator",
-    "evaluate": "jdist.fit.evaluate",
+    "evaluate": "jdist.loop.evaluate",
     "first_replica_only": "jdist.replica.aggregation",
-    "fit": "jdist.fit.fit",
+    "fit": "jdist.loop.fit",
     "get_strategy": "jdist.strategies.default",
     "global_loss": "jdist.replica.gradients",
     "grad": "jdist.replica.gradients",
@@ -103,7 +103,7 @@ _NAMES = {
     "optimizer": "jdist.replica.train_state",
     "parameter_server": "jdist.strategies.parameter_server",
     "precision": "jdist.core.precision",
-    "predict": "jdist.fit.evaluate",
+    "predict": "jdist.loop.evaluate",
     "replica_axes": "jdist.replica.collectives",
     "replica_id": "jdist.replica.collectives",
     "replica_rng": "jdist.replica.collectives",

@@ -33,7 +33,7 @@ ORDER = [
     "checkpoint",
     "callbacks",
     "strategies",
-    "fit",
+    "loop",
     "tasks",
     "experiment",
     "plan",

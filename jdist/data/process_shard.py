@@ -24,7 +24,7 @@ class ProcessShard:
         count: how many processes share a batch.
 
     Example:
-        >>> Share(index=1, count=2).rows(6)  # of 6 rows the last three
+        >>> ProcessShard(index=1, count=2).rows(6)  # of 6 rows the last three
         (3, 6)
     """
 

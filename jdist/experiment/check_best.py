@@ -11,8 +11,8 @@ from jdist.experiment.config import Config
 from jdist.experiment.load import Document
 from jdist.experiment.names import nearest
 from jdist.experiment.validate import Problem, refusal, show
-from jdist.fit.metric_totals import MetricTotals
-from jdist.fit.task import Task
+from jdist.loop.metric_totals import MetricTotals
+from jdist.loop.task import Task
 from jdist.metrics import Metric
 
 PyTree = Any

@@ -17,7 +17,7 @@ from jdist.experiment.load import Document
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder
 from jdist.experiment.step import state_maker
-from jdist.fit.evaluation import measure
+from jdist.loop.evaluation import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
 from jdist.step.decorator import distribute

@@ -13,7 +13,7 @@ from jdist.experiment.names import nearest
 from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
 from jdist.experiment.validate import Problem, show
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.tasks.options import OptionError
 
 _MAKE: Key = ("task", "make")

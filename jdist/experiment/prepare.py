@@ -21,7 +21,7 @@ from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
 from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.strategies.by_name import STRATEGIES, make_strategy
 
 # Stands for the length of a run that is not known yet: long enough for every schedule.

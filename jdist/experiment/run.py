@@ -31,9 +31,9 @@ from jdist.experiment.resume import check_same_run, position_of
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
-from jdist.fit.data import has_to_fill_up
-from jdist.fit.evaluation import measure
-from jdist.fit.metric_totals import MetricTotals
+from jdist.loop.data import has_to_fill_up
+from jdist.loop.evaluation import measure
+from jdist.loop.metric_totals import MetricTotals
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
 from jdist.report.metrics_file import MetricsFile, Row

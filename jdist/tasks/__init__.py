@@ -5,4 +5,4 @@ Start at `digits`. They import what users import, `jdist` itself.
 May import: everything that is public.
 """
 
-from jdist.fit.task import Task as Task
+from jdist.loop.task import Task as Task

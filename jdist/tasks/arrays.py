@@ -11,7 +11,7 @@ import optax
 from flax import linen as nn
 
 import jdist
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.tasks import options, table
 
 

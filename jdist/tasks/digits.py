@@ -17,7 +17,7 @@ from flax import linen as nn
 
 import jdist
 from jdist.errors import ConfigError
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.tasks import options
 
 # The split never changes, so that accuracies of different runs, seeds and machines can be compared.

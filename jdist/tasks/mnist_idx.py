@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jdist.errors import ConfigError
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.tasks import idx, options
 from jdist.tasks.digits import ConvNet, image_task
 

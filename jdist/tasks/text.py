@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jdist
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.tasks import byte_model, corpus, options
 from jdist.tasks.options import OptionError
 from jdist.tasks.transformer import Transformer

@@ -34,11 +34,11 @@ MADE_BY = {name: name for name in PUBLIC} | {
     "TimeoutError": "TimeoutError",
 }
 # Functions whose calls are the messages, and which hold none of their own.
-FORMS = {("cluster/refuse.py", "refused"), ("tasks/options.py", "_refusal"), ("experiment/validate.py", "refusal")}
+FORMS = {("cluster/address.py", "refused"), ("tasks/options.py", "_refusal"), ("experiment/validate.py", "refusal")}
 # Errors that never leave the room they are raised in, by file and class.
 INSIDE = {
-    ("ps/keeper.py", "TimeoutError"),  # an answer to a peer
-    ("ps/shard_copy.py", "TimeoutError"),
+    ("ps/server/shard_server.py", "TimeoutError"),  # an answer to a peer
+    ("ps/server/replicated_shard.py", "TimeoutError"),
     ("ps/transport/bulk.py", "TimeoutError"),
     ("ps/transport/stream.py", "TimeoutError"),
 }

@@ -15,7 +15,7 @@ from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.fit.metric_totals import MetricTotals
+from jdist.loop.metric_totals import MetricTotals
 from jdist.train import Checkpointer
 
 

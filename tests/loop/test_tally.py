@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.fit.metric_totals import MetricTotals
+from jdist.loop.metric_totals import MetricTotals
 
 ROWS = [(jnp.array([0.9, 0.4, 0.4]), jnp.array([1, 1, 0])), (jnp.array([0.1, 0.6]), jnp.array([0, 1]))]
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.fit.evaluation import measure
+from jdist.loop.evaluation import measure
 from jdist.tasks import digits
 
 STEPS, SEEDS = 300, (0, 1, 2)

@@ -444,7 +444,7 @@ def test_a_relative_directory_is_where_it_was_named(tmp_path, monkeypatch):
 def test_only_one_module_imports_orbax():
     package = pathlib.Path(jdist.__file__).parent
     importers = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if "import orbax" in p.read_text()}
-    assert importers == {"train/checkpoint_arrays.py"}
+    assert importers == {"checkpoint/arrays.py"}
 
 
 SAVES = """

@@ -23,7 +23,7 @@ _LONG = (
     (_JAX / "_src" / "compiler.py", "compile", "compiling"),
     (_JAX / "_src" / "interpreters" / "partial_eval.py", "trace", "tracing"),
     (_JDIST / "checkpoint" / "", "", "saving or restoring"),
-    (_JDIST / "fit" / "evaluate.py", "", "evaluating"),
+    (_JDIST / "loop" / "evaluate.py", "", "evaluating"),
     (_JDIST / "checkpoint" / "evaluator.py", "", "evaluating"),
     (_JDIST / "experiment", "evaluate", "evaluating"),
 )

@@ -14,8 +14,8 @@ from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Return, St
 from jdist.checkpoint import CheckpointWarning
 from jdist.core.strategy import Strategy
 from jdist.errors import DatasetError, StepError
-from jdist.fit.data import Feed
-from jdist.fit.metric_totals import Measured, Metrics, MetricTotals
+from jdist.loop.data import Feed
+from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.report.history import History
 from jdist.report.plain import from_plain, to_plain
 from jdist.step.base import Distributed

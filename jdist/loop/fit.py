@@ -18,14 +18,14 @@ from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
-from jdist.fit.data import Feed, is_arrays, open_feed
-from jdist.fit.evaluation import Evaluation
-from jdist.fit.keras_hints import with_hints
-from jdist.fit.metric_totals import Metrics
-from jdist.fit.preflight import check_resumes, check_returned, check_watched, names_of
-from jdist.fit.run import Run
-from jdist.fit.steps import eval_step_of, metrics_of, strategy_of, train_step_of
-from jdist.fit.task import Task
+from jdist.loop.data import Feed, is_arrays, open_feed
+from jdist.loop.evaluation import Evaluation
+from jdist.loop.keras_hints import with_hints
+from jdist.loop.metric_totals import Metrics
+from jdist.loop.preflight import check_resumes, check_returned, check_watched, names_of
+from jdist.loop.run import Run
+from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
+from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.report.history import History
 from jdist.step.base import Distributed

@@ -16,9 +16,9 @@ from jdist.core.remote import shapes_of
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError
-from jdist.fit.data import Feed
-from jdist.fit.metric_totals import Measured, Metrics, MetricTotals
-from jdist.fit.preflight import names_of
+from jdist.loop.data import Feed
+from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
+from jdist.loop.preflight import names_of
 from jdist.step.base import Distributed
 
 PyTree = Any

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from jdist.errors import StepError
-from jdist.fit.task import Task
+from jdist.loop.task import Task
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import hide_own_frames
 

@@ -9,8 +9,8 @@ from typing import Any
 from jdist.callbacks.callback import Callback
 from jdist.checkpoint import CheckpointWarning
 from jdist.errors import StepError
-from jdist.fit.data import Feed
-from jdist.fit.metric_totals import Metrics, MetricTotals
+from jdist.loop.data import Feed
+from jdist.loop.metric_totals import Metrics, MetricTotals
 from jdist.report.history import PREFIXES
 from jdist.step.base import Distributed
 from jdist.support.suggest import did_you_mean

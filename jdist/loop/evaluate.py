@@ -11,11 +11,11 @@ import numpy as np
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
-from jdist.fit.data import open_feed
-from jdist.fit.evaluation import measure
-from jdist.fit.keras_hints import with_hints
-from jdist.fit.preflight import names_of
-from jdist.fit.steps import eval_step_of, metrics_of, strategy_of
+from jdist.loop.data import open_feed
+from jdist.loop.evaluation import measure
+from jdist.loop.keras_hints import with_hints
+from jdist.loop.preflight import names_of
+from jdist.loop.steps import eval_step_of, metrics_of, strategy_of
 from jdist.metrics import Metric
 from jdist.support.arrays import to_host
 from jdist.support.suggest import did_you_mean

@@ -11,8 +11,8 @@ import jax
 from jdist.core.remote import RemoteTree
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError, StrategyError
-from jdist.fit.metric_totals import Metrics
-from jdist.fit.task import Task
+from jdist.loop.metric_totals import Metrics
+from jdist.loop.task import Task
 from jdist.nnx import NNXStep
 from jdist.step.base import Distributed
 from jdist.step.decorator import distribute

@@ -12,8 +12,7 @@ from by_default import some
 
 import jdist
 from jdist.errors import StrategyError
-from jdist.reduction import bucketed, hierarchical, psum, ring
-from jdist.reduction import ring as to_one_device
+from jdist.reduction import bucketed, hierarchical, psum, ring, to_one_device
 
 sys.path.insert(0, str(Path(__file__).parent))
 from on_replicas import compiled, in_stablehlo, lowered, mapped, mesh_of, tpu_mesh

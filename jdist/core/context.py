@@ -30,7 +30,7 @@ Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
 
 
 class Residuals(Protocol):
-    """Hands each gradient of a step what earlier all-reduces of it left out; see `transforms/residuals.py`."""
+    """Hands each gradient of a step what earlier all-reduces of it left out; see `step/error_feedback.py`."""
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import jdist
 
 ROOT = Path(jdist.__file__).parent
-# From the lowest to the highest; a room imports those before it. docs/design/index.md draws them.
+# From the lowest to the highest; a room imports those before it.
 ORDER = [
     "errors",
     "support",

@@ -452,8 +452,8 @@ import sys
 import jax.numpy as jnp
 from jdist.errors import CheckpointError
 from jdist.checkpoint import checkpointer
-checkpoint._CLAIM_S = 0.2
-checkpoints = checkpoint.Checkpointer(sys.argv[1])
+checkpointer._CLAIM_S = 0.2
+checkpoints = checkpointer.Checkpointer(sys.argv[1])
 try:
     checkpoints.save(int(sys.argv[2]), {"w": jnp.ones(2)}, wait=True)
 except CheckpointError as error:

@@ -8,7 +8,6 @@ runs/NAME/result.json        at the end: the sha256 of each leaf of the state
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
-from jdist.checkpoint import leaves as codec
 from jdist.errors import ConfigError
 from jdist.experiment.load import dotted, leaves
 from jdist.experiment.record import RunFolder
@@ -156,25 +152,3 @@ def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
     if not lines:
         return "the environment is that of the run"
     return "\n".join(["not as it was in the run, so it may come to other bits:", *lines])
-
-
-PyTree = Any
-
-
-def checksums(state: PyTree) -> dict[str, str]:
-    """The sha256 of each leaf's dtype, shape and bytes, by its path.
-
-    Args:
-        state: a tree of arrays, PRNG keys and numbers on the host.
-
-    Example:
-        >>> list(checksums({"w": np.zeros(3)}))
-        ["['w']"]
-    """
-    sums = {}
-    for path, leaf in codec.flatten(state).items():
-        array = np.ascontiguousarray(codec.without_keys(leaf))
-        digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
-        sums[path] = digest.hexdigest()
-    return sums

@@ -19,6 +19,7 @@ from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import write_state
 from jdist.errors import NonFiniteError
 from jdist.experiment.check_best import check_best
+from jdist.experiment.checksums import checksums
 from jdist.experiment.config import Config
 from jdist.experiment.due import Due
 from jdist.experiment.environment import environment
@@ -26,7 +27,7 @@ from jdist.experiment.load import Document
 from jdist.experiment.prepare import prepare
 from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.render import describe
-from jdist.experiment.repeatable import Result, Start, checksums, differences_from, write_result, write_start
+from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
 from jdist.experiment.resume import check_same_run, position_of
 from jdist.experiment.sources import changed_sources
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker

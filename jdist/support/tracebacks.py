@@ -17,7 +17,7 @@ from jdist.errors import JDistError
 P = ParamSpec("P")
 R = TypeVar("R")
 VARIABLE = "JDIST_TRACEBACK_FILTERING"
-_OWN = str(Path(__file__).parent) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
 _NOTE = f"jdist has left its own frames out of this traceback; {VARIABLE}=off in the environment shows them."
 
 

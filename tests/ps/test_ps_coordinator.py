@@ -425,7 +425,7 @@ def test_closing_ends_every_thread():
 @pytest.mark.parametrize("limit", ["MOST_QUEUED", "MOST_QUEUED_BYTES"])
 def test_a_full_queue_makes_the_next_call_wait(monkeypatch, limit):
     where = "coordinator" if limit == "MOST_QUEUED" else "closures"
-    monkeypatch.setattr(f"jdist.ps.{where}.{limit}", 5 if limit == "MOST_QUEUED" else 1000)
+    monkeypatch.setattr(f"jdist.ps.coordinator.{where}.{limit}", 5 if limit == "MOST_QUEUED" else 1000)
     with Job(1, 1) as job:
         job.schedule().wait(60)
         job.worker_servers[0].stop()

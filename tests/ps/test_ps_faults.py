@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from by_default import some
 
@@ -130,6 +131,18 @@ class TestAWorker:
         cluster.start(*who)
         job.check()
         assert job.rollbacks == 0
+
+    @pytest.mark.parametrize("mode", ["async", "sync"])
+    def test_absent_when_a_job_begins_it_comes_later(self, cluster, mode):
+        """What is asked of workers before the first step, their number of devices, one of them can say."""
+        cluster.kill(("worker", 0))
+        with running(cluster.strategy(mode=mode)) as job:
+            batch = next(iter(job.strategy.distribute_dataset([{"x": np.ones((4, 1), np.float32)}])))
+            assert batch["x"].shape == (4, 1)
+            cluster.start(("worker", 0))
+            job.await_ready(0)
+            job.schedule(20)
+            job.check()
 
     def test_killed_again_while_it_is_fenced(self, cluster, job):
         cluster.stop("ps", 1)  # so that nobody can be fenced

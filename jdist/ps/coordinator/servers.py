@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from jdist.cluster import exit_status
 from jdist.cluster.address import split
@@ -231,13 +232,29 @@ class _Telling:
 
 
 def devices_of_workers(servers: Servers, times: Times) -> int:
-    """Asks the workers; all have as many.
+    """Asks the workers, of which one is enough; the others may come later, with as many.
 
     Raises:
         StrategyError: they have different numbers of devices.
-        ClusterError: a worker does not answer.
+        ClusterError: none answers.
     """
-    found = {address: _devices_of(address, servers, times) for address in servers.workers}
+    end, found, failed = time.monotonic() + times.ps_timeout_s, dict[str, int](), dict[str, CallFailed]()
+    with ThreadPoolExecutor(len(servers.workers), "jdist-devices") as pool:
+        while not found:
+            for address, answer in zip(
+                servers.workers,
+                pool.map(lambda address: _devices_of(address, servers, times.lost_after_s), servers.workers),
+                strict=True,
+            ):
+                if isinstance(answer, CallFailed):
+                    failed[address] = answer
+                else:
+                    found[address] = answer
+            if not found and (time.monotonic() > end or any(e.reason == "unauthenticated" for e in failed.values())):
+                address, exc = next(iter(failed.items()))
+                raise ClusterError(f"the worker {address} does not answer: {exc}") from exc
+            if not found:
+                time.sleep(times.reconnect_s)
     if len(set(found.values())) > 1:
         raise StrategyError(
             f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "
@@ -246,16 +263,12 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
     return next(iter(found.values()))
 
 
-def _devices_of(address: str, servers: Servers, times: Times) -> int:
-    channel, end = servers.connect(address), time.monotonic() + times.ps_timeout_s
+def _devices_of(address: str, servers: Servers, timeout_s: float) -> int | CallFailed:
+    channel = servers.connect(address)
     try:
-        while True:
-            try:
-                header, _ = channel.call("status", {}, timeout_s=times.lost_after_s)
-                return header["devices"]
-            except CallFailed as exc:
-                if exc.reason == "unauthenticated" or time.monotonic() > end:
-                    raise ClusterError(f"the worker {address} does not answer: {exc}") from exc
-                time.sleep(times.reconnect_s)
+        header, _ = channel.call("status", {}, timeout_s=timeout_s)
+        return header["devices"]
+    except CallFailed as exc:
+        return exc
     finally:
         channel.close()

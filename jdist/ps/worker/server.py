@@ -84,8 +84,8 @@ class WorkerServer:
         self._shards.clients.close()
 
     def _status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        check_files()  # else it can do nothing, and is as good as silent
         """Who it is. The coordinator tells with it where the shards are, in case one has moved."""
+        check_files()  # else it can do nothing, and is as good as silent
         routes, channels = routes_in(header), self._routed
         for channel, route in zip(channels, routes if len(routes) == len(channels) else (), strict=False):
             channel.move(route)

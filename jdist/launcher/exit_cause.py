@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import re
 import signal
 from collections.abc import Iterable
@@ -140,6 +141,7 @@ _NOISE = re.compile(
     r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
+_RECORD = "jdist: peer lost "
 _SAID = "jdist: "  # how a message of jdist's begins; a record for programs, and a frame of a stack, do not explain
 _NO_REASON = re.compile(r"jdist: (peer lost \{|    |process \d+, step )")
 LONGEST = 30  # lines
@@ -159,7 +161,8 @@ def explanation(stderr: str) -> list[str]:
     header = max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
     if header is None:
         lines = [line for line in lines if line]
-        return (_without_noise(lines) or lines)[-LINES_WITHOUT:]
+        said = [line for line in _without_noise(lines) if not _NO_REASON.match(line)]
+        return (said or lines)[-LINES_WITHOUT:]
     message = _message(lines, header)
     frames, said = lines[header:message], lines[message : message + LINES_WITHOUT]
     if len(frames) + len(said) > LONGEST:
@@ -169,6 +172,19 @@ def explanation(stderr: str) -> list[str]:
     while said and not said[-1]:
         said.pop()
     return frames + said
+
+
+def lost_peer(stderr: str) -> tuple[int, str] | None:
+    """The process that this one says the job has lost, and why; None if it says nothing of the kind."""
+    for line in reversed(stderr.splitlines()):
+        if line.startswith(_RECORD):
+            try:
+                match json.loads(line.removeprefix(_RECORD)):
+                    case {"process": int(process), "cause": str(why)}:
+                        return process, why
+            except ValueError:  # cut off
+                return None
+    return None
 
 
 def cause(stderr: str) -> str:

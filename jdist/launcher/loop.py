@@ -249,7 +249,7 @@ class Launcher:
         task = attempt.guilty.task
         stderr = self._last_words.get(task, "")
         self._causes[attempt.number] = cause(stderr)
-        self.failure = failure(attempt, str(self._log_path(task, attempt.number)), stderr)
+        self.failure = failure(attempt, lambda each: self._log_path(each, attempt.number), stderr)
         if self._explains:
             self.say(self.failure)
 

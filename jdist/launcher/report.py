@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jdist.launcher.events import Attempt
-from jdist.launcher.exit_cause import End, Kind, explanation, how, kind
+from jdist.launcher.exit_cause import WORKER, End, Kind, Task, explanation, how, kind, lost_peer
 from jdist.launcher.supervisor import QUICK_S
 
 
-def failure(attempt: Attempt, log: str, stderr: str) -> str:
+def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> str:
     """The first guilty process of an attempt: how it ended, its log, and its traceback or last words.
 
     Args:
         attempt: one that failed.
-        log: the guilty process's log file.
-        stderr: the end of what it said.
+        log_of: from a process to its log file.
+        stderr: the end of what the guilty process said.
     """
     end = attempt.guilty
     if end is None:
         return ""
     said = explanation(stderr)
+    if kind(end) == Kind.PEER_LOST and (found := lost_peer(stderr)) is not None:
+        # All have left with the same code, and whoever did so first is not the one that they blame.
+        lost, why = found
+        task = next((each.task for each in attempt.ends if each.task == Task(WORKER, lost)), end.task)
+        head = f"attempt {attempt.number} failed: process {lost} was lost: {why}; its log: {log_of(task)}"
+        return "\n".join([head, *(f"  {line}" for line in said)])
+    log = log_of(end.task)
     others = _others(attempt, end)
     lines = [f"attempt {attempt.number} failed: {end.task} {how(end)}{others}; its log: {log}"]
     return "\n".join(lines + [f"  {line}" for line in said])

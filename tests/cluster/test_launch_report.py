@@ -15,8 +15,31 @@ def attempt(number, code=None, duration_s=2.0, outcome="failed", others=()):
     return Attempt(number=number, size=2, duration_s=duration_s, ends=ends, guilty=guilty, outcome=outcome)
 
 
+def log_of(task):
+    return f"logs/process_{task.label}.log"
+
+
+LOST = """\
+jdist: process 0 is lost: the others have waited for it for 6 s, and it is in the program's own code, a.py:20 gen. ...
+jdist: process 0, step 30: the program's own code
+jdist:     a.py:20 gen
+jdist: peer lost {"error": "PeerLostError", "process": 0, "cause": "the others have waited for it for 6 s", "places": []}
+"""
+
+
+def test_who_left_first_is_not_to_blame_for_whom_it_lost():
+    followed = End(task=Task("worker", 0), code=75, at=3.0)
+    head, *said = failure(attempt(0, 75, others=(followed,)), log_of, LOST).splitlines()
+    assert head == (
+        "attempt 0 failed: process 0 was lost: the others have waited for it for 6 s; its log: logs/process_0.log"
+    )
+    assert said == [f"  {LOST.splitlines()[0]}"]  # no frames, no record
+    cut_off = LOST[: LOST.index(', "cause"')]
+    assert failure(attempt(0, 75, others=(followed,)), log_of, cut_off).startswith("attempt 0 failed: process 1 ended")
+
+
 def test_a_failure_names_process_end_log_and_traceback():
-    text = failure(attempt(3, -9), "logs/process_1.log", TRACEBACK)
+    text = failure(attempt(3, -9), log_of, TRACEBACK)
     assert text.splitlines() == [
         "attempt 3 failed: process 1 was killed by SIGKILL; its log: logs/process_1.log",
         *(f"  {line}" for line in TRACEBACK.splitlines()),
@@ -26,7 +49,7 @@ def test_a_failure_names_process_end_log_and_traceback():
 def test_a_failure_counts_those_that_followed():
     followed = End(task=Task("worker", 0), code=75, at=3.0)
     killed = End(task=Task("worker", 2), code=-9, at=9.0, told=signal.SIGKILL)
-    text = failure(attempt(0, 1, others=(followed, killed)), "l", "")
+    text = failure(attempt(0, 1, others=(followed, killed)), log_of, "")
     assert "(1 noticed and left; process 2 had to be killed)" in text
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import sys
 
 from jdist.errors import (
@@ -82,6 +84,25 @@ def failed(code: int) -> None:
     runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
     if runtime is not None and (cluster := runtime.started()) is not None:
         cluster.failed(code)
+
+
+def is_interactive() -> bool:
+    """Whether errors before the end say nothing of the end: in a notebook or a Python shell."""
+    return bool(sys.flags.interactive) or getattr(sys, "ps1", None) is not None
+
+
+def end_with(code: int, error: BaseException | None) -> None:
+    """At the end of a program: if that error has ended it, ends it with a code that Python would not give.
+
+    Args:
+        code: the code.
+        error: which; None: nothing is done.
+    """
+    if error is not None and getattr(sys, "last_value", None) is error and not is_interactive():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def is_finished() -> bool:

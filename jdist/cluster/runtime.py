@@ -197,7 +197,7 @@ class Runtime:
         watch, switchboard = self._watch, self._switchboard
         if watch is None or self._leaving is None or os.getpid() != self._pid:  # a fork's end is not this program's
             return
-        error = None if self._failed is not None or _is_interactive() else getattr(sys, "last_value", None)
+        error = None if self._failed is not None or exit_status.is_interactive() else getattr(sys, "last_value", None)
         code = self._failed if error is None else _code(error)
         if code is None:
             try:
@@ -377,11 +377,6 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         raise
 
 
-def _is_interactive() -> bool:
-    """Whether errors before the end say nothing of the end: in a notebook or a Python shell."""
-    return bool(sys.flags.interactive) or getattr(sys, "ps1", None) is not None
-
-
 def _is_of_jax(error: BaseException | None) -> bool:
     """Whether an error, or what led to it, came from JAX's runtime, as a broken collective's does."""
     while error is not None:
@@ -399,8 +394,4 @@ def _code(error: BaseException) -> int:
 
 def _end_without_others(timeout: ClusterTimeoutError) -> None:
     """At the end of a program: if it was that, by which it could not start, its exit code says so."""
-    if getattr(sys, "last_value", None) is timeout and not _is_interactive():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_code(timeout))
+    exit_status.end_with(_code(timeout), timeout)

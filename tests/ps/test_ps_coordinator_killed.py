@@ -82,6 +82,42 @@ def test_with_servers_that_outlive_it(tmp_path, monkeypatch):
         cluster.close()
 
 
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import counting, jdist
+strategy = jdist.parameter_server(insecure=True, keep_servers=True)
+step, state = jdist.distribute(counting.step, strategy), strategy.init(counting.create)
+for i in range(int(sys.argv[2])):
+    state, metrics = step(state, counting.batch(i))
+    if i % 50 == 0:
+        print(float(metrics["total"]), flush=True)
+"""
+
+
+def test_a_script_too_ends_with_the_code_after_which_no_launcher_starts_it_again(tmp_path):
+    """Two launchers with restarts would else take the servers from each other for ever."""
+    cluster = Cluster(tmp_path, ps=2)
+    try:
+        jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+        environ = environment({"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})})
+
+        def start(steps):
+            command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(steps)]
+            return subprocess.Popen(command, env=environ, stdout=-1, stderr=subprocess.STDOUT, text=True)
+
+        with start(10_000_000) as first:
+            assert first.stdout.readline()
+            with start(100) as second:
+                said, _ = second.communicate(timeout=2 * BOUND_S)
+            assert second.returncode == 0, said
+            said, _ = first.communicate(timeout=BOUND_S)
+        assert first.returncode == 2, said
+        assert "JobReplacedError: another coordinator (process " in said
+    finally:
+        cluster.close()
+
+
 def test_a_second_one_takes_over_and_the_first_says_by_whom_and_leaves_the_servers_alone(tmp_path, monkeypatch):
     cluster = Cluster(tmp_path, ps=2)
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, ClosureError, JDistError, JobReplacedError, ShardLostError
 from jdist.ps.coordinator.closures import Batch, Closures, Installable, decide
 from jdist.ps.coordinator.remote_value import Pending
@@ -129,6 +130,7 @@ class Engine:
             ShardLostError: a shard does not answer.
         """
         # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
+        atexit.register(self._end_if_replaced)  # after `close`, and what the program registers from here on
         atexit.register(self.close)
         self._programs = programs
         self.snapshots.newest = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
@@ -156,9 +158,14 @@ class Engine:
         found = found or [client.status() for client in self.shards.clients]
         return max((status["generation"] for status in found), default=0)
 
+    def _end_if_replaced(self) -> None:
+        exit_status.end_with(exit_status.USAGE, self._replaced)  # no launcher starts it again: two would take turns
+
     def close(self) -> None:
         """Ends all threads and connections; what is in the queue is cancelled."""
         atexit.unregister(self.close)
+        if self._replaced is None:
+            atexit.unregister(self._end_if_replaced)
         self._end(ClosureCancelledError("the coordinator was closed"))
         self.shards.close()
         self._telling.close()

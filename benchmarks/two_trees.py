@@ -46,6 +46,9 @@ def main() -> None:
     from mirrored import in_turns
     from pairs import compare
 
+    args.other = args.other.resolve()
+    os.chdir(HERE)  # `python -m jdist serve`, as sides start it, looks for jdist in the working directory first
+
     for case in args.cases:
         script, arguments, calls = CASES[case]
         with contextlib.ExitStack() as ends:

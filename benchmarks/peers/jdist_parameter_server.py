@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from side import serve
-from tls_cluster import tls_cluster
 
 import jdist
 
@@ -66,6 +65,8 @@ with contextlib.ExitStack() as ends:
     pairs = (argument.split("=") for argument in sys.argv[3:])
     options = {name: int(value) if value.isdigit() else value for name, value in pairs}
     if options.pop("tls", 0):
+        from tls_cluster import tls_cluster  # of this tree's jdist: two_trees.py runs others' here
+
         ends.enter_context(tls_cluster(workers=2, ps=NUM_PS))
     else:
         options |= {"local_workers": 2, "local_ps": NUM_PS}

@@ -15,7 +15,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,7 +113,7 @@ def side(what: str) -> None:
         box[0] = state
         return float(metrics["loss"])
 
-    serve({"tree": jdist.__file__, "time": time.time()}, call)
+    serve({"tree": jdist.__file__}, call)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,13 @@ def test_imports_point_downwards():
     assert upwards == set(ALLOWED)
 
 
+def test_no_module_imports_itself():
+    known = modules()
+    assert not [
+        name for name, file in known.items() if file.name != "__init__.py" and name in imported(name, file, known)
+    ]
+
+
 def test_imports_go_round_in_no_circle():
     left = {m: {to for to in others if (m, to) not in ALLOWED and to != "jdist"} for m, others in graph().items()}
     while ends := [m for m, others in left.items() if not others & left.keys()]:

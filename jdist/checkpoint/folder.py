@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from jdist.checkpoint import folder as disk
 from jdist.cluster.agree import together
 from jdist.cluster.runtime import Runtime
 from jdist.errors import CheckpointError, ClusterError
@@ -308,11 +307,11 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
             if cluster.is_chief:
                 try:
                     directory.mkdir(parents=True, exist_ok=True)
-                    strangers = disk.sweep(directory)
+                    strangers = sweep(directory)
                     if cluster.num_processes > 1:
                         token.touch()
                 except OSError as error:
-                    raise CheckpointError(f"{directory}: cannot be made: {disk.reason(error)}") from error
+                    raise CheckpointError(f"{directory}: cannot be made: {reason(error)}") from error
         first = cluster.exchange(f"{name}: a file", token.name, timeout_s)[0]
         with together(f"{name}: looking", timeout_s, cluster):
             if not cluster.is_chief:

@@ -12,6 +12,8 @@ from jdist.cluster.address import refused
 from jdist.cluster.environment import RECORD_FOLDER
 from jdist.errors import PeerLostError
 
+RECORD = "jdist: peer lost "  # how the line begins that programs read, the launcher among them
+
 
 def folder(environ: Mapping[str, str]) -> Path | None:
     """The folder for records, made if need be; None if there is to be none.
@@ -34,7 +36,7 @@ def say(lost: PeerLostError, noticed_by: int) -> None:
     for place in lost.places:
         lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
         lines += [f"jdist:     {frame}" for frame in place["stack"]]
-    lines.append(f"jdist: peer lost {json.dumps(_record(lost, noticed_by))}")
+    lines.append(f"{RECORD}{json.dumps(_record(lost, noticed_by))}")
     os.write(2, ("\n".join(lines) + "\n").encode())
 
 

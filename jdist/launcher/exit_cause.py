@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jdist.cluster.exit_status import CANNOT_WRITE, FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
+from jdist.cluster.lost_peer import RECORD
 
 WORKER, EVALUATOR, CHIEF = "worker", "evaluator", "chief"
 _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
@@ -141,9 +142,8 @@ _NOISE = re.compile(
     r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
-_RECORD = "jdist: peer lost "
 _SAID = "jdist: "  # how a message of jdist's begins; a record for programs, and a frame of a stack, do not explain
-_NO_REASON = re.compile(r"jdist: (peer lost \{|    |process \d+, step )")
+_NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
 LONGEST = 30  # lines
 LINES_WITHOUT = 8
 
@@ -177,9 +177,9 @@ def explanation(stderr: str) -> list[str]:
 def lost_peer(stderr: str) -> tuple[int, str] | None:
     """The process that this one says the job has lost, and why; None if it says nothing of the kind."""
     for line in reversed(stderr.splitlines()):
-        if line.startswith(_RECORD):
+        if line.startswith(RECORD):
             try:
-                match json.loads(line.removeprefix(_RECORD)):
+                match json.loads(line.removeprefix(RECORD)):
                     case {"process": int(process), "cause": str(why)}:
                         return process, why
             except ValueError:  # cut off

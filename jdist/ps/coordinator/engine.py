@@ -129,8 +129,8 @@ class Engine:
         Raises:
             ShardLostError: a shard does not answer.
         """
+        atexit.register(self._end_if_replaced)  # runs after `close`, and after what the program registers from here on
         # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
-        atexit.register(self._end_if_replaced)  # after `close`, and what the program registers from here on
         atexit.register(self.close)
         self._programs = programs
         self.snapshots.newest = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)

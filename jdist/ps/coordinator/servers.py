@@ -238,23 +238,20 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
         StrategyError: they have different numbers of devices.
         ClusterError: none answers.
     """
-    end, found, failed = time.monotonic() + times.ps_timeout_s, dict[str, int](), dict[str, CallFailed]()
+    end = time.monotonic() + times.ps_timeout_s
     with ThreadPoolExecutor(len(servers.workers), "jdist-devices") as pool:
-        while not found:
-            for address, answer in zip(
-                servers.workers,
-                pool.map(lambda address: _devices_of(address, servers, times.lost_after_s), servers.workers),
-                strict=True,
-            ):
-                if isinstance(answer, CallFailed):
-                    failed[address] = answer
-                else:
-                    found[address] = answer
-            if not found and (time.monotonic() > end or any(e.reason == "unauthenticated" for e in failed.values())):
-                address, exc = next(iter(failed.items()))
-                raise ClusterError(f"the worker {address} does not answer: {exc}") from exc
-            if not found:
-                time.sleep(times.reconnect_s)
+        while True:
+            answers = pool.map(lambda address: _devices_of(address, servers, times.lost_after_s), servers.workers)
+            by_address = dict(zip(servers.workers, answers, strict=True))
+            found = {address: answer for address, answer in by_address.items() if isinstance(answer, int)}
+            if found:
+                break
+            failed = [answer for answer in by_address.values() if isinstance(answer, CallFailed)]
+            refusal = next((exc for exc in failed if exc.reason == "unauthenticated"), None)
+            if refusal is not None or time.monotonic() > end:
+                exc = refusal or failed[0]
+                raise ClusterError(f"the worker {exc.peer} does not answer: {exc}") from exc
+            time.sleep(times.reconnect_s)
     if len(set(found.values())) > 1:
         raise StrategyError(
             f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "

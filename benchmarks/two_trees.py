@@ -2,8 +2,9 @@
 
     python benchmarks/two_trees.py OTHER [--rounds 15] [--cases step async ...]
 
-OTHER is a checkout, as `git worktree add --detach /tmp/before COMMIT` makes one. Every case runs in one process of each tree,
-and in a second one of OTHER, for the noise of A against A. The cases: an empty step on 1 and on 8 virtual devices, whose
+OTHER is a checkout, as `git worktree add --detach /tmp/before COMMIT` makes one. Every case runs in two
+processes of each tree: a process keeps its own few percent for life (memory layout, where threads landed), so each pair of the
+trees is printed, and those of A against A for the noise. The cases: an empty step on 1 and on 8 virtual devices, whose
 call is all overhead; a parameter server of 8 floats and of a million, asynchronous and synchronous, and with two copies;
 closures that do nothing; and a process that imports every public name.
 """
@@ -30,6 +31,13 @@ CASES = {  # the script of a side, its arguments, and how many calls are a round
     "closures": ("peers/jdist_parameter_server.py", (1, 0), 1000),
     "import": ("two_trees.py", ("--side", "import"), 1),
 }
+SIDES = {
+    "here": True,
+    "other": False,
+    "other again": False,
+    "here again": True,
+}  # whether of this tree; as they are started
+PAIRS = [("here", "other"), ("here again", "other again"), ("here", "here again"), ("other", "other again")]
 
 
 def main() -> None:
@@ -53,14 +61,14 @@ def main() -> None:
         with contextlib.ExitStack() as ends:
             sides = {
                 name: ends.enter_context(contextlib.closing(_side(tree, script, arguments)))
-                for name, tree in (("here", HERE.parent), ("other", args.other), ("other again", args.other))
+                for name, tree in ((name, HERE.parent if is_here else args.other) for name, is_here in SIDES.items())
             }
             in_turns(sides, calls, 2)  # the first calls compile
             times = in_turns(sides, calls, args.rounds)
-        for name in ("here", "other again"):
-            c = compare(times[name], times["other"])
+        for name, base in PAIRS:
+            c = compare(times[name], times[base])
             print(
-                f"{case:21s} {name:11s} / other: ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
+                f"{case:21s} {name:10s} / {base:11s}: ratio {c.ratio:.3f} [{c.ratio_low:.3f}, {c.ratio_high:.3f}], "
                 f"{c.seconds / calls * 1e6:,.0f} us a call",
                 flush=True,
             )

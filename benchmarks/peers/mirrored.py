@@ -47,10 +47,12 @@ class Side:
 
 
 def in_turns(sides: dict[str, Side], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every side's rounds of so many steps; each second round in the other order."""
+    """Seconds of every side's rounds of so many steps; each round begins with another side, each second one goes backwards."""
     times: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
     for i in range(rounds):
-        for name in list(sides)[:: 1 if i % 2 else -1]:
+        first = i // 2 % len(names)
+        for name in (names[first:] + names[:first])[:: 1 if i % 2 else -1]:
             times[name].append(sides[name].run(steps)["seconds"])
     return times
 

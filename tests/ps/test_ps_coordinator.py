@@ -232,8 +232,7 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
         first, before = job.engine, job.coordinator
         late = job.schedule()
         job.begin(generation=7)
-        with first.lock:
-            assert first.lock.wait_for(lambda: first.closed, 20)
+        assert first.closed.wait(20)
         found = (
             f"another coordinator ({whose()}) has taken over the parameter servers: their history is number 7, and this"
         )
@@ -258,8 +257,7 @@ def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypat
         monkeypatch.setattr("jdist.ps.transport.shard_client.whose", lambda: "process 1 of another")
         job.clients[0].restore(Restore(generation=2), job.layout.shared_out(job.leaves)[0], job.programs[0])
         job.engine.memory_lost(0)  # it begins history 2, too
-        with job.engine.lock:
-            assert job.engine.lock.wait_for(lambda: job.engine.closed, 20)
+        assert job.engine.closed.wait(20)
         with pytest.raises(JobReplacedError, match=r"\(process 1 of another\)"):
             job.coordinator.join(20)
 

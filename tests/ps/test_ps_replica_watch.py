@@ -16,7 +16,7 @@ class Hub:
     """What a watch needs of the coordinator; `told` is set once it hears of an error or of a loss."""
 
     def __init__(self):
-        self.lock, self.closed = threading.Condition(), False
+        self.closed = threading.Event()
         self.errors, self.lost, self.told = [], [], threading.Event()
 
     def shard_found(self, shard):
@@ -87,9 +87,7 @@ def watched():
 
     yield start
     for hub, watch in ended:
-        with hub.lock:
-            hub.closed = True
-            hub.lock.notify_all()
+        hub.closed.set()
         watch.join(20)
 
 

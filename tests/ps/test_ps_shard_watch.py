@@ -15,7 +15,7 @@ class Hub:
     """What a watch needs of the coordinator; `told` is set once it hears of an error or of a loss."""
 
     def __init__(self):
-        self.lock, self.closed = threading.Condition(), False
+        self.closed = threading.Event()
         self.errors, self.lost, self.told = [], [], threading.Event()
         self.found, self.back = [], threading.Event()
 
@@ -66,9 +66,7 @@ def watch():
 
     yield start
     for hub, watching in ended:
-        with hub.lock:
-            hub.closed = True
-            hub.lock.notify_all()
+        hub.closed.set()
         watching.join(20)
 
 

@@ -1,14 +1,22 @@
 """Calls from one process to another, by the fake transport and over gRPC on loopback."""
 
+import contextlib
 import logging
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import trustme
 
 from jdist.ps.protocol.wire import Spec, spec_of
+from jdist.ps.transport import grpc_transport
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.grpc_transport import RpcChannel, RpcServer, Security
 from jdist.ps.transport.interface import CallFailed, Method, Untimely
@@ -162,6 +170,50 @@ def test_garbage_does_not_end_a_server(server):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
             connection.sendall(garbage)
     call(server, "double", {})
+
+
+CALLER = """
+import sys
+from jdist.ps.transport.grpc_transport import RpcChannel
+channel = RpcChannel(sys.argv[1])
+channel.call("double", {}, timeout_s=20)
+print("called", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_caller_that_has_gone_without_a_word_keeps_no_connection(monkeypatch):
+    quick = {"grpc.keepalive_time_ms": 500, "grpc.http2.ping_timeout_ms": 500}
+    monkeypatch.setattr(grpc_transport, "_OF_SERVERS", list((dict(grpc_transport._OF_SERVERS) | quick).items()))
+    server = RpcServer("127.0.0.1:0", METHODS)
+    command = [sys.executable, "-c", CALLER, f"127.0.0.1:{server.port}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as caller:
+        try:
+            assert caller.stdout.readline() == "called\n"
+            time.sleep(2)
+            assert callers_of(server.port) == 1  # it has nothing to say, and answers
+            caller.send_signal(signal.SIGSTOP)
+            end = time.monotonic() + 20
+            while callers_of(server.port) and time.monotonic() < end:
+                time.sleep(0.1)
+            assert callers_of(server.port) == 0
+        finally:
+            caller.kill()
+            server.stop()
+
+
+def callers_of(port):
+    """How many connections this process has accepted at a port of loopback."""
+    mine = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            mine.add(os.readlink(fd))
+    found = 0
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            found += local.endswith(f":{port:04X}") and state == "01" and f"socket:[{inode}]" in mine
+    return found
 
 
 def test_a_taken_port_is_an_error(server):

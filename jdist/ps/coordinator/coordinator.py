@@ -100,10 +100,10 @@ class Coordinator:
 
     def _wait_for_room(self) -> None:
         self.engine.raise_error()
-        while self._is_full() and not self.engine.closed:
+        while self._is_full() and not self.engine.closed.is_set():
             self.engine.wait_for_event()
             self.engine.raise_error()
-        if self.engine.closed:
+        if self.engine.closed.is_set():
             raise ClosureCancelledError("the coordinator was closed")
         if (error := self.engine.attendance.none_left()) is not None:
             raise error
@@ -130,7 +130,7 @@ class Coordinator:
             if pending.done:
                 return  # it was cancelled, and is not waited for any more
             self.engine.to_come -= 1
-            if self.engine.closed:
+            if self.engine.closed.is_set():
                 error = ClosureCancelledError("the coordinator was closed")
             if error is None:
                 self.engine.closures.put(function, given, pending, reads)
@@ -150,7 +150,7 @@ class Coordinator:
         """
         with self.engine.lock:
             if not self.engine.lock.wait_for(
-                lambda: self.done or self.engine.closed or self.engine.is_a_shard_lost, timeout_s
+                lambda: self.done or self.engine.closed.is_set() or self.engine.is_a_shard_lost, timeout_s
             ):
                 left = self.engine.dispatch.scheduled - self.engine.dispatch.settled + self.engine.to_come
                 raise TimeoutError(

@@ -67,7 +67,7 @@ class Engine:
         lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
             awaited.
         mutex: of which `lock` is a condition.
-        closed: whether all is over.
+        closed: set once all is over; who only asks now and then waits for it, as every notice of `lock` would wake it.
         dispatch: the machine's state.
         closures: those that may have to be computed.
         to_come: how many closures wait for arguments.
@@ -92,7 +92,7 @@ class Engine:
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)
         self._is_awaited = False
-        self.closed = False
+        self.closed = threading.Event()
         self.dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
         self.closures = Closures(have_a_state=bool(shards))
         self.to_come = 0  # closures that wait for arguments
@@ -177,7 +177,7 @@ class Engine:
     def _end(self, error: JDistError) -> None:
         """Nothing is begun any more, and what is waited for fails."""
         with self.lock:
-            self.closed = True
+            self.closed.set()
             waiting = self.closures.clear()
             self.lock.notify_all()
             for link in self._links:
@@ -200,7 +200,7 @@ class Engine:
     def handle(self, event: Event) -> None:
         """Lets the machine decide, and carries out what it says."""
         with self.lock:
-            if self.closed:
+            if self.closed.is_set():
                 return
             self._carry_out(event)
             if self._error is not None and not isinstance(event, Cancelled):
@@ -258,7 +258,7 @@ class Engine:
         with self.lock:
             numbers = frozenset(p.number for p in pending if p.number is not None)
             too_late = any(p.done for p in pending) or not all(map(self.dispatch.is_waiting, numbers))
-            if too_late or self.closed or self.dispatch.rounds is not None:
+            if too_late or self.closed.is_set() or self.dispatch.rounds is not None:
                 return False
             self.to_come -= sum(p.number is None for p in pending)
             for each in pending:
@@ -272,7 +272,7 @@ class Engine:
         if self._replaced is not None:
             raise self._replaced
         if self._error is not None:
-            self.lock.wait_for(lambda: self.is_idle or self.closed or bool(self._lost))
+            self.lock.wait_for(lambda: self.is_idle or self.closed.is_set() or bool(self._lost))
         for lost in self._lost.values():
             raise ShardLostError(str(lost))
         if self._error is not None:
@@ -302,7 +302,7 @@ class Engine:
     def replaced(self, generation: int, begun_by: str) -> None:
         """Another coordinator has taken over the shards: here all ends, and nothing of theirs is touched any more."""
         with self.lock:
-            if self.closed:
+            if self.closed.is_set():
                 return
             self._replaced = JobReplacedError(
                 f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
@@ -316,7 +316,7 @@ class Engine:
     def shard_lost(self, shard: int, error: ShardLostError) -> None:
         """A shard is given up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""
         with self.lock:
-            if self.closed:
+            if self.closed.is_set():
                 return
             self._lost[shard] = error
             self._cancel()

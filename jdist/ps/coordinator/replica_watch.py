@@ -139,7 +139,7 @@ class ReplicaWatch:
     def _watch(self, copy: int) -> None:
         hub, times, channel = self._hub, self._times, self._channels[copy]
         last, refusals, told = time.monotonic(), 0, False
-        while not hub.closed:
+        while not hub.closed.is_set():
             try:
                 header, _ = channel.call("status", {}, timeout_s=times.ping_s)
             except CallFailed as exc:
@@ -158,8 +158,7 @@ class ReplicaWatch:
                 self._happened(_heard(copy, header))
                 if header["leads"] and header["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
                     self._look_at_the_link(copy, header["term"])
-            with hub.lock:
-                hub.lock.wait_for(lambda: hub.closed, times.ping_s)
+            hub.closed.wait(times.ping_s)
 
     def _look_at_the_link(self, copy: int, term: int) -> None:
         """Does without the backup if its leader does not reach it, although it answers here."""
@@ -190,7 +189,7 @@ class ReplicaWatch:
 
     def _happened(self, event: Event) -> None:
         with self._lock:
-            if self._hub.closed:
+            if self._hub.closed.is_set():
                 return
             self._replicas, commands = machine.handle(self._replicas, event)
             self._carry_out(commands)

@@ -23,8 +23,7 @@ MOST_REFUSALS = 5
 class Hub(Protocol):
     """What is needed of the coordinator; see there."""
 
-    lock: threading.Condition
-    closed: bool
+    closed: threading.Event
 
     @property
     def generation(self) -> int: ...
@@ -63,7 +62,7 @@ class ShardCalls:
     def _until_answered(self, command: Tell) -> None:
         """How long a shard may take for it, its watch says; a message of an old history is of no interest any more."""
         hub, refusals = self._hub, 0
-        while not hub.closed and command.message.generation == hub.generation:
+        while not hub.closed.is_set() and command.message.generation == hub.generation:
             try:
                 answer = self._answer_to(command)
             except ShardLostError as exc:
@@ -71,8 +70,7 @@ class ShardCalls:
                 # What it begins with is not to its liking. What else it cannot do leaves it empty: its watch will hear of it.
                 if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
                     return hub.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
-                with hub.lock:
-                    hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)
+                hub.closed.wait(self._times.ping_s)
                 continue
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
                 hub.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
@@ -80,8 +78,7 @@ class ShardCalls:
             if _is_behind(answer, command):
                 # It has lost its memory, or is about to begin this history; taken for an answer, "it has nothing" would be
                 # said of what it only does not know.
-                with hub.lock:
-                    hub.lock.wait_for(lambda: hub.closed, self._times.ping_s)
+                hub.closed.wait(self._times.ping_s)
                 continue
             if (
                 isinstance(command.message, Restore)

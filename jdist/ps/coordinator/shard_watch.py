@@ -15,8 +15,7 @@ from jdist.ps.transport.shard_client import ShardClient
 class Hub(Protocol):
     """What a watch needs of the coordinator; see there."""
 
-    lock: threading.Condition
-    closed: bool
+    closed: threading.Event
 
     def memory_lost(self, shard: int) -> None: ...
     def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
@@ -61,9 +60,8 @@ class ShardWatch:
         hub, times, last = self._hub, self._times, time.monotonic()
         told = False
         while True:
-            with hub.lock:
-                if hub.lock.wait_for(lambda: hub.closed, times.ping_s):
-                    return
+            if hub.closed.wait(times.ping_s):
+                return
             try:
                 status = self._client.status(times.ping_s)
             except CallFailed as exc:

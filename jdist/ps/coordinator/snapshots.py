@@ -24,7 +24,7 @@ class Hub(Protocol):
     """What snapshots need of the coordinator; see there."""
 
     lock: threading.Condition
-    closed: bool
+    closed: threading.Event
     closures: Closures
 
     @property
@@ -79,7 +79,7 @@ class Snapshots:
                 return found
             with hub.lock:
                 hub.raise_error()
-                if hub.closed:
+                if hub.closed.is_set():
                     raise ShardLostError("the coordinator was closed")
                 if time.monotonic() > end:
                     raise ShardLostError(f"the parameter servers gave no snapshot within {self._give_up_s:g} s")
@@ -119,7 +119,7 @@ class Snapshots:
             number=number,
             generation=generation,
             settled=settled,
-            is_wanted=lambda: hub.dispatch.generation == generation and not hub.closed,
+            is_wanted=lambda: hub.dispatch.generation == generation and not hub.closed.is_set(),
         )
         with hub.lock:
             if isinstance(found, Disputed):
@@ -142,10 +142,10 @@ class Snapshots:
         """Whether a worker has yet to say what became of what the shards disagree on: to hold them again would be in vain."""
         hub, known = self._hub, self._hub.dispatch
         held = any(found.closures.intersection(worker.closures) for worker in known.workers.values())
-        return held and not hub.closed and known.generation == generation and not hub.is_a_shard_lost
+        return held and not hub.closed.is_set() and known.generation == generation and not hub.is_a_shard_lost
 
     def _are_reported(self, found: ClusterSnapshot, generation: int) -> bool:
         """Whether all closures of a snapshot have been reported, or it is of no use any more."""
         hub, known = self._hub, self._hub.dispatch
         done = all(c < known.settled or c in known.done for c in found.applied)
-        return done or hub.closed or known.generation != generation or hub.is_a_shard_lost
+        return done or hub.closed.is_set() or known.generation != generation or hub.is_a_shard_lost

@@ -30,7 +30,7 @@ class Hub(Protocol):
 
     mutex: threading.RLock  # of which `lock` is a condition
     lock: threading.Condition
-    closed: bool
+    closed: threading.Event
 
     def handle(self, event: Event) -> None: ...
     def fail(self, error: ClosureError) -> None: ...
@@ -103,7 +103,7 @@ class WorkerLink:
             self._address = channel.peer
             try:
                 with hub.lock:
-                    if hub.closed:
+                    if hub.closed.is_set():
                         return
                     self._channel = channel
                 self._briefing.attach(channel)
@@ -121,14 +121,14 @@ class WorkerLink:
                 hub.handle(Registered(worker=self.number))
                 self._serve(channel)
             except CallFailed as exc:
-                if not hub.closed:
+                if not hub.closed.is_set():
                     level = self._level(exc)
                     self._told = self._told or level == logging.WARNING
                     why = f"{channel.peer}: {self._cut}" if self._cut else exc
                     _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, why)
                     hopeless = self._is_hopeless(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
-                if hub.closed:
+                if hub.closed.is_set():
                     return
                 hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
@@ -139,9 +139,9 @@ class WorkerLink:
                 self._assigned.clear()
                 hub.handle(Lost(worker=self.number, epoch=hub.epoch_of(self.number)))
                 hub.check_workers()
-                if hopeless:
-                    return
-                hub.lock.wait_for(lambda: hub.closed, self._times.reconnect_s)
+            if hopeless:
+                return
+            hub.closed.wait(self._times.reconnect_s)
 
     def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
         """What is to be said of servers that the worker does not reach, and whether they answer here; "" if it reaches all."""
@@ -187,8 +187,8 @@ class WorkerLink:
         try:
             while True:
                 with hub.lock:
-                    self._news.wait_for(lambda: bool(self._assigned) or hub.closed or lost.is_set())
-                    if hub.closed:
+                    self._news.wait_for(lambda: bool(self._assigned) or hub.closed.is_set() or lost.is_set())
+                    if hub.closed.is_set():
                         return
                     if lost.is_set():
                         raise CallFailed(channel.peer, "unavailable", "it does not answer")

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from jdist.cluster.communication import CommunicationOptions as CommunicationOptions
     from jdist.core.context import has_strategy as has_strategy
     from jdist.core.context import in_replica_context as in_replica_context
-    from jdist.core.loss_scale import WithLossScale as WithLossScale
     from jdist.core.per_replica import PerReplica as PerReplica
     from jdist.core.per_replica import ValueContext as ValueContext
-    from jdist.core.per_replica import WithResiduals as WithResiduals
     from jdist.core.precision import precision as precision
+    from jdist.core.step_state import StepState as StepState
     from jdist.core.strategy import Strategy as Strategy
     from jdist.data.options import InputContext as InputContext
     from jdist.data.options import InputOptions as InputOptions
@@ -72,11 +71,10 @@ _NAMES = {
     "InputOptions": "jdist.data.options",
     "PerReplica": "jdist.core.per_replica",
     "Strategy": "jdist.core.strategy",
+    "StepState": "jdist.core.step_state",
     "TrainState": "jdist.replica.train_state",
     "Verification": "jdist.step.verify",
     "VerificationWarning": "jdist.step.verify",
-    "WithLossScale": "jdist.core.loss_scale",
-    "WithResiduals": "jdist.core.per_replica",
     "ValueContext": "jdist.core.per_replica",
     "aggregate": "jdist.replica.aggregation",
     "all_gather": "jdist.replica.collectives",

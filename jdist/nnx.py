@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdist.core.per_replica import own_state, with_own_state
+from jdist.core.step_state import user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
@@ -179,7 +179,7 @@ class NNXStep:
     @property
     def last_state(self) -> PyTree:
         """The newest state of the objects, as `nnx.update(objects, state)` takes it."""
-        state = own_state(self._distributed.last_state)
+        state = user_state(self._distributed.last_state)
         return None if state is None else nnx.merge_state(*state)
 
     def wait(self) -> None:
@@ -189,7 +189,7 @@ class NNXStep:
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
         """The step over pure states that a call runs, and its arguments."""
         static, state, rest, _ = _split(args)
-        return self._distributed, (static, with_own_state(self._around, state), *rest)
+        return self._distributed, (static, with_user_state(self._around, state), *rest)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it; see `DistributedStep.lower`."""
@@ -203,7 +203,7 @@ class NNXStep:
         args, kwargs = self._by_position(args, kwargs)
         static, state, rest, objects = _split(args)
         self._check_undeclared(args, rest, kwargs)
-        state = with_own_state(self._around, state)
+        state = with_user_state(self._around, state)
         try:
             state, *results = self._distributed(static, state, *rest, **kwargs)
         finally:
@@ -211,7 +211,7 @@ class NNXStep:
             newest = self._distributed.last_state
             if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
                 state = newest
-            self._around, state = with_own_state(state, None), own_state(state)
+            self._around, state = with_user_state(state, None), user_state(state)
             nnx.update(objects, nnx.merge_state(*state))
         return results[0] if len(results) == 1 else tuple(results)
 

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import jdist
-from jdist.core.loss_scale import LossScale, LossScaling, loss_scale_of
+from jdist.core.loss_scale import LossScale, LossScaling
+from jdist.core.step_state import loss_scale_of
 from jdist.errors import NonFiniteError, StepError
 from jdist.train import Checkpointer
 
@@ -183,12 +184,12 @@ def test_a_gradient_in_a_scan_is_scaled_and_its_overflow_left_out():
 
     train = jdist.distribute(step, jdist.mirrored(FOUR), precision=fp16(initial_scale=8.0))
     w, _ = train(jnp.float32(1), {"x": np.ones((8, 3), np.float32)})
-    kept = float(w.state)
+    kept = float(w.user)
     assert kept == pytest.approx(0.7)
     bad = np.ones((8, 3), np.float32)
     bad[2, 1] = 1e6
     w, _ = train(w, {"x": bad})
-    assert (float(w.state), numbers(w.loss_scale)) == (kept, (4.0, 0, 1))
+    assert (float(w.user), numbers(w.loss_scale)) == (kept, (4.0, 0, 1))
 
 
 class TestBesideTheState:
@@ -196,9 +197,9 @@ class TestBesideTheState:
         strategy = jdist.mirrored(FOUR)
         step = jdist.distribute(train_step, strategy, precision=fp16())
         state, _ = step(strategy.init(create), batch())
-        assert isinstance(state, jdist.WithLossScale)
+        assert isinstance(state, jdist.StepState)
         assert isinstance(strategy.fetch(state), jdist.TrainState)
-        assert (int(state.step), int(state.state.step), float(state.loss_scale.scale)) == (1, 1, 2.0**15)
+        assert (int(state.step), int(state.user.step), float(state.loss_scale.scale)) == (1, 1, 2.0**15)
         with pytest.raises(AttributeError, match="no_such"):
             state.no_such  # noqa: B018
 

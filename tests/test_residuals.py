@@ -88,8 +88,8 @@ def test_the_state_reads_as_the_steps_own_and_is_fetched_without():
     strategy = mirrored()
     step = jdist.distribute(train_step, strategy)
     state, _ = step(strategy.init(start), BATCH)
-    assert isinstance(state, jdist.WithResiduals)
-    assert state["b"] is state.state["b"]
+    assert isinstance(state, jdist.StepState)
+    assert state["b"] is state.user["b"]
     assert list(strategy.fetch(state)) == ["b", "w"]
     make = jdist.TrainState.create
     of_class = make(params=start(), tx=optax.sgd(0.1))
@@ -286,7 +286,7 @@ def test_gradients_outside_a_distributed_step_are_refused():
 
 def test_residuals_of_another_step_or_number_of_replicas_are_refused():
     state, _ = jdist.distribute(train_step, mirrored(n=2))(start(), BATCH)
-    with pytest.raises(StepError, match=r"shape \(2, 2\), for 2 replicas; mirrored has 4.*`state.state`"):
+    with pytest.raises(StepError, match=r"shape \(2, 2\), for 2 replicas; mirrored has 4.*`state.user`"):
         jdist.distribute(train_step, mirrored(n=4))(jax.device_get(state), BATCH)
 
     def train_step_of_another_kind(state, batch):
@@ -334,7 +334,7 @@ def test_a_static_argument_that_changes_the_gradients_is_refused():
 @pytest.mark.parametrize("make", [jdist.mirrored, jdist.one_device, jdist.central_storage, jdist.default])
 def test_a_strategy_that_keeps_none_refuses_them(make):
     state, _ = jdist.distribute(train_step, mirrored())(start(), BATCH)
-    with pytest.raises(StepError, match=r"from steps whose all-reduce compresses.* Pass `state\.state`"):
+    with pytest.raises(StepError, match=r"from steps whose all-reduce compresses.* Pass `state\.user`"):
         jdist.distribute(train_step, make())(state, BATCH)
 
 

@@ -100,7 +100,7 @@ class TestEveryStrategy:
 def test_with_a_loss_scale_which_the_first_state_carries():
     run = jdist.distribute(step, TWO, **SEVERAL, precision=jdist.precision("fp16", initial_scale=2.0**6))
     states, losses = train(run, create())
-    assert isinstance(states[0], jdist.WithLossScale)
+    assert isinstance(states[0], jdist.StepState)
     assert isinstance(states[1], tuple)
     assert states[0]["w"].shape == (3,)
     near(losses, by_hand()[1], tolerance=2e-2)
@@ -115,12 +115,12 @@ def test_with_residuals_which_the_first_state_carries(tmp_path):
     strategy = jdist.mirrored(DEVICES, all_reduce=jdist.reduction.compressed("int8"))
     run = jdist.distribute(step, strategy, **SEVERAL)
     states, losses = train(run, create())
-    assert isinstance(states[0], jdist.WithResiduals)
+    assert isinstance(states[0], jdist.StepState)
     assert losses[-1] < losses[0]
     run.lower(*states, BATCHES[0])
     like = run.prepare(*create(), BATCHES[0])
     assert isinstance(like, tuple)
-    assert isinstance(like[0], jdist.WithResiduals)
+    assert isinstance(like[0], jdist.StepState)
     with Checkpointer(tmp_path, check=strategy.check) as checkpointer:
         checkpointer.save(1, tuple(states), wait=True)
         restored = checkpointer.restore(like)
@@ -135,8 +135,8 @@ def test_with_residuals_which_the_first_state_carries(tmp_path):
 def test_two_states_that_each_carry_a_loss_scale():
     run = jdist.distribute(step, TWO, **SEVERAL, precision=jdist.precision("fp16"))
     params, opt_state, _ = run(*create(), BATCHES[0])
-    around = jdist.WithLossScale(opt_state, params.loss_scale)
-    with pytest.raises(StepError, match=r"2 of the states come as a WithLossScale.*`\.state` of all but one"):
+    around = jdist.StepState(opt_state, params.loss_scale)
+    with pytest.raises(StepError, match=r"2 of the states come as a `jdist.StepState`.*`\.user` of all but one"):
         run(params, around, BATCHES[0])
 
 

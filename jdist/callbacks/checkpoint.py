@@ -14,10 +14,10 @@ from jdist.callbacks.rows_file import RowsFile
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.checkpointer import Restored
-from jdist.checkpoint.leaves import WithKept
 from jdist.cluster.agree import together
 from jdist.cluster.runtime import alone
 from jdist.core.remote import fetched, shapes_of
+from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
 from jdist.support.checks import count
@@ -88,7 +88,7 @@ def checkpoint(
         opened[0].claim()
         kept = {name: each.get() for name, each in moment.kept.items()}
         try:
-            restored = opened[0].restore(WithKept(shapes_of(moment.state), kept))
+            restored = opened[0].restore(carrying(shapes_of(moment.state), kept=kept))
         except CheckpointError as exc:
             exc.add_note(
                 "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
@@ -101,7 +101,9 @@ def checkpoint(
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
-        state, found = restored.state.state, restored.state.kept
+        found = restored.state.kept
+        has_beside = isinstance(moment.state, StepState)
+        state = carrying(restored.state, kept=None) if has_beside else restored.state.user
         for name, each in moment.kept.items():
             # What a checkpoint lacks is left as it was given.
             pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(kept[name]), strict=True)
@@ -126,7 +128,7 @@ def checkpoint(
         state, notes = moment.state, moment.notes()
         moment.strategy.check(state)
         if moment.kept:
-            state = WithKept(fetched(state), {name: each.get() for name, each in moment.kept.items()})
+            state = carrying(fetched(state), kept={name: each.get() for name, each in moment.kept.items()})
         rows = notes["rows"]
         with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
             if moment.is_chief:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import numpy as np
 from jdist.checkpoint.folder import Damaged
 from jdist.checkpoint.pieces import Held
 from jdist.core.host_sharded import HostSharded, is_spread, restored, spread_like
-from jdist.core.loss_scale import WithLossScale
-from jdist.core.per_replica import AroundState, WithResiduals
+from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
 
@@ -25,30 +22,12 @@ _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WithKept(AroundState):
-    """A state, and trees that are saved with it. Either can be restored without the other's being there.
-
-    Attributes:
-        state: the state, with what steps keep beside it.
-        kept: trees by name; a leaf that a checkpoint lacks is left as it is.
-    """
-
-    state: PyTree
-    kept: Mapping[str, PyTree]
-
-
 def flatten(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths; a user's own state by the paths that it has without what steps keep beside it."""
-    if isinstance(tree, WithKept):
-        return {**flatten(tree.state), **{f"{_KEPT}{path}": leaf for path, leaf in flatten(tree.kept).items()}}
-    if isinstance(tree, WithLossScale):
-        scale = {f"{_LOSS_SCALE}{path}": leaf for path, leaf in flatten(tree.loss_scale).items()}
-        return {**flatten(tree.state), **scale}
-    if isinstance(tree, WithResiduals):
-        owed = {f"{_RESIDUALS}{path}": leaf for path, leaf in flatten(tree.residuals).items()}
-        return {**flatten(tree.state), **owed}
+    if isinstance(tree, StepState):
+        carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
+        beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
+        return {**flatten(tree.user), **beside}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spread)
     flat = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):

@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.per_replica import AroundState, WithResiduals
 from jdist.errors import StepError
-
-PyTree = Any
 
 SMALLEST = 1.0  # what does not fit at this scale is no overflow that a smaller one would mend
 FACTOR = 2.0
@@ -33,23 +30,6 @@ class LossScale:
     scale: Any
     good_steps: Any
     num_skipped: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WithLossScale(AroundState):
-    """A step's state, and the loss scale that goes with it.
-
-    A step in `jdist.precision("fp16")` returns its state so; the step itself sees only `state`. Pass it on whole, and save
-    it whole. Attributes and items of `state` can be read as if they were its own.
-
-    Attributes:
-        state: the state as the step returned it.
-        loss_scale: the scale for the next step: `state.loss_scale.scale`.
-    """
-
-    state: PyTree
-    loss_scale: LossScale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,17 +81,3 @@ class LossScaling:
             jnp.where(is_finite & ~grows, good, 0),
             now.num_skipped + ~is_finite,
         )
-
-
-def loss_scale_of(state: PyTree) -> LossScale | None:
-    """The loss scale that a state comes with, if any."""
-    if isinstance(state, WithResiduals):
-        return loss_scale_of(state.state)
-    return state.loss_scale if isinstance(state, WithLossScale) else None
-
-
-def with_loss_scale(state: PyTree, loss_scale: LossScale) -> PyTree:
-    """The state with this loss scale, in place of the one that it has."""
-    if isinstance(state, WithResiduals):
-        return dataclasses.replace(state, state=with_loss_scale(state.state, loss_scale))
-    return WithLossScale(state.state if isinstance(state, WithLossScale) else state, loss_scale)

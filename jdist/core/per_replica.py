@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,119 +118,6 @@ class PerReplica:
             )
         num_replicas = leaves[0].shape[0] if leaves else 0
         return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_replicas))
-
-
-@dataclasses.dataclass(frozen=True)
-class AroundState:
-    """A step's state with something of the step's own beside it.
-
-    Fields and items of `state` can be read as if they were its own. Its methods, too: what they return of the state's own
-    type, as `replace` and `apply_gradients` do, has the same beside it.
-
-    Attributes:
-        state: the state as the step returned it.
-    """
-
-    state: PyTree
-
-    def with_user(self, state: PyTree) -> Self:
-        """Another state of the user's own, with what this one has beside it: after a change that no method of it makes.
-
-        Example:
-            >>> import jdist
-            >>> state = jdist.WithResiduals({"w": 1.0, "n": 1}, {})
-            >>> state.with_user({**state, "w": 2.0})
-            WithResiduals(state={'w': 2.0, 'n': 1}, residuals={})
-        """
-        return with_own_state(self, own_state(state))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while an object is being made
-            raise AttributeError(name)
-        inner = self.state
-        while isinstance(inner, AroundState) and name not in inner.__dataclass_fields__:
-            inner = inner.state
-        value = getattr(inner, name)
-        is_method = (inspect.ismethod(value) or inspect.isbuiltin(value)) and value.__self__ is inner
-        return _keeping_around(self, value) if is_method else value
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.state[key]
-
-
-def _keeping_around(around: AroundState, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a user's own state that gives what it returns of the state's type what is beside the state."""
-    own = own_state(around)
-    structure = jax.tree.structure(own)
-
-    def is_state(x: Any) -> bool:
-        if type(x) is not type(own):
-            return False
-        is_container = isinstance(own, dict | list) or type(own) is tuple
-        return jax.tree.structure(x) == structure if is_container else not jax.tree_util.all_leaves([own])
-
-    @functools.wraps(method)
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if is_state(result):
-            return around.with_user(result)
-        if type(result) is tuple:  # a state and more
-            return tuple(around.with_user(x) if is_state(x) else x for x in result)
-        return result
-
-    return keeping
-
-
-def own_state(state: PyTree) -> PyTree:
-    """The user's own state, without what steps keep beside it."""
-    return own_state(state.state) if isinstance(state, AroundState) else state
-
-
-def own_states(tree: PyTree) -> PyTree:
-    """A tree of states, each without what steps keep beside it."""
-    return jax.tree.map(own_state, tree, is_leaf=lambda x: isinstance(x, AroundState))
-
-
-def with_own_state(around: PyTree, state: PyTree) -> PyTree:
-    """A user's own state with what steps keep beside another."""
-    if not isinstance(around, AroundState):
-        return state
-    return dataclasses.replace(around, state=with_own_state(around.state, state))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WithResiduals(AroundState):
-    """A step's state, and what its all-reduce still owes: what a compressed gradient left out is sent with the next one.
-
-    A step under a strategy that compresses gradients returns its state so; the step itself sees only `state`. Pass it on
-    whole, and save it whole. Attributes and items of `state` can be read as if they were its own.
-
-    Attributes:
-        state: the state as the step returned it.
-        residuals: `{name of a step: one entry for each gradient that it takes}`; inside a step this replica's arrays,
-            outside arrays of shape [num_replicas, ...] of which each replica holds its own part.
-    """
-
-    state: PyTree
-    residuals: PyTree
-
-
-def kinds_around(state: PyTree) -> set[type[AroundState]]:
-    """What steps keep beside a state, by its kinds."""
-    return {type(state), *kinds_around(state.state)} if isinstance(state, AroundState) else set()
-
-
-def without_residuals(state: PyTree) -> PyTree:
-    """The user's own state."""
-    return state.state if isinstance(state, WithResiduals) else state
-
-
-def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
-    """The state with `fn` applied to the residuals' leaves, if it has any."""
-    if not isinstance(state, WithResiduals):
-        return state
-    return WithResiduals(state.state, jax.tree.map(fn, state.residuals))
 
 
 def _as_array(path: Any, x: Any) -> Any:

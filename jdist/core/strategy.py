@@ -105,7 +105,7 @@ class Strategy:
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether a step's state comes back as a `jdist.WithResiduals`: the all-reduce keeps something of each gradient."""
+        """Whether the all-reduce keeps something of each gradient: steps return a `jdist.StepState` with residuals."""
         return self.num_replicas > 1 and not self.reduction.exact
 
     @property

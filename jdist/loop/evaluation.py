@@ -11,8 +11,8 @@ import jax
 
 from jdist.cluster.runtime import Runtime, alone
 from jdist.core.host_sharded import map_leaves
-from jdist.core.per_replica import own_state
 from jdist.core.remote import shapes_of
+from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError
@@ -54,7 +54,7 @@ class Evaluation:
             StepError: the step does not return what it should.
         """
         if self.strategy is not self.trained_by:  # what `fetch` would give
-            state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own_state(shapes_of(state)))
+            state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), user_state(shapes_of(state)))
         return names_of(self.step, state, self.feed, self.metrics, depth=4)
 
 

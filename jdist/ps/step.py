@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jdist.core.context import check_not_mixed
-from jdist.core.per_replica import own_state
 from jdist.core.remote import fetched
 from jdist.core.static_leaves import pack, with_static_leaves
+from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.mask import real_rows
@@ -152,7 +152,10 @@ class PsStep(Distributed):
                 self._check_own(state)
                 if not isinstance(state, RemoteState):
                     check_arrays(state, "the state")
-            self._adopted = states, RemoteState(self._job, jax.device_get(tuple(own_state(fetched(x)) for x in states)))
+            self._adopted = (
+                states,
+                RemoteState(self._job, jax.device_get(tuple(user_state(fetched(x)) for x in states))),
+            )
             for state, part in zip(states, self._adopted[1].parts, strict=True):
                 if isinstance(state, RemoteState):
                     state.joined = part
@@ -174,7 +177,7 @@ class PsStep(Distributed):
             check_not_donated(state)
             packed = pack(state)
             check_state(packed)
-            self._adopted = state, RemoteState(self._job, jax.device_get(own_state(packed)))
+            self._adopted = state, RemoteState(self._job, jax.device_get(user_state(packed)))
         return self._adopted[1]
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:

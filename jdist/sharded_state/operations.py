@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
-from jdist.core.per_replica import own_states
 from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
@@ -82,7 +82,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares what replicas hold whole, joins the parts."""
     placement.check_in_parts(strategy, state)
-    return unpack(map_leaves(to_host, own_states(pack(state))))
+    return unpack(map_leaves(to_host, user_states(pack(state))))
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:

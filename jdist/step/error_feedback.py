@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.per_replica import WithResiduals
+from jdist.core.step_state import StepState, carrying, residuals_of
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.reduction.algorithm import apply_reduction
@@ -33,10 +33,9 @@ class ErrorFeedback:
 
     @classmethod
     def of(cls, strategy: Strategy, name: str, state: PyTree) -> tuple[PyTree, ErrorFeedback | None]:
-        """The user's own state, and the residuals that came with it; None where the strategy keeps none."""
-        if not isinstance(state, WithResiduals):
-            return state, None
-        return state.state, cls(strategy, name, state.residuals)
+        """The state without its residuals, and what hands these out; None where the strategy keeps none."""
+        residuals = residuals_of(state)
+        return (state, None) if residuals is None else (carrying(state, residuals=None), cls(strategy, name, residuals))
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         """See `context.Residuals`."""
@@ -51,14 +50,14 @@ class ErrorFeedback:
         self.after.append(left)
         return total
 
-    def close(self, state: PyTree) -> WithResiduals:
+    def close(self, state: PyTree) -> StepState:
         """The state that the step returned, with what is left out now."""
-        return WithResiduals(state, {**self.all, self.name: tuple(self.after)})
+        return carrying(state, residuals={**self.all, self.name: tuple(self.after)})
 
 
 def has_residuals(state: PyTree, name: str) -> bool:
     """Whether a state comes with the residuals of the step of that name."""
-    return isinstance(state, WithResiduals) and name in state.residuals
+    return name in (residuals_of(state) or {})
 
 
 def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
@@ -69,14 +68,14 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
     """
     if not strategy.keeps_residuals:
         raise StepError(
-            f"the state is a `jdist.WithResiduals`, from steps whose all-reduce compresses gradients; {strategy.name} keeps no "
-            "residuals. Pass `state.state`, the state without them."
+            f"the state has residuals, from steps whose all-reduce compresses gradients; {strategy.name} keeps none. Pass "
+            "`state.user`, the state without them."
         )
     for leaf in jax.tree.leaves(residuals):
         if leaf.shape[0] != strategy.num_replicas:
             raise StepError(
                 f"the state has residuals of shape {leaf.shape}, for {leaf.shape[0]} replicas; {strategy.name} has "
-                f"{strategy.num_replicas}. Pass `state.state`, the state without them; residuals then begin at zero."
+                f"{strategy.num_replicas}. Pass `state.user`, the state without them; residuals then begin at zero."
             )
 
 
@@ -96,5 +95,5 @@ def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
         raise StepError(
             f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need "
             f"{shapes[1]} for each gradient. Is it another step of the same name (rename one), or a static argument that "
-            "changes which gradients it takes? `state.state` is the state without them; residuals then begin at zero."
+            "changes which gradients it takes? `state.user` is the state without them; residuals then begin at zero."
         )

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdist.core.per_replica import PerReplica, WithResiduals, map_residuals, put_per_replica, take_per_replica
+from jdist.core.per_replica import PerReplica, put_per_replica, take_per_replica
+from jdist.core.step_state import carrying, map_residuals
 from jdist.core.strategy import Strategy
 from jdist.step.options import StepOptions
 from jdist.step.outputs import Traced
@@ -87,7 +88,7 @@ def _jit(function: ReplicaFunction, strategy: Strategy, options: StepOptions, tr
 def _shard_map(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
     batch_spec = by_rows if options.steps_per_call == 1 else PartitionSpec(None, strategy.axes)
-    state_spec: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
+    state_spec: Any = carrying(whole, loss_scale=whole, residuals=by_rows) if strategy.keeps_residuals else whole
 
     def body(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         token, state, outputs = function(token, map_residuals(lambda x: x[0], state), batches, others)
@@ -130,8 +131,8 @@ def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, t
         parts = x.reshape(*x.shape[:lead], n, x.shape[lead] // n, *x.shape[lead + 1 :])
         return jax.lax.with_sharding_constraint(parts.swapaxes(0, lead), by_rows)
 
-    state_axes: Any = WithResiduals(None, 0) if strategy.keeps_residuals else None
-    state_sharding: Any = WithResiduals(whole, by_rows) if strategy.keeps_residuals else whole
+    state_axes: Any = carrying(None, residuals=0) if strategy.keeps_residuals else None
+    state_sharding: Any = carrying(whole, loss_scale=whole, residuals=by_rows) if strategy.keeps_residuals else whole
     mapped = jax.pmap(
         body,
         axis_name=axis,

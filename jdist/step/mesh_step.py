@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.context import check_not_mixed
 from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
-from jdist.core.loss_scale import loss_scale_of, with_loss_scale
-from jdist.core.per_replica import WithResiduals, kinds_around, without_residuals
 from jdist.core.static_leaves import has_static, pack, unpack, with_static_leaves
+from jdist.core.step_state import StepState, carried_by, carrying, loss_scale_of, residuals_of
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.leaves import MASK
@@ -216,7 +214,8 @@ class DistributedStep(Distributed):
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, lambda x: x)
                 own = _shapes(state.residuals, self.strategy.batch_sharding)
-                return program.lower(token, WithResiduals(_shapes(state.state, whole), own), batches, others)
+                rest = _shapes(carrying(state, residuals=None), whole)
+                return program.lower(token, carrying(rest, residuals=own), batches, others)
             return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
         except Exception as exc:
             self._explain(exc, call, state, batches, others)
@@ -308,18 +307,18 @@ class DistributedStep(Distributed):
         scaling = self.options.loss_scaling
         if scaling is None or loss_scale_of(state) is not None:
             return state
-        return with_loss_scale(state, scaling.begin())
+        return carrying(state, loss_scale=scaling.begin())
 
     def _with_residuals(
         self, call: Call, state: PyTree, batches: PyTree, others: PyTree, make: Callable[[Any], Any] | None = None
-    ) -> WithResiduals:
+    ) -> StepState:
         """The state with residuals for this step's gradients: those it came with, else what `make` makes of shapes, zeros."""
-        kept = state.residuals if isinstance(state, WithResiduals) else {}
-        own = _shapes(without_residuals(state), None)
+        kept = residuals_of(state) or {}
+        own = _shapes(carrying(state, residuals={}), None)
         key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
         if key not in self._residuals:
             program, _ = self._program(call)
-            made = program.trace(_shapes(self._token, None), WithResiduals(own, {}), _shapes(batches, None), others)
+            made = program.trace(_shapes(self._token, None), own, _shapes(batches, None), others)
             self._residuals[key] = made.out_info[1].residuals[self.__name__]
         wanted = self._residuals[key]
         if self.__name__ in kept:
@@ -327,7 +326,7 @@ class DistributedStep(Distributed):
             self._check_own_residuals(state)
             return state
         make = make or (lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding))
-        return WithResiduals(without_residuals(state), {**kept, self.__name__: jax.tree.map(make, wanted)})
+        return carrying(state, residuals={**kept, self.__name__: jax.tree.map(make, wanted)})
 
     def _check_own_residuals(self, state: PyTree) -> None:
         """Refuses a state from another step of the same name, which has left its own residuals there.
@@ -418,7 +417,7 @@ class DistributedStep(Distributed):
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
-                self._warn_of_loss(state)
+                self._check_nothing_lost(state)
                 if self.options.non_finite == "raise" and self._last_state is not None:
                     self._window.go_on_from(state)
                     if self._token is None:
@@ -484,17 +483,19 @@ class DistributedStep(Distributed):
         check_same_program(program.trace(self._token, state, batches, others).jaxpr, self.__name__, cluster)
         self._agreed.add(call)
 
-    def _warn_of_loss(self, state: PyTree) -> None:
-        """Warns of a state that was made of the one that the step returned, without what that had beside it."""
-        lost = kinds_around(self._last_state) - kinds_around(state)
+    def _check_nothing_lost(self, state: PyTree) -> None:
+        """Refuses a state that was made of the one that the step returned, without what that carried beside it.
+
+        Raises:
+            StepError: says what is lost, and how to change a state.
+        """
+        lost = carried_by(self._last_state) - carried_by(state)
         if not lost or not {id(x) for x in _arrays(self._last_state)} & {id(x) for x in _arrays(state)}:
             return
-        kinds = " and ".join(f"`jdist.{kind.__name__}`" for kind in sorted(lost, key=lambda kind: kind.__name__))
-        warnings.warn(
-            f"{self.__name__} was called with a state that was made of the one it had returned and has lost the {kinds} around "
-            "it: what steps carry along there begins anew. Change a state by its own methods, `state.replace(...)`, or keep "
-            "what is around it: `state = state.with_user({**state, ...})`.",
-            stacklevel=5,
+        raise StepError(
+            f"{self.__name__} was called with a state that was made of the one it had returned and has lost the "
+            f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
+            "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
         )
 
     def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:

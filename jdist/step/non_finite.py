@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.context import ReplicaTrace
-from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling, loss_scale_of, with_loss_scale
+from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling
+from jdist.core.step_state import carrying, loss_scale_of
 from jdist.jaxpr import graph
 from jdist.step.options import NonFinite
 
@@ -171,7 +172,7 @@ def guarded(
             values[i] = jnp.where(keep, values[i], old[i])
     new, outputs, _ = jax.tree.unflatten(jax.tree.structure(shapes), values)
     if loss_scaling is not None and loss_scale is not None:
-        new = with_loss_scale(new, loss_scale)
+        new = carrying(new, loss_scale=loss_scale)
     return token if names else step_done(token), new, outputs
 
 

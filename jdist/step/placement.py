@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
 from jdist.core.host_sharded import check_no_spread
-from jdist.core.per_replica import WithResiduals, own_states
 from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import carrying, residuals_of, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first, turn_back
 from jdist.data.dataset import DistributedDataset
@@ -103,10 +103,11 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     strategy.need_devices("a step")
     check_not_donated(state)
     check_no_spread(strategy, state)
-    if isinstance(state, WithResiduals):
-        check_residuals(strategy, state.residuals)
-        own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), state.residuals)
-        return WithResiduals(adopt_state(strategy, state.state), own)
+    residuals = residuals_of(state)
+    if residuals is not None:
+        check_residuals(strategy, residuals)
+        own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), residuals)
+        return carrying(adopt_state(strategy, carrying(state, residuals=None)), residuals=own)
     check_state(state)
     check_whole(state)
     sharding = strategy.replicated_sharding
@@ -127,7 +128,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
     """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
     check(strategy, state)
-    return unpack(jax.tree.map(to_host, own_states(pack(state))))
+    return unpack(jax.tree.map(to_host, user_states(pack(state))))
 
 
 _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()

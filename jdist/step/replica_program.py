@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.context import ReplicaTrace, current_trace, tracing
-from jdist.core.loss_scale import LossScaling, loss_scale_of
-from jdist.core.per_replica import WithResiduals, own_state, with_own_state
+from jdist.core.loss_scale import LossScaling
 from jdist.core.precision import InUse
+from jdist.core.step_state import loss_scale_of, residuals_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
@@ -84,7 +84,7 @@ class ProgramSpec:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        own, precision, in_use = own_state(state), self.options.precision, None
+        own, precision, in_use = user_state(state), self.options.precision, None
         if precision is not None:
             precision.check_names((own, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
@@ -99,7 +99,7 @@ class ProgramSpec:
                 self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
         if precision is not None:
             outputs = jax.tree.map(precision.cast_to_output, outputs)
-        return with_own_state(state, new_state), outputs, FiniteFlags.of(trace)
+        return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: PyTree) -> Any:
         """What losses are multiplied by, if by anything; it is in the state, or where a parameter server's worker puts it."""
@@ -242,7 +242,7 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str],
     new_state, outputs, _ = shapes
     jaxpr = graph.body_of(closed)
     state, batches, _ = jax.tree.unflatten(arguments, jaxpr.invars)
-    residuals = jax.tree.leaves(state.residuals) if isinstance(state, WithResiduals) else []
+    residuals = jax.tree.leaves(residuals_of(state))
     varying = graph.varying(closed, [*jax.tree.leaves(batches), *residuals])
     first = len(jax.tree.leaves(new_state))
     found = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdist.core.host_sharded import is_spread
-from jdist.core.per_replica import AroundState, is_per_replica, own_state, with_own_state
+from jdist.core.per_replica import is_per_replica
+from jdist.core.step_state import StepState, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place
 from jdist.errors import StepError
@@ -80,22 +80,22 @@ def join_states(states: Sequence[PyTree]) -> PyTree:
     """
     if len(states) == 1:
         return states[0]
-    around = [state for state in states if isinstance(state, AroundState)]
+    around = [state for state in states if isinstance(state, StepState)]
     if len(around) > 1:
         raise StepError(
-            f"{len(around)} of the states come as a {type(around[0]).__name__}, each with what a step of its own keeps beside "
-            "it; a step keeps one for all its states. Pass `.state` of all but one."
+            f"{len(around)} of the states come as a `jdist.StepState`, each with what a step of its own carries beside it; a "
+            "step carries one for all its states. Pass `.user` of all but one."
         )
-    joined = tuple(map(own_state, states))
-    return with_own_state(around[0], joined) if around else joined
+    joined = tuple(map(user_state, states))
+    return with_user_state(around[0], joined) if around else joined
 
 
 def split_states(state: PyTree, count: int) -> tuple[PyTree, ...]:
     """Undoes `join_states`, for a number of states."""
     if count <= 1:
         return (state,) * count
-    first, *rest = own_state(state)
-    return with_own_state(state, first), *rest
+    first, *rest = user_state(state)
+    return with_user_state(state, first), *rest
 
 
 def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
@@ -115,9 +115,10 @@ def is_same_state(a: PyTree, b: PyTree) -> bool:
     """Whether two states are the same objects; of several states, each by itself."""
     if a is b:
         return True
-    if isinstance(a, AroundState):
-        fields = [field.name for field in dataclasses.fields(a)]
-        return type(a) is type(b) and all(is_same_state(getattr(a, name), getattr(b, name)) for name in fields)
+    if isinstance(a, StepState):
+        if not isinstance(b, StepState) or not is_same_state(a.user, b.user):
+            return False
+        return a.loss_scale is b.loss_scale and a.residuals is b.residuals
     return type(a) is type(b) is tuple and len(a) == len(b) > 0 and all(x is y for x, y in zip(a, b, strict=True))
 
 

@@ -21,7 +21,8 @@ from jax.sharding import AxisType, Mesh
 
 from jdist.core import context
 from jdist.core.host_sharded import is_spread, map_leaves
-from jdist.core.per_replica import is_per_replica, own_state
+from jdist.core.per_replica import is_per_replica
+from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.mask import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
@@ -309,7 +310,7 @@ class _Comparison:
         filled = (filled_up(batch) for batch in batches)
         real = next((rows for rows in filled if rows is not None and not rows.all()), None)
         self._real = None if real is None or not real.any() else real
-        self._state, self._others = map_leaves(_on_host, own_state(state)), map_leaves(_on_host, others)
+        self._state, self._others = map_leaves(_on_host, user_state(state)), map_leaves(_on_host, others)
         self._batches = jax.tree.map(_on_host, batches)
         self._rows = self._batches if self._real is None else jax.tree.map(lambda x: x[self._real], self._batches)
         self._before = {leaf.name: leaf.value for leaf in _named((None, self._state, ()), ("state",))}

@@ -18,8 +18,8 @@ import optax
 from flax import nnx
 
 import jdist
-from jdist.core.per_replica import own_states
 from jdist.core.remote import shapes_of
+from jdist.core.step_state import user_states
 
 ROWS, GLOBAL_BATCH, EPOCHS, CLASSES = 60, 16, 5, 3
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
@@ -80,7 +80,7 @@ def train(strategy: jdist.Strategy, create: Any, step: Any, arrays: Any, options
         compiled += counted.count if i else 0
         losses.append(np.ravel(metrics["loss"]))
     state = tuple(states) if several else states[0]
-    kept = shardings(own_states(state)) == laid_out
+    kept = shardings(user_states(state)) == laid_out
     assert jax.tree.structure(shapes_of(state)) == jax.tree.structure(shapes_of(train_step.last_state))
     fetched = strategy.fetch(state)
     if several:

@@ -341,7 +341,7 @@ class TestSteps:
     def test_compressed_gradients_keep_what_they_left_out(self):
         strategy = jdist.mirrored(jax.devices()[:2], all_reduce=jdist.reduction.compressed("bf16"))
         state, _ = jdist.fit(train_step, create_state(), DATA, strategy=strategy, epochs=2, global_batch=16, **QUIET)
-        assert isinstance(state, jdist.WithResiduals)
+        assert isinstance(state, jdist.StepState)
         np.testing.assert_allclose(state.params["w"], by_numpy(2, global_batch=16)[0], rtol=2e-2)
 
     def test_nothing_compiles_after_the_first_epoch(self, compiled):

@@ -12,7 +12,8 @@ import optax
 import pytest
 
 import jdist
-from jdist.core.per_replica import own_state, with_own_state
+from jdist.core.step_state import user_state, with_user_state
+from jdist.errors import StepError
 
 BATCH = {"x": np.linspace(-1, 1, 16 * 4, dtype=np.float32).reshape(16, 4)}
 
@@ -83,7 +84,7 @@ def kind(request):
 
 
 def same_around(a, b):
-    return jax.tree.map(lambda x, y: x is y, with_own_state(a, None), with_own_state(b, None))
+    return jax.tree.map(lambda x, y: x is y, with_user_state(a, None), with_user_state(b, None))
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -92,7 +93,7 @@ def test_methods_keep_what_is_around(name, kind):
     replace = state._replace if name == "named tuple" else state.replace
     doubled = replace(params=jax.tree.map(lambda x: 2 * x, state.params))
     assert type(doubled) is type(state)
-    assert type(own_state(doubled)) is type(own_state(state))
+    assert type(user_state(doubled)) is type(user_state(state))
     assert jax.tree.all(same_around(doubled, state))
     np.testing.assert_array_equal(doubled.params["w"], 2 * state.params["w"])
     if name in ("jdist", "flax"):
@@ -121,13 +122,14 @@ def test_a_dict(kind):
     assert jax.tree.all(same_around(changed, state))
     assert float(changed["params"]["w"][0, 0]) == 0.25
     state, _ = train_step(changed, BATCH)
-    kinds = {"residuals": "`jdist.WithResiduals`", "loss scale": "`jdist.WithLossScale`"}
-    lost = kinds.get(kind, " and ".join(sorted(kinds.values())))
-    with pytest.warns(
-        UserWarning, match=rf"step was called with a state .* lost the {lost} around it.*with_user"
-    ) as told:
-        train_step({**state, "params": params()}, BATCH)
-    assert told[0].filename == __file__
+    lost = {"both": "loss scale and the residuals"}.get(kind, kind)
+    made_of_it = {**state, "params": params()}
+    with pytest.raises(
+        StepError, match=rf"step was called with a state .* lost the {lost} beside it.*with_user.*strategy\.fetch"
+    ):
+        train_step(made_of_it, BATCH)
+    train_step(train_step.strategy.fetch(made_of_it), BATCH)  # to begin them anew on purpose
+    train_step(state, BATCH)  # nothing of it was consumed
 
 
 def test_a_new_run_loses_nothing(kind):

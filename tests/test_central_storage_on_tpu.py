@@ -18,11 +18,10 @@ from tpu_steps import COLLECTIVE, host_computations
 import jdist
 from jdist.sharded_state.operations import BACKEND
 from jdist.step.mesh_step import REPLICATED
-from jdist.step.non_finite import FlagNames
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
-from jdist.step.replica_program import ProgramSpec
-from jdist.step.signature import Call
+from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.signature import Call, Others
 from jdist.strategies.central_storage import CENTRAL
 from jdist.strategies.local import LOCAL, strategy_over
 
@@ -71,7 +70,7 @@ def compiled(name, operations, backend, state, **options):
     program = backend.make_program(
         ProgramSpec(step, strategy, checked, Call(("state", "batch")), Traced(), FlagNames(), "step")
     )
-    return program.lower(token, backend.state_shapes(strategy, state), (batch,), ((), {})).compile()
+    return program.lower(token, backend.state_shapes(strategy, state), (batch,), Others((), {})).compile()
 
 
 @pytest.fixture(scope="module")

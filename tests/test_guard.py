@@ -10,7 +10,8 @@ from jax.experimental import io_callback
 import jdist
 from jdist.errors import NonFiniteError
 from jdist.step import non_finite as guard
-from jdist.step.non_finite import FiniteFlags, FlagNames, decide
+from jdist.step.non_finite import decide
+from jdist.step.program_spec import FiniteFlags, FlagNames
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 EVERY = {

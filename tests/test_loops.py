@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.step.accumulate import scan
+from jdist.step.loops import scan
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 ELSEWHERE = dataclasses.replace(jdist.default(), devices=(SimpleNamespace(platform="gpu"),))

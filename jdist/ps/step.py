@@ -28,9 +28,8 @@ from jdist.ps.program.split_step import StepParts, take_apart
 from jdist.ps.program.sync import Combined, SyncParts, Traced
 from jdist.step import outputs as results
 from jdist.step.base import Distributed, check_axis_bound
-from jdist.step.non_finite import FlagNames
 from jdist.step.options import StepOptions
-from jdist.step.replica_program import ProgramSpec
+from jdist.step.program_spec import FlagNames, ProgramSpec
 from jdist.step.signature import Call, Signature, Step, is_same_state
 from jdist.step.tree_checks import check_arrays, check_batch, check_not_traced, check_state, summary
 from jdist.support.arrays import check_not_donated
@@ -97,7 +96,7 @@ class PsStep(Distributed):
         turn = functools.partial(rows_first, axes=call.batch_axes, lead=int(self.options.steps_per_call > 1))
         batches, others = without_keys((turn(passed), others))
         if self.options.loss_scaling is not None:  # a worker puts its own in the place of this one
-            others = (*others, self.options.loss_scaling.begin().scale)
+            others = others._replace(loss_scale=self.options.loss_scaling.begin().scale)
         state, parts = self._find(state)
         call, several = dataclasses.replace(call, parts=parts), self.options.steps_per_call > 1
         each = _unstacked(batches, self.options.steps_per_call) if several else [batches]

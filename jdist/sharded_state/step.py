@@ -16,13 +16,14 @@ from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.split import Cut
 from jdist.sharded_state.update import Part, evaluate
-from jdist.step.accumulate import Plan, all_reduced, gradient_part, make_plan, scan
 from jdist.step.divergence import hash_leaf
+from jdist.step.loops import repeat
 from jdist.step.mesh_program import Program
-from jdist.step.non_finite import FiniteFlags, guarded, token_of_steps, token_size, was_left_out
+from jdist.step.microbatches import Plan, all_reduced, gradient_part, make_plan
+from jdist.step.non_finite import STEP_ENTRIES, guarded
 from jdist.step.outputs import LOCAL, ROWS
 from jdist.step.placement import check_rows
-from jdist.step.replica_program import ProgramSpec
+from jdist.step.program_spec import FiniteFlags, ProgramSpec
 from jdist.step.tree_checks import check_same_state
 
 PyTree = Any
@@ -58,16 +59,13 @@ class _CentralStep:
         if self.options.steps_per_call == 1:
             return self.once(self.planned(token, state, batches, others), token, state, batches, others)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-        token = token[:2]
-        planned = self.planned(token, state, first, others)
+        planned = self.planned(token[:STEP_ENTRIES], state, first, others)
 
-        def body(carry: Any, batches: PyTree) -> Any:
-            before, old = carry
-            token, state, outputs, hashes = self.once(planned, before, old, batches, others)
-            return (token, state), (outputs, hashes, was_left_out(before, token, old, state))
+        def once(token: jax.Array, state: PyTree, batch: PyTree) -> Any:
+            token, state, outputs, hashes = self.once(planned, token, state, batch, others)
+            return token, state, (outputs, hashes)
 
-        (token, state), (outputs, hashes, left_out) = scan(self.strategy, body, (token, state), batches)
-        token = token_of_steps(token, left_out, token_size(self.options.steps_per_call))
+        token, state, (outputs, hashes) = repeat(self.spec, once, token, state, batches)
         # The loop over steps is outside of the replicas here; their axis leads all the same.
         outputs = jax.tree.map(
             lambda x: jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), x) if is_per_replica(x) else x,

@@ -15,7 +15,8 @@ from jdist.core.strategy import Strategy
 from jdist.step.options import StepOptions
 from jdist.step.outputs import Traced
 from jdist.step.placement import check_rows
-from jdist.step.replica_program import ProgramSpec, ReplicaFunction
+from jdist.step.program_spec import ProgramSpec, StepFn
+from jdist.step.signature import Others
 
 PyTree = Any
 Function = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
@@ -47,7 +48,7 @@ class Program:
         box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
 
 
-def compile_over_mesh(function: ReplicaFunction, spec: ProgramSpec) -> Program:
+def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:
     """Builds the program that runs `function` on every replica of a strategy.
 
     Args:
@@ -61,7 +62,7 @@ def compile_over_mesh(function: ReplicaFunction, spec: ProgramSpec) -> Program:
     return Program(build(function, spec.strategy, spec.options, spec.traced), spec.donate, spec.turn)
 
 
-def _plain(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _plain(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         check_rows(batches, strategy, options)
         token, state, outputs = function(token, state, batches, others)
@@ -71,7 +72,7 @@ def _plain(function: ReplicaFunction, strategy: Strategy, options: StepOptions, 
     return program
 
 
-def _jit(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _jit(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     whole, by_rows = strategy.replicated_sharding, strategy.batch_sharding
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
@@ -85,7 +86,7 @@ def _jit(function: ReplicaFunction, strategy: Strategy, options: StepOptions, tr
     return program
 
 
-def _shard_map(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     whole, by_rows = PartitionSpec(), PartitionSpec(strategy.axes)
     batch_spec = by_rows if options.steps_per_call == 1 else PartitionSpec(None, strategy.axes)
     state_spec: Any = carrying(whole, loss_scale=whole, residuals=by_rows) if strategy.keeps_residuals else whole
@@ -114,14 +115,14 @@ def _shard_map(function: ReplicaFunction, strategy: Strategy, options: StepOptio
     return program
 
 
-def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
+def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
     """`pmap` wants a leading axis of replicas, so batches are reshaped on the way in and rows on the way out."""
     assert strategy.mesh is not None  # every strategy with a transform has a mesh
     (axis,) = strategy.axes
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
     lead = 0 if options.steps_per_call == 1 else 1
 
-    traces: list[ReplicaFunction] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
+    traces: list[StepFn] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
 
     def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
         token, state, outputs = traces[-1](token, state, own[0], others)
@@ -137,7 +138,7 @@ def _pmap(function: ReplicaFunction, strategy: Strategy, options: StepOptions, t
         body,
         axis_name=axis,
         # One entry for each part of `others`: with as many entries as leaves JAX would take them leaf by leaf.
-        in_axes=(None, state_axes, 0, (None, None)),
+        in_axes=(None, state_axes, 0, Others._make((None, None, None))),
         out_axes=(None, state_axes, None, 0, 0),
         devices=list(strategy.mesh.devices.flat),
     )

@@ -32,7 +32,7 @@ from jdist.step.base import Distributed, Preview, check_axis_bound
 from jdist.step.error_feedback import check_fit
 from jdist.step.in_flight import Lineage, Window, made
 from jdist.step.mesh_program import Program, compile_over_mesh
-from jdist.step.non_finite import FlagNames, token_size
+from jdist.step.non_finite import STEPS, VERDICT, token_size
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
 from jdist.step.partial import Apart
@@ -46,9 +46,10 @@ from jdist.step.placement import (
     rows_sharding,
     rows_shardings,
 )
-from jdist.step.replica_program import ProgramSpec, replica_step
+from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.replica_program import replica_program
 from jdist.step.same_program import check_same_program, check_same_state_of_processes
-from jdist.step.signature import Call, Signature, Step, as_taken, is_same_state, split_states
+from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
 from jdist.step.tree_checks import check_not_traced
 from jdist.support.arrays import check_not_donated, put, to_host
 from jdist.support.tracebacks import hide_own_frames, without_own_frames
@@ -74,7 +75,7 @@ class Backend:
 
 
 def _replicated_program(spec: ProgramSpec) -> Program:
-    return compile_over_mesh(replica_step(spec), spec)
+    return compile_over_mesh(replica_program(spec), spec)
 
 
 REPLICATED = Backend(
@@ -172,7 +173,7 @@ class DistributedStep(Distributed):
             loss_scale = loss_scale_of(self._last_state)
             return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
         token = self._results[0][0] if self._results else self._token
-        return int(to_host(token)[0]) if self.options.non_finite == "skip" else 0
+        return int(to_host(token)[VERDICT]) if self.options.non_finite == "skip" else 0
 
     def count_left_out(self, state: PyTree) -> jax.Array | None:
         """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
@@ -407,7 +408,7 @@ class DistributedStep(Distributed):
         """
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
-            call, state, batches, others = self._plain_call, args[0], (args[1],), ((), {})
+            call, state, batches, others = self._plain_call, args[0], (args[1],), Others((), {})
         else:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)
@@ -546,7 +547,7 @@ class DistributedStep(Distributed):
         self._window.lineage.token = token
 
     def _inspect(self, token: np.ndarray, lineage: Lineage) -> None:
-        code, count = int(token[0]), int(token[1])
+        code, count = int(token[VERDICT]), int(token[STEPS])
         if self.options.non_finite != "raise" or code == 0:
             return
         with self._window.lock:

@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdist.core.context import ReplicaTrace
 from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling
 from jdist.core.step_state import carrying, loss_scale_of
 from jdist.jaxpr import graph
 from jdist.step.options import NonFinite
+from jdist.step.program_spec import FiniteFlags, FlagNames, ProgramSpec, RunFn, StepFn
 
 PyTree = Any
 
 
-@dataclass
-class FlagNames:
-    """Names of the values that a step's programs look at; a token's code is a place in this list, from 1."""
-
-    names: list[str] = field(default_factory=list)
-
-    def add(self, names: list[str]) -> int:
-        """Takes in the names of one program; returns how many codes come before theirs."""
-        for start in range(len(self.names) - len(names) + 1):
-            if self.names[start : start + len(names)] == names:  # traced again, for other shapes
-                return start
-        self.names.extend(names)
-        return len(self.names) - len(names)
+# A token is an int32 array that each call takes from the one before, and that the host reads some calls later. Its entries:
+# the verdict (under "raise" the code of the first non-finite value, 0 for none; under "skip" how many steps were left out),
+# the number of steps before it, and, of a call of several steps, for each of them whether it was left out.
+VERDICT, STEPS, STEP_ENTRIES = 0, 1, 2
 
 
-@dataclass(frozen=True)
-class FiniteFlags:
-    """What one step saw of its gradients.
+def token_size(steps_per_call: int) -> int:
+    """The length of a call's token."""
+    return STEP_ENTRIES + (steps_per_call if steps_per_call > 1 else 0)
 
-    Attributes:
-        names: of each gradient and loss at the step's own level.
-        finite: whether each is finite; bool scalars.
-        hidden: whether there were gradients at an inner level (in a `lax.scan`), whose flags cannot be seen.
-    """
 
-    names: list[str]
-    finite: list[jax.Array]
-    hidden: bool
+def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:
+    """Keeps the state as it was where a gradient is not finite, as the step's options say, and tells it in the token."""
+    strategy = spec.strategy
+    axes = strategy.axes if strategy.num_replicas > 1 and strategy.transform != "jit" else ()
 
-    @classmethod
-    def of(cls, trace: ReplicaTrace) -> FiniteFlags:
-        """The flags that a trace has gathered."""
-        return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
+    def step(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        return guarded(run, token, state, (batches, others), spec.policy, spec.watched, axes, spec.loss_scaling)
+
+    return step
 
 
 def step_done(token: jax.Array) -> jax.Array:
@@ -58,30 +44,11 @@ def step_done(token: jax.Array) -> jax.Array:
     return token + jnp.array([0, 1], jnp.int32)
 
 
-def token_size(steps_per_call: int) -> int:
-    """The length of a step's token: what `decide` says, and of a call of several steps for each whether it was left out."""
-    return 2 + (steps_per_call if steps_per_call > 1 else 0)
-
-
-def was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree) -> jax.Array:
-    """Whether a step was left out, from its token and its state before and after; bool scalar."""
-    scales = loss_scale_of(old), loss_scale_of(new)
-    if scales[0] is not None and scales[1] is not None:
-        return scales[1].num_skipped > scales[0].num_skipped
-    return after[0] > before[0]
-
-
-def token_of_steps(token: jax.Array, left_out: jax.Array, size: int) -> jax.Array:
-    """The token after several steps; the last call of a data set may make fewer than the others."""
-    return jnp.concatenate([token, jnp.pad(left_out.astype(jnp.int32), (0, size - 2 - left_out.size))])
-
-
 def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
     """Whether to go on with the new state.
 
     Args:
-        token: int32[2]. Under "raise": the code of the first non-finite value (0: none), and the number of steps before
-            it. Under "skip": the number of steps left out, and of steps.
+        token: int32[2], of one step.
         finite: the flags; bool scalars, at least one.
         base: the code before that of the first flag.
         policy: "raise" or "skip".
@@ -89,7 +56,7 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
     Returns:
         The new token, and the answer, a bool scalar.
     """
-    code, count = token[0], token[1]
+    code, count = token[VERDICT], token[STEPS]
     bad = ~jnp.stack(finite)
     now = jnp.where(bad.any(), base + jnp.argmax(bad).astype(jnp.int32) + 1, 0)
     if policy == "raise":  # sticky: later steps change nothing until the host has seen it
@@ -121,7 +88,7 @@ def guarded(
 
     Args:
         run: the step, `(state, *rest) -> (state, outputs, flags)`.
-        token: see `decide`.
+        token: int32[2], of one step.
         state: the state before the step.
         rest: the step's other arguments.
         policy: "raise", "skip" or "apply".

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,20 @@ from jdist.support.arrays import check_values_not_donated
 
 PyTree = Any
 Step = Callable[..., Any]
+
+
+class Others(NamedTuple):
+    """The arrays of a call that are neither states nor batches.
+
+    Attributes:
+        replicated: arguments by position.
+        named: arguments by keyword.
+        loss_scale: what the loss is multiplied by, where no state carries it: at a parameter server's worker.
+    """
+
+    replicated: tuple[PyTree, ...]
+    named: dict[str, PyTree]
+    loss_scale: Any = None
 
 
 @dataclass(frozen=True)
@@ -47,26 +61,26 @@ class Call:
     batch_axes: tuple[int, ...] = ()
     parts: tuple[int, ...] | None = None
 
-    def apply(self, step: Step, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+    def apply(self, step: Step, state: PyTree, batches: PyTree, others: Others) -> Any:
         """Calls `step` with every argument in its place.
 
         Args:
             step: the user's step.
             state: the state; a tuple of them if the step takes several, or parts of one.
             batches: the batches, each leaf with its rows first.
-            others: `(replicated arguments, keyword arguments)`.
+            others: the arguments that are neither.
         """
         state = take_parts(state, self.parts)
         sources = {
             "state": iter(split_states(state, self.roles.count("state"))),
             "batch": iter(rows_in_place(batches, self.batch_axes)),
-            "replicated": iter(others[0]),
+            "replicated": iter(others.replicated),
             "static": iter(self.static),
         }
         sources["per_replica"] = map(_own_entry, sources["batch"])
         args = [next(sources[role]) for role in self.roles]
         named = {name: next(sources["batch"]) for name in self.batch_names}
-        return step(*args, **named, **others[1], **dict(self.static_kwargs))
+        return step(*args, **named, **others.named, **dict(self.static_kwargs))
 
 
 def join_states(states: Sequence[PyTree]) -> PyTree:
@@ -188,7 +202,7 @@ class Signature:
                     f"`args={_likely_roles(self.positional)}`."
                 )
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
         """Sorts the arguments of one call.
 
         Returns:
@@ -239,7 +253,7 @@ class Signature:
         undeclared |= {f"keyword argument `{k}`": value for k, value in kwargs.items() if k not in self.role_of}
         if undeclared and batches:
             self._check_undeclared(undeclared, call, batches, len(args))
-        return call, join_states(by_role["state"] or [()]), batches, (tuple(by_role["replicated"]), kwargs)
+        return call, join_states(by_role["state"] or [()]), batches, Others(tuple(by_role["replicated"]), kwargs)
 
     def _check_undeclared(self, values: Mapping[str, Any], call: Call, batches: PyTree, count: int) -> None:
         options = self.options
@@ -253,32 +267,30 @@ class Signature:
             remedy += " A role is said of a parameter that the step names."
         check_no_batch(self.name, values, batches, call.batch_axes, options, self._strategy, remedy)
 
-    def check_others(self, call: Call, others: tuple[tuple[PyTree, ...], dict[str, PyTree]]) -> None:
+    def check_others(self, call: Call, others: Others) -> None:
         """Refuses text and objects among the replicated arguments.
 
         Raises:
             StepError: names the argument, the leaf and its type.
         """
         places = [i for i, role in enumerate(call.roles) if role == "replicated"]
-        named = [(self._name_of(i), value) for i, value in zip(places, others[0], strict=True)]
-        for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others[1].items())]:
+        named = [(self._name_of(i), value) for i, value in zip(places, others.replicated, strict=True)]
+        for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others.named.items())]:
             check_arrays(
                 value,
                 f'{name} of {self.name}, role "replicated",',
                 'Give a constant the role "static", or name it in `static_argnames`.',
             )
 
-    def check_not_donated(
-        self, call: Call, batches: PyTree, others: tuple[tuple[PyTree, ...], dict[str, PyTree]]
-    ) -> None:
+    def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
         """Refuses arguments whose buffers an earlier call has consumed.
 
         Raises:
             DonatedStateError: names the argument and the leaf.
         """
-        values = {"batch": iter(batches), "replicated": iter(others[0])}
+        values = {"batch": iter(batches), "replicated": iter(others.replicated)}
         named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
-        by_name = [(f"keyword argument `{key}`", value) for key, value in others[1].items()]
+        by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]
         check_values_not_donated(self.name, [*named, *by_name])
 
     def taken_as(self, call: Call, state: PyTree, batches: PyTree) -> str:

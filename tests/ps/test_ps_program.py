@@ -9,10 +9,9 @@ import pytest
 import jdist
 from jdist.errors import BoundaryError
 from jdist.ps.program.split_step import take_apart
-from jdist.step.non_finite import FlagNames
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
-from jdist.step.replica_program import ProgramSpec
+from jdist.step.program_spec import FlagNames, ProgramSpec
 from jdist.step.signature import Signature
 
 RNG = np.random.default_rng(0)

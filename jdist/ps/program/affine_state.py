@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jdist.jaxpr.affine import AffineRule, Slope, wide
 from jdist.jaxpr.split import Split
-from jdist.step.accumulate import Gradients, Plan, microbatches
+from jdist.step.microbatches import Gradients, Plan, microbatches
 
 PyTree = Any
 

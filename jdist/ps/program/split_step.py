@@ -25,10 +25,9 @@ from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.split import Split
 from jdist.ps.program.affine_state import Carrying, find_carrying
 from jdist.ps.program.update_units import Update, sort_update
-from jdist.step.accumulate import Plan, Pure, all_reduced, gradient_part, make_plan
-from jdist.step.non_finite import FiniteFlags
+from jdist.step.microbatches import Plan, all_reduced, gradient_part, make_plan
 from jdist.step.outputs import LOCAL, ROWS
-from jdist.step.replica_program import ProgramSpec
+from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure
 from jdist.step.tree_checks import check_same_state
 from jdist.support.arrays import is_key
 

@@ -25,7 +25,7 @@ from jdist.ps.program.split_step import StepParts
 from jdist.ps.protocol.shard import NonFinite
 from jdist.ps.protocol.wire import mean_of_integers
 from jdist.replica.gradients import all_finite
-from jdist.step.accumulate import Gradients, axis_of_rows
+from jdist.step.microbatches import Gradients, axis_of_rows
 from jdist.step.outputs import LOCAL, METRIC
 
 PyTree = Any

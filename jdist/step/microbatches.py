@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.collective_marks import Collective
-from jdist.core.context import ReplicaTrace, Residuals, tracing
+from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.strategy import Strategy
-from jdist.jaxpr import graph
 from jdist.jaxpr.split import Cut, Phase, Split, split
 from jdist.replica import collectives, gradients
+from jdist.step.error_feedback import ErrorFeedback
+from jdist.step.loops import scan
 from jdist.step.outputs import LOCAL, METRIC, ROWS, check_means, rows_of
 from jdist.step.own_averages import check_averages_combined
+from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
+from jdist.step.signature import Others
 
 PyTree = Any
-# (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
-Pure = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, list[str]]]
 # (cuts of a phase, what this replica's microbatches gave together for each) -> what all replicas gave
 Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
 
@@ -68,47 +69,31 @@ class Gradients:
     outputs: list[jax.Array | None]
 
 
-def accumulated(
-    strategy: Strategy,
-    pure: Pure,
-    k: int,
-    state: PyTree,
-    batches: PyTree,
-    others: PyTree,
-    residuals: Residuals | None = None,
-    *,
-    compares_replicas: bool = False,
-) -> tuple[PyTree, PyTree]:
-    """One step over `k` microbatches.
+def microbatched(spec: ProgramSpec) -> RunFn:
+    """Makes one step of `options.accumulate` microbatches: its results are those of as many times more replicas.
 
-    Args:
-        strategy: what the step runs under.
-        pure: the step.
-        k: the number of microbatches.
-        state: the state.
-        batches: one replica's rows.
-        others: further arguments.
-        residuals: what the all-reduce keeps of each gradient.
-        compares_replicas: whether the state must be the same on all replicas.
-
-    Returns:
-        `(new state, outputs)`, as `pure` on `k` times as many replicas gives them; per-replica outputs lead with an
-        axis of microbatches.
-
-    Raises:
-        BoundaryError: the step cannot be split.
-        ReplicaDivergenceError: replicas would keep moving averages of their own.
+    Per-replica outputs lead with an axis of microbatches. Tracing the function raises BoundaryError where the step cannot be
+    split, ReplicaDivergenceError where replicas would keep moving averages of their own.
     """
-    plan = make_plan(strategy, pure, k, state, batches, others)
-    if compares_replicas:
-        plan.check_averages_combined()
-    with tracing(ReplicaTrace(strategy, residuals=residuals)):
-        made = gradient_part(plan, state, batches, others, all_reduced(strategy))
-        new_leaves, late = plan.parts.update(state, others, made.combined, made.carried)
-        late = finish_late(plan, late)
-    outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
-    outputs = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
-    return jax.tree.unflatten(plan.parts.state_treedef, new_leaves), outputs
+    strategy = spec.strategy
+
+    def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
+        seen: list[FiniteFlags] = []
+        state, residuals = ErrorFeedback.of(strategy, spec.name, state)
+        plan = make_plan(strategy, spec.splittable(seen), spec.options.accumulate, state, batches, others)
+        if spec.compares_replicas:
+            plan.check_averages_combined()
+        with tracing(ReplicaTrace(strategy, residuals=residuals)):
+            made = gradient_part(plan, state, batches, others, all_reduced(strategy))
+            leaves, late = plan.parts.update(state, others, made.combined, made.carried)
+            late = finish_late(plan, late)
+        outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
+        *outputs, finite = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
+        new = jax.tree.unflatten(plan.parts.state_treedef, leaves)
+        flags = FiniteFlags(seen[-1].names, finite, seen[-1].hidden)
+        return (residuals.close(new) if residuals else new), tuple(outputs), flags
+
+    return run
 
 
 def make_plan(
@@ -121,7 +106,7 @@ def make_plan(
     *,
     otherwise: str = "leave `accumulate` at 1",
 ) -> Plan:
-    """Splits a step for `k` microbatches; the arguments are those of `accumulated` and of `boundary.split`.
+    """Splits a step for `k` microbatches; the arguments are those of `jaxpr.split.split`.
 
     Raises:
         BoundaryError: the step cannot be split.
@@ -324,16 +309,3 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 def _wide(dtype: Any) -> Any:
     """What to add up in: float32 for half precision, which would lose small microbatches."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def scan(strategy: Strategy, body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
-    """As `lax.scan`; unrolled where XLA's CPU backend would run convolutions more than 20 times slower inside a loop.
-
-    `benchmarks/loops_on_cpu.py` measures it.
-    """
-    platform = strategy.devices[0].platform if strategy.devices else jax.default_backend()
-    unroll = False
-    if platform == "cpu":
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
-        unroll = graph.contains_primitive(jax.make_jaxpr(body)(init, first), "conv_general_dilated")
-    return jax.lax.scan(body, init, xs, unroll=unroll or 1)

@@ -1,0 +1,156 @@
+"""What a program is made of, and the types of the functions that it is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jdist.core.context import ReplicaTrace, current_trace, tracing
+from jdist.core.loss_scale import LossScaling
+from jdist.core.precision import InUse
+from jdist.core.step_state import loss_scale_of, user_state, with_user_state
+from jdist.core.strategy import Strategy
+from jdist.data.batch_axis import rows_first
+from jdist.data.leaves import MASK
+from jdist.step.options import NonFinite, StepOptions
+from jdist.step.outputs import METRIC, Traced, differs, kinds_of, rows_of, sort_results
+from jdist.step.signature import Call, Others, Step
+from jdist.step.tree_checks import check_state
+
+PyTree = Any
+
+
+@dataclass
+class FlagNames:
+    """Names of the values that a step's programs look at; a token's code is a place in this list, from 1."""
+
+    names: list[str] = field(default_factory=list)
+
+    def add(self, names: list[str]) -> int:
+        """Takes in the names of one program; returns how many codes come before theirs."""
+        for start in range(len(self.names) - len(names) + 1):
+            if self.names[start : start + len(names)] == names:  # traced again, for other shapes
+                return start
+        self.names.extend(names)
+        return len(self.names) - len(names)
+
+
+@dataclass(frozen=True)
+class FiniteFlags:
+    """What one step saw of its gradients.
+
+    Attributes:
+        names: of each gradient and loss at the step's own level.
+        finite: whether each is finite; bool scalars.
+        hidden: whether there were gradients at an inner level (in a `lax.scan`), whose flags cannot be seen.
+    """
+
+    names: list[str]
+    finite: list[jax.Array]
+    hidden: bool
+
+    @classmethod
+    def of(cls, trace: ReplicaTrace) -> FiniteFlags:
+        """The flags that a trace has gathered."""
+        return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
+
+
+# One step over one replica's rows: (state, batches, others) -> (state, outputs, what was seen of the gradients)
+RunFn = Callable[[PyTree, PyTree, Others], tuple[PyTree, tuple[PyTree, ...], FiniteFlags]]
+# What a replica runs in one call: (token, state, batches, others) -> (token, state, outputs); for the token see `non_finite`
+StepFn = Callable[[jax.Array, PyTree, PyTree, Others], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
+# A step to be split: (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
+Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[str]]]
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """What a program is made of.
+
+    Attributes:
+        step: the user's step.
+        strategy: what it runs under.
+        options: the decorator's options.
+        call: how the arguments of a call are laid out.
+        traced: filled in while tracing.
+        watched: takes in the names that the token's codes stand for.
+        name: the step's, under which a state keeps its residuals.
+    """
+
+    step: Step
+    strategy: Strategy
+    options: StepOptions
+    call: Call
+    traced: Traced
+    watched: FlagNames
+    name: str
+
+    def turn(self, batches: PyTree) -> PyTree:
+        """The batches of a call with their rows first, as a program takes them; `Call.apply` turns them back."""
+        return rows_first(batches, self.call.batch_axes, lead=int(self.options.steps_per_call > 1))
+
+    @property
+    def donate(self) -> bool:
+        """Whether the old state's buffers may be reused for the new state."""
+        return self.options.donate and self.options.may_update_state
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether the state must be the same on all replicas, each of which sees rows of its own."""
+        strategy, options = self.strategy, self.options
+        several = strategy.num_replicas > 1 and strategy.transform != "jit"
+        return several and options.may_update_state and bool(options.check_replicas)
+
+    @property
+    def policy(self) -> NonFinite:
+        """What a non-finite gradient does; of a step that updates nothing, nothing."""
+        return self.options.non_finite if self.options.may_update_state else "apply"
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss scale in the state moves; None: it has none, or stays."""
+        return self.options.loss_scaling if self.options.may_update_state else None
+
+    def apply(self, state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
+        """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
+        trace = current_trace()
+        assert trace is not None  # every caller traces under one
+        own, precision, in_use = user_state(state), self.options.precision, None
+        if precision is not None:
+            precision.check_names((own, batches))
+            batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
+            in_use = InUse(precision, self._loss_scale(state, others))
+        # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
+        given, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
+        with tracing(dataclasses.replace(trace, precision=in_use)):
+            called = self.call.apply(self.step, given, batches, others)
+            new_state, outputs = sort_results(called, own, self.options, self.traced)
+            check_state(new_state, "the state that the step returned")
+            if self.options.may_update_state:
+                self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
+        if precision is not None:
+            outputs = jax.tree.map(precision.cast_to_output, outputs)
+        return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)
+
+    def _loss_scale(self, state: PyTree, others: Others) -> Any:
+        """What losses are multiplied by, if by anything; it is in the state, or where a parameter server's worker puts it."""
+        if self.options.loss_scaling is None:
+            return None
+        loss_scale = loss_scale_of(state)
+        return others.loss_scale if loss_scale is None else loss_scale.scale
+
+    def splittable(self, seen: list[FiniteFlags]) -> Pure:
+        """The step as `microbatches.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
+
+        def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[str]]:
+            new_state, outputs, flags = self.apply(state, batches, others)
+            seen.append(flags)
+            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
+            kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, rows_of(batches))), *[METRIC] * len(flags.finite)]
+            return new_state, (*outputs, flags.finite), kinds
+
+        return pure

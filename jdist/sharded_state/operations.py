@@ -16,8 +16,9 @@ from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
 from jdist.step import run_on_replicas as on_replicas
+from jdist.step.backend import Backend
 from jdist.step.divergence import compare
-from jdist.step.mesh_step import Backend, DistributedStep
+from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import StepOptions
 from jdist.step.signature import Step
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, to_host

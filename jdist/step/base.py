@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from jdist.core.static_leaves import unpack
 from jdist.core.strategy import Strategy
+from jdist.data.leaves import MASK
 from jdist.errors import StepError
+from jdist.jaxpr import graph
 from jdist.step.options import StepOptions, Verify
+from jdist.step.outputs import Traced
 
 PyTree = Any
 
@@ -27,6 +33,24 @@ class Preview:
     results: Mapping[str, PyTree]
     changes_state: bool
     ignores_mask: bool
+
+    @classmethod
+    def of(cls, made: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
+        """Reads it off a traced program.
+
+        Args:
+            made: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
+            traced: what tracing it told.
+            arguments: those that it was traced for.
+        """
+        _, state, outputs, *_ = made.out_info
+        results = dict(zip(traced.output_roles, outputs, strict=True))
+        if "state" in traced.returns:
+            results = {"state": unpack(state), **results}
+        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(made.jaxpr))[2]
+        masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
+        ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
+        return cls(results, traced.changes_state, ignores_mask=ignored)
 
 
 def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:

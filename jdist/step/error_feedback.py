@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from jdist.core.step_state import StepState, carrying, residuals_of
+from jdist.core.step_state import StepState, carried_by, carrying, residuals_of
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.reduction.algorithm import apply_reduction
+from jdist.step.in_flight import made
 
 PyTree = Any
 
@@ -53,6 +57,86 @@ class ErrorFeedback:
     def close(self, state: PyTree) -> StepState:
         """The state that the step returned, with what is left out now."""
         return carrying(state, residuals={**self.all, self.name: tuple(self.after)})
+
+
+_slots: weakref.WeakSet[ResidualSlot] = weakref.WeakSet()
+
+
+class ResidualSlot:
+    """A step's place among the residuals of a state.
+
+    Args:
+        name: the step's, which is the place's.
+        step: the user's function.
+        newest: returns the newest state that the step has made.
+    """
+
+    def __init__(self, name: str, step: Callable[..., Any], newest: Callable[[], PyTree]):
+        self._name, self._step, self._newest = name, step, newest
+        self._shapes: dict[Any, PyTree] = {}  # by what they depend on
+        _slots.add(self)
+
+    def filled(
+        self,
+        call: Hashable,
+        state: PyTree,
+        state_shapes: PyTree,
+        after: Callable[[PyTree], StepState],
+        make: Callable[[Any], Any] | None,
+    ) -> StepState:
+        """The state with residuals of this step: those it came with, else new ones.
+
+        Args:
+            call: of what kind the call is.
+            state: a state.
+            state_shapes: of the state, with no residuals.
+            after: from shapes of a state to those that the step returns.
+            make: makes an array of a shape; None leaves the shapes.
+
+        Raises:
+            StepError: the residuals there do not fit, or are of another step of that name.
+        """
+        key = (call, jax.tree.structure(state_shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(state_shapes)))
+        if key not in self._shapes:
+            self._shapes[key] = after(state_shapes).residuals[self._name]
+        there, wanted = residuals_of(state) or {}, self._shapes[key]
+        if self._name in there:
+            check_fit(self._name, there[self._name], wanted)
+            self._check_own(state)
+            return state
+        made = wanted if make is None else jax.tree.map(make, wanted)
+        return carrying(state, residuals={**there, self._name: made})
+
+    def _check_own(self, state: PyTree) -> None:
+        if self._has_namesake(state):
+            gc.collect()  # of a cell that was run again the old step is of no interest
+            if self._has_namesake(state):
+                raise StepError(
+                    f"the state has residuals from another step named {self._name!r}: each would add what compression has "
+                    "left out of the other's gradients. Give one of them another name, `step.__name__ = ...`, before "
+                    "`jdist.distribute`; if it is an older version of this step, delete it."
+                )
+
+    def _has_namesake(self, state: PyTree) -> bool:
+        """Whether the state comes from another step of the same name."""
+        others = [slot for slot in list(_slots) if slot._name == self._name and slot._step is not self._step]
+        return any(made(slot._newest(), state) for slot in others)
+
+
+def check_nothing_lost(name: str, newest: PyTree, state: PyTree) -> None:
+    """Refuses a state that was made of a step's newest, without what that carried beside it.
+
+    Raises:
+        StepError: says what is lost, and how to change a state.
+    """
+    lost = carried_by(newest) - carried_by(state)
+    arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (newest, state)]
+    if lost and made(*arrays):
+        raise StepError(
+            f"{name} was called with a state that was made of the one it had returned and has lost the "
+            f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
+            "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
+        )
 
 
 def has_residuals(state: PyTree, name: str) -> bool:

@@ -48,6 +48,7 @@ class Window:
 
     Attributes:
         lineage: that of the newest call.
+        is_doubted: whether another step may have consumed the newest state since.
         lock: held while what the step or its window know is changed, as several threads may call the step; nobody waits
             for a device while holding it.
     """
@@ -63,6 +64,7 @@ class Window:
         self.lock = threading.RLock()
         self._tokens: collections.deque[tuple[Lineage, jax.Array]] = collections.deque()
         self.lineage = Lineage()
+        self.is_doubted = False
         self._parked: list[Lineage] = []
         _windows.add(self)
 
@@ -174,6 +176,15 @@ def wait_for(strategy: Strategy, state: Any) -> None:
     for window in list(_windows):
         if window.strategy is strategy:
             window.drain_whatmade(state)
+
+
+def doubt_newest_states() -> None:
+    """Has every step look whether its newest state is there, as one takes in a state that may hold arrays of it.
+
+    Without a look JAX 0.10 ends the process when it is given the buffers of a consumed state on several devices.
+    """
+    for window in list(_windows):
+        window.is_doubted = True
 
 
 def made(newest: Any, state: Any) -> bool:

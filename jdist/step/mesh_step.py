@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,70 +18,38 @@ from jax.core import Tracer
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.context import check_not_mixed
-from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
+from jdist.core.host_sharded import is_spread, map_leaves
 from jdist.core.static_leaves import has_static, pack, unpack, with_static_leaves
-from jdist.core.step_state import StepState, carried_by, carrying, loss_scale_of, residuals_of
+from jdist.core.step_state import StepState, carrying, loss_scale_of
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
 from jdist.data.leaves import MASK
-from jdist.errors import JDistError, NonFiniteError, StepError
-from jdist.jaxpr import graph
+from jdist.errors import JDistError, NonFiniteError
+from jdist.step.backend import REPLICATED, Backend
 from jdist.step.base import Distributed, Preview, check_axis_bound
-from jdist.step.error_feedback import check_fit
-from jdist.step.in_flight import Lineage, Window, made
-from jdist.step.mesh_program import Program, compile_over_mesh
+from jdist.step.error_feedback import ResidualSlot, check_nothing_lost
+from jdist.step.in_flight import Lineage, Window, doubt_newest_states
+from jdist.step.mesh_program import Program
 from jdist.step.non_finite import STEPS, VERDICT, token_size
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
 from jdist.step.partial import Apart
 from jdist.step.placement import (
-    adopt_state,
     check_rows,
     check_stacking,
-    compare_replicas,
-    hash_replicas,
     place_batches,
     rows_sharding,
     rows_shardings,
+    shapes_in,
 )
 from jdist.step.program_spec import FlagNames, ProgramSpec
-from jdist.step.replica_program import replica_program
-from jdist.step.same_program import check_same_program, check_same_state_of_processes
+from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
 from jdist.step.tree_checks import check_not_traced
 from jdist.support.arrays import check_not_donated, put, to_host
 from jdist.support.tracebacks import hide_own_frames, without_own_frames
 
 PyTree = Any
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How a kind of strategy lays out states and compiles steps.
-
-    Attributes:
-        adopt_state: `(strategy, state) -> state` in the strategy's layout.
-        state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
-        make_program: `(spec) -> Program`, of what is said there.
-        compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
-    """
-
-    adopt_state: Callable[[Strategy, PyTree], PyTree]
-    state_shapes: Callable[[Strategy, PyTree], PyTree]
-    make_program: Callable[[ProgramSpec], Program]
-    compare_replicas: Callable[[Strategy, PyTree, Any], None]
-
-
-def _replicated_program(spec: ProgramSpec) -> Program:
-    return compile_over_mesh(replica_program(spec), spec)
-
-
-REPLICATED = Backend(
-    adopt_state,
-    lambda strategy, state: _shapes(state, strategy.replicated_sharding),
-    _replicated_program,
-    lambda strategy, state, results: compare_replicas(strategy, state),
-)
 
 
 @dataclass(frozen=True)
@@ -110,11 +76,6 @@ class DistributedStep(Distributed):
         verification: what verifying the step before its first call has found; None if it was not verified.
     """
 
-    # Another object each time that any step takes in a state that it has not made: since then it may have consumed another's
-    # newest state. JAX 0.10 ends the process when it is given the buffers of such a state on several devices.
-    _adopted = object()
-    _keeping: ClassVar[weakref.WeakSet[DistributedStep]] = weakref.WeakSet()  # those whose states hold residuals
-
     def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__, self.__wrapped__ = "the step", step
         functools.update_wrapper(self, step)
@@ -122,19 +83,18 @@ class DistributedStep(Distributed):
         self._step = with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
-        self._residuals: dict[Any, PyTree] = {}  # their shapes, by what they depend on
         self._whole = strategy.replicated_sharding
         lead = int(options.steps_per_call > 1)
         self._by_rows = None if strategy.mesh is None else rows_sharding(strategy, lead=lead)
-        self._adopted_before: object = None
         self._donates = options.donate and options.may_update_state
         self._apart = Apart()
         self._plain_call = None
         if options.args == ("state", "batch") and is_first(options.batch_axis):
             self._plain_call = Call(("state", "batch"))
         self._last_state: PyTree = None
+        self._residuals = None
         if strategy.keeps_residuals:
-            DistributedStep._keeping.add(self)
+            self._residuals = ResidualSlot(self.__name__, step, lambda: self._packed)
         self._packed: PyTree = None  # the newest state as programs take it; the same where it has no constants
         self._results: list[Any] = []  # of the newest call, until they were taken
         self._results_hold_state = False
@@ -210,12 +170,12 @@ class DistributedStep(Distributed):
         try:
             program, _ = self._program(call)
             whole = self._whole
-            token = _shapes(self._token, whole)
-            batches, others = self._batch_shapes(call, batches), _shapes(others, whole)
+            token = shapes_in(self._token, whole)
+            batches, others = self._batch_shapes(call, batches), shapes_in(others, whole)
             if self.strategy.keeps_residuals:
-                state = self._with_residuals(call, state, batches, others, lambda x: x)
-                own = _shapes(state.residuals, self.strategy.batch_sharding)
-                rest = _shapes(carrying(state, residuals=None), whole)
+                state = self._with_residuals(call, state, batches, others, shapes_alone=True)
+                own = shapes_in(state.residuals, self.strategy.batch_sharding)
+                rest = shapes_in(carrying(state, residuals=None), whole)
                 return program.lower(token, carrying(rest, residuals=own), batches, others)
             return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
         except Exception as exc:
@@ -255,20 +215,14 @@ class DistributedStep(Distributed):
         state = self._with_loss_scale(pack(state))
         try:
             if self.strategy.keeps_residuals:
-                state = self._with_residuals(call, state, batches, others, lambda x: x)
+                state = self._with_residuals(call, state, batches, others, shapes_alone=True)
             program, traced = self._program(call)
             arguments = self._token, state, self._batch_shapes(call, batches), others
             made = program.trace(*arguments)
         except Exception as exc:
             self._explain(exc, call, state, batches, others)
             raise
-        _, state, outputs, *_ = made.out_info
-        told = dict(zip(traced.output_roles, outputs, strict=True))
-        results = {"state": unpack(state), **told} if "state" in traced.returns else told
-        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(made.jaxpr))[2]
-        masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
-        ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
-        return Preview(results, traced.changes_state, ignores_mask=ignored)
+        return Preview.of(made, traced, arguments)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
         """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
@@ -311,48 +265,19 @@ class DistributedStep(Distributed):
         return carrying(state, loss_scale=scaling.begin())
 
     def _with_residuals(
-        self, call: Call, state: PyTree, batches: PyTree, others: PyTree, make: Callable[[Any], Any] | None = None
+        self, call: Call, state: PyTree, batches: PyTree, others: Others, *, shapes_alone: bool = False
     ) -> StepState:
-        """The state with residuals for this step's gradients: those it came with, else what `make` makes of shapes, zeros."""
-        kept = residuals_of(state) or {}
-        own = _shapes(carrying(state, residuals={}), None)
-        key = (call, jax.tree.structure(own), tuple((x.shape, x.dtype) for x in jax.tree.leaves(own)))
-        if key not in self._residuals:
-            program, _ = self._program(call)
-            made = program.trace(_shapes(self._token, None), own, _shapes(batches, None), others)
-            self._residuals[key] = made.out_info[1].residuals[self.__name__]
-        wanted = self._residuals[key]
-        if self.__name__ in kept:
-            check_fit(self.__name__, kept[self.__name__], wanted)
-            self._check_own_residuals(state)
-            return state
-        make = make or (lambda x: jnp.zeros(x.shape, x.dtype, device=self.strategy.batch_sharding))
-        return carrying(state, residuals={**kept, self.__name__: jax.tree.map(make, wanted)})
+        """The state with residuals for this step's gradients: those it came with, else zeros, or shapes of them."""
+        assert self._residuals is not None  # every caller asks the strategy whether it keeps any
+        program, _ = self._program(call)
 
-    def _check_own_residuals(self, state: PyTree) -> None:
-        """Refuses a state from another step of the same name, which has left its own residuals there.
+        def after(state: PyTree) -> PyTree:
+            return program.trace(shapes_in(self._token, None), state, shapes_in(batches, None), others).out_info[1]
 
-        Raises:
-            StepError: names them.
-        """
-
-        def others() -> Iterator[DistributedStep]:
-            for step in list(DistributedStep._keeping):
-                if (
-                    step.__name__ == self.__name__
-                    and step.__wrapped__ is not self.__wrapped__
-                    and made(step._packed, state)
-                ):
-                    yield step
-
-        if any(others()):
-            gc.collect()  # of a cell that was run again the old step is of no interest
-            if any(others()):
-                raise StepError(
-                    f"the state has residuals from another step named {self.__name__!r}: each would add what compression has "
-                    "left out of the other's gradients. Give one of them another name, `step.__name__ = ...`, before "
-                    "`jdist.distribute`; if it is an older version of this step, delete it."
-                )
+        state_shapes = shapes_in(carrying(state, residuals={}), None)
+        sharding = self.strategy.batch_sharding
+        zeros = None if shapes_alone else lambda x: jnp.zeros(x.shape, x.dtype, device=sharding)
+        return self._residuals.filled(call, state, state_shapes, after, zeros)
 
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
@@ -418,21 +343,21 @@ class DistributedStep(Distributed):
         try:
             if state is not self._last_state:
                 check_not_traced((state, batches))
-                self._check_nothing_lost(state)
+                check_nothing_lost(self.__name__, self._last_state, state)
                 if self.options.non_finite == "raise" and self._last_state is not None:
                     self._window.go_on_from(state)
                     if self._token is None:
                         self._token = self._new_token()
                 state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
                 self._has_constants = has_static(state)
-                DistributedStep._adopted = object()
+                doubt_newest_states()
                 self._apart.forget()
                 is_newest = False
             else:
                 state, is_newest = self._packed, True
-                if self._adopted_before is not DistributedStep._adopted:
+                if self._window.is_doubted:
                     check_not_donated(state)
-            self._adopted_before = DistributedStep._adopted
+            self._window.is_doubted = False
             wanted = itertools.repeat(self._by_rows)
             if call.batch_axes and self._by_rows is not None:
                 wanted = jax.tree.leaves(rows_shardings(self.strategy, self.options, batches, call.batch_axes))
@@ -450,7 +375,10 @@ class DistributedStep(Distributed):
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self._program(call)
             if self._several and call not in self._agreed:
-                self._agree(call, program, state, batches, others)
+                check_states = not self._agreed and bool(self.options.check_replicas)
+                jaxpr = program.trace(self._token, state, batches, others).jaxpr
+                check_same_of_processes(self.strategy, self.__name__, jaxpr, state if check_states else None)
+                self._agreed.add(call)
             box = self._results
             self._results_hold_state = self.options.may_update_state
             try:
@@ -468,36 +396,6 @@ class DistributedStep(Distributed):
         self._results_hold_state = "state" in traced.returns
         self._take_results()
         return box[0], self._last_state, traced, given, call.batch_axes
-
-    def _agree(self, call: Call, program: Program, state: PyTree, batches: PyTree, others: PyTree) -> None:
-        """Compares program and state with those of the other processes, before they are compiled, or run.
-
-        Raises:
-            ClusterError: a process has traced another step.
-            ReplicaDivergenceError: a process begins with another state.
-        """
-        cluster = self.strategy.cluster
-        assert cluster is not None
-        if not self._agreed and self.options.check_replicas and (found := hash_replicas(self.strategy, state)):
-            processes = [device.process_index for device in self.strategy.devices]
-            check_same_state_of_processes(*found, processes, self.__name__, cluster)
-        check_same_program(program.trace(self._token, state, batches, others).jaxpr, self.__name__, cluster)
-        self._agreed.add(call)
-
-    def _check_nothing_lost(self, state: PyTree) -> None:
-        """Refuses a state that was made of the one that the step returned, without what that carried beside it.
-
-        Raises:
-            StepError: says what is lost, and how to change a state.
-        """
-        lost = carried_by(self._last_state) - carried_by(state)
-        if not lost or not {id(x) for x in _arrays(self._last_state)} & {id(x) for x in _arrays(state)}:
-            return
-        raise StepError(
-            f"{self.__name__} was called with a state that was made of the one it had returned and has lost the "
-            f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
-            "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
-        )
 
     def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
         """Further arguments on every device, copied where the call donates their buffers with the state.
@@ -580,9 +478,9 @@ class DistributedStep(Distributed):
 
     def _batch_shapes(self, call: Call, batches: PyTree) -> PyTree:
         if not call.batch_axes or self._by_rows is None:
-            return _shapes(batches, self._by_rows)
+            return shapes_in(batches, self._by_rows)
         shardings = rows_shardings(self.strategy, self.options, batches, call.batch_axes)
-        return jax.tree.map(_shapes, batches, shardings)
+        return jax.tree.map(shapes_in, batches, shardings)
 
     def _replicate(self, x: Any) -> Any:
         if is_spread(x):  # parameters of a state in parts, for an evaluation
@@ -593,15 +491,3 @@ class DistributedStep(Distributed):
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"
-
-
-def _arrays(tree: PyTree) -> list[jax.Array]:
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-
-
-def _shapes(tree: PyTree, sharding: Any) -> PyTree:
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        aval = x if isinstance(x, jax.ShapeDtypeStruct | HostSharded) else jax.typeof(x)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-
-    return map_leaves(shape, tree)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.host_sharded import check_no_spread
+from jdist.core.host_sharded import HostSharded, check_no_spread, map_leaves
 from jdist.core.static_leaves import pack, unpack
 from jdist.core.step_state import carrying, residuals_of, user_states
 from jdist.core.strategy import Strategy
@@ -123,6 +123,16 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
         return x
 
     return jax.tree.map(place, state)
+
+
+def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
+    """The shapes and dtypes of a tree's leaves, all in one sharding."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        aval = x if isinstance(x, jax.ShapeDtypeStruct | HostSharded) else jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+    return map_leaves(shape, tree)
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:

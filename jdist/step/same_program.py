@@ -18,8 +18,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jdist.core.strategy import Strategy
 from jdist.errors import ClusterError, ReplicaDivergenceError
 from jdist.jaxpr import graph
+from jdist.step.placement import hash_replicas
 from jdist.step.quiet import prints
 from jdist.support.arrays import is_key, to_host
 
@@ -36,6 +38,26 @@ class Exchanging(Protocol):
     """The processes, as far as they are asked here; see `cluster.Runtime`."""
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]: ...
+
+
+def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: Any | None) -> None:
+    """Compares a step with that of the other processes, before it is compiled, or run.
+
+    Args:
+        strategy: of several processes.
+        name: the step's.
+        closed: the traced step.
+        state: the state that it begins with, which is compared first; None compares no state.
+
+    Raises:
+        ClusterError: a process has traced another step.
+        ReplicaDivergenceError: a process begins with another state.
+    """
+    assert strategy.cluster is not None
+    if state is not None and (found := hash_replicas(strategy, state)):
+        processes = [device.process_index for device in strategy.devices]
+        check_same_state_of_processes(*found, processes, name, strategy.cluster)
+    check_same_program(closed, name, strategy.cluster)
 
 
 def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:

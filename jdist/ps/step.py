@@ -27,7 +27,8 @@ from jdist.ps.program.artifact import taking_keys, with_shardings, without_keys
 from jdist.ps.program.split_step import StepParts, take_apart
 from jdist.ps.program.sync import Combined, SyncParts, Traced
 from jdist.step import outputs as results
-from jdist.step.base import Distributed, check_axis_bound
+from jdist.step.base import Distributed
+from jdist.step.call_errors import check_axis_bound
 from jdist.step.options import StepOptions
 from jdist.step.program_spec import FlagNames, ProgramSpec
 from jdist.step.signature import Call, Signature, Step, is_same_state

@@ -8,6 +8,7 @@ from typing import Any
 
 from jdist.core.strategy import Strategy
 from jdist.step.mesh_program import Program, compile_over_mesh
+from jdist.step.outputs import Traced
 from jdist.step.placement import adopt_state, compare_replicas, shapes_in
 from jdist.step.program_spec import ProgramSpec
 from jdist.step.replica_program import replica_program
@@ -30,6 +31,21 @@ class Backend:
     state_shapes: Callable[[Strategy, PyTree], PyTree]
     make_program: Callable[[ProgramSpec], Program]
     compare_replicas: Callable[[Strategy, PyTree, Any], None]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A call that is ready to run aside: nothing of the step's own takes notice of it.
+
+    Attributes:
+        program: the compiled step, or what compiles at its first call.
+        traced: what tracing it told; filled in by then.
+        arguments: `(token, state, batches, others)` in their places; the state's arrays are nobody else's.
+    """
+
+    program: Program
+    traced: Traced
+    arguments: tuple[PyTree, ...]
 
 
 def _replicated_program(spec: ProgramSpec) -> Program:

@@ -12,7 +12,6 @@ import jax
 from jdist.core.static_leaves import unpack
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import MASK
-from jdist.errors import StepError
 from jdist.jaxpr import graph
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced
@@ -51,31 +50,6 @@ class Preview:
         masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
         return cls(results, traced.changes_state, ignores_mask=ignored)
-
-
-def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
-    """Says better than JAX that a step names a mesh axis which is not bound; all other errors pass.
-
-    Args:
-        exc: what tracing the step raised.
-        name: of the strategy that the user made.
-        strategy: what a replica's part of the step is traced under.
-
-    Raises:
-        StepError: `exc` tells of such an axis; it says where to name it.
-    """
-    if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
-        return
-    if strategy.transform == "jit":
-        raise StepError(
-            f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
-            "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
-        ) from exc
-    maker = "one_device" if name == "default" else name
-    raise StepError(
-        f"{exc}: the step uses a mesh axis that {name} does not bind; it binds {strategy.axes or 'none'}. Name the axis in "
-        f"the strategy, `jdist.{maker}(axis=...)`, or use `jdist.replica_axes()` in the step."
-    ) from exc
 
 
 class Distributed(abc.ABC):

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,26 +17,26 @@ from jax.core import Tracer
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.context import check_not_mixed
-from jdist.core.host_sharded import is_spread, map_leaves
 from jdist.core.static_leaves import has_static, pack, unpack, with_static_leaves
 from jdist.core.step_state import StepState, carrying, loss_scale_of
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
-from jdist.data.leaves import MASK
-from jdist.errors import JDistError, NonFiniteError
-from jdist.step.backend import REPLICATED, Backend
-from jdist.step.base import Distributed, Preview, check_axis_bound
+from jdist.step.backend import REPLICATED, Backend, Rehearsal
+from jdist.step.base import Distributed, Preview
+from jdist.step.call_errors import explain
 from jdist.step.error_feedback import ResidualSlot, check_nothing_lost
 from jdist.step.in_flight import Lineage, Window, doubt_newest_states
 from jdist.step.mesh_program import Program
-from jdist.step.non_finite import STEPS, VERDICT, token_size
+from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
 from jdist.step.partial import Apart
 from jdist.step.placement import (
+    batch_shapes,
     check_rows,
     check_stacking,
     place_batches,
+    replicate,
     rows_sharding,
     rows_shardings,
     shapes_in,
@@ -46,25 +45,10 @@ from jdist.step.program_spec import FlagNames, ProgramSpec
 from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
 from jdist.step.tree_checks import check_not_traced
-from jdist.support.arrays import check_not_donated, put, to_host
+from jdist.support.arrays import check_not_donated, to_host
 from jdist.support.tracebacks import hide_own_frames, without_own_frames
 
 PyTree = Any
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """A call that is ready to run aside: nothing of the step's own takes notice of it.
-
-    Attributes:
-        program: the compiled step, or what compiles at its first call.
-        traced: what tracing it told; filled in by then.
-        arguments: `(token, state, batches, others)` in their places; the state's arrays are nobody else's.
-    """
-
-    program: Program
-    traced: Traced
-    arguments: tuple[PyTree, ...]
 
 
 class DistributedStep(Distributed):
@@ -101,7 +85,7 @@ class DistributedStep(Distributed):
         self._has_constants = False  # whether it has leaves that are no arrays
         self._watched = FlagNames()
         self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._last_state)
-        self._token = self._new_token()
+        self._token = new_token(self.strategy, self.options.steps_per_call)
         self.verification: Any = None
         self._verify: Verify = options.verify or "off"
         self._verify_pads = False
@@ -171,7 +155,10 @@ class DistributedStep(Distributed):
             program, _ = self._program(call)
             whole = self._whole
             token = shapes_in(self._token, whole)
-            batches, others = self._batch_shapes(call, batches), shapes_in(others, whole)
+            batches, others = (
+                batch_shapes(self.strategy, self.options, batches, call.batch_axes),
+                shapes_in(others, whole),
+            )
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, shapes_alone=True)
                 own = shapes_in(state.residuals, self.strategy.batch_sharding)
@@ -179,7 +166,7 @@ class DistributedStep(Distributed):
                 return program.lower(token, carrying(rest, residuals=own), batches, others)
             return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
         except Exception as exc:
-            self._explain(exc, call, state, batches, others)
+            explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
 
     @without_own_frames
@@ -217,10 +204,10 @@ class DistributedStep(Distributed):
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, shapes_alone=True)
             program, traced = self._program(call)
-            arguments = self._token, state, self._batch_shapes(call, batches), others
+            arguments = self._token, state, batch_shapes(self.strategy, self.options, batches, call.batch_axes), others
             made = program.trace(*arguments)
         except Exception as exc:
-            self._explain(exc, call, state, batches, others)
+            explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
         return Preview.of(made, traced, arguments)
 
@@ -238,13 +225,14 @@ class DistributedStep(Distributed):
         Raises:
             JDistError: what a call with them would raise before it runs.
         """
-        if self._whole is not None:
-            others = map_leaves(self._replicate, others)
+        others = replicate(self.strategy, others)
         if self._by_rows is not None:
             batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
         state = self._backend.adopt_state(self.strategy, pack(state))
         program, traced = self._program(call)
-        return Rehearsal(program, traced, (self._new_token(), state, batches, others))
+        return Rehearsal(
+            program, traced, (new_token(self.strategy, self.options.steps_per_call), state, batches, others)
+        )
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""
@@ -347,7 +335,7 @@ class DistributedStep(Distributed):
                 if self.options.non_finite == "raise" and self._last_state is not None:
                     self._window.go_on_from(state)
                     if self._token is None:
-                        self._token = self._new_token()
+                        self._token = new_token(self.strategy, self.options.steps_per_call)
                 state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
                 self._has_constants = has_static(state)
                 doubt_newest_states()
@@ -391,7 +379,7 @@ class DistributedStep(Distributed):
             if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
                 check_rows(given, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
-            self._explain(exc, call, state, given, others)
+            explain(exc, self.strategy, self._signature, call, state, given, others)
             raise
         self._results_hold_state = "state" in traced.returns
         self._take_results()
@@ -407,22 +395,7 @@ class DistributedStep(Distributed):
             self._signature.check_not_donated(call, batches, others)
         if self._donates:
             others = self._apart.of(others, state)
-        return others if self._whole is None else map_leaves(self._replicate, others)
-
-    def _explain(self, exc: Exception, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> None:
-        """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
-        of_jax = isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError)
-        # A call that fails while it runs has consumed its own state; that is not why it failed.
-        if of_jax and any(word in str(exc) for word in ("deleted", "donated")):
-            check_not_donated(state)
-            self._signature.check_not_donated(call, batches, others)
-        check_axis_bound(exc, self.strategy.name, self.strategy)
-        if isinstance(exc, KeyError) and exc.args == (MASK,):
-            exc.add_note(
-                "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
-            )
-        if not isinstance(exc, RuntimeError):  # those tell of devices and memory
-            exc.add_note(self._signature.taken_as(call, state, batches))
+        return replicate(self.strategy, others)
 
     def _steps_in(self, batches: PyTree) -> int:
         """How many steps a call makes; the last one of a data set may make fewer than the others."""
@@ -450,22 +423,10 @@ class DistributedStep(Distributed):
             return
         with self._window.lock:
             self._window.clear(lineage)
-            lineage.token = self._new_token()
+            lineage.token = new_token(self.strategy, self.options.steps_per_call)
             step = lineage.steps_before + count
             lineage.steps_before = step + 1
-        name = self._watched.names[code - 1]
-        raise NonFiniteError(
-            f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step "
-            f"(`{self.__name__}.last_state`), later calls changed nothing. Lower the learning rate, clip gradients, "
-            'look at the batch; or choose `non_finite="skip"` to leave such steps out, "apply" to let them through.',
-            name,
-            step,
-        )
-
-    def _new_token(self) -> Any:
-        if self.strategy.topology is not None:  # the devices are not here; `lower` needs no more than the shape
-            return jax.ShapeDtypeStruct((token_size(self.options.steps_per_call),), np.int32)
-        return put(np.zeros(token_size(self.options.steps_per_call), np.int32), self._whole)
+        raise non_finite_error(self.__name__, self._watched.names[code - 1], step)
 
     def _program(self, call: Call) -> tuple[Program, Traced]:
         found = self._programs.get(call)
@@ -475,19 +436,6 @@ class DistributedStep(Distributed):
             found = self._backend.make_program(spec), traced
             self._programs[call] = found
         return found
-
-    def _batch_shapes(self, call: Call, batches: PyTree) -> PyTree:
-        if not call.batch_axes or self._by_rows is None:
-            return shapes_in(batches, self._by_rows)
-        shardings = rows_shardings(self.strategy, self.options, batches, call.batch_axes)
-        return jax.tree.map(shapes_in, batches, shardings)
-
-    def _replicate(self, x: Any) -> Any:
-        if is_spread(x):  # parameters of a state in parts, for an evaluation
-            return jax.device_put(np.asarray(x), self._whole)
-        if isinstance(x, jax.Array) and x.sharding != self._whole:
-            return put(x, self._whole)
-        return x
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

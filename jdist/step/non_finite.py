@@ -7,12 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling
 from jdist.core.step_state import carrying, loss_scale_of
+from jdist.core.strategy import Strategy
+from jdist.errors import NonFiniteError
 from jdist.jaxpr import graph
 from jdist.step.options import NonFinite
 from jdist.step.program_spec import FiniteFlags, FlagNames, ProgramSpec, RunFn, StepFn
+from jdist.support.arrays import put
 
 PyTree = Any
 
@@ -23,9 +27,23 @@ PyTree = Any
 VERDICT, STEPS, STEP_ENTRIES = 0, 1, 2
 
 
-def token_size(steps_per_call: int) -> int:
-    """The length of a call's token."""
-    return STEP_ENTRIES + (steps_per_call if steps_per_call > 1 else 0)
+def new_token(strategy: Strategy, steps_per_call: int) -> Any:
+    """The token of a first call; its shape where the devices are not here, as `lower` needs no more."""
+    size = STEP_ENTRIES + (steps_per_call if steps_per_call > 1 else 0)
+    if strategy.topology is not None:
+        return jax.ShapeDtypeStruct((size,), np.int32)
+    return put(np.zeros(size, np.int32), strategy.replicated_sharding)
+
+
+def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
+    """The error of a step that met a NaN or infinite value of that name."""
+    return NonFiniteError(
+        f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step (`{step_name}.last_state`), "
+        "later calls changed nothing. Lower the learning rate, clip gradients, look at the batch; or choose "
+        '`non_finite="skip"` to leave such steps out, "apply" to let them through.',
+        name,
+        step,
+    )
 
 
 def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:

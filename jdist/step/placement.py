@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.host_sharded import HostSharded, check_no_spread, map_leaves
+from jdist.core.host_sharded import HostSharded, check_no_spread, is_spread, map_leaves
 from jdist.core.static_leaves import pack, unpack
 from jdist.core.step_state import carrying, residuals_of, user_states
 from jdist.core.strategy import Strategy
@@ -133,6 +133,29 @@ def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
     return map_leaves(shape, tree)
+
+
+def batch_shapes(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
+    """The shapes of a call's batches, each in the sharding in which a program takes it."""
+    if strategy.mesh is None:
+        return shapes_in(batches, None)
+    if not axes:
+        return shapes_in(batches, rows_sharding(strategy, lead=int(options.steps_per_call > 1)))
+    return jax.tree.map(shapes_in, batches, rows_shardings(strategy, options, batches, axes))
+
+
+def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
+    """Puts arrays whole on every device of a strategy."""
+    whole = strategy.replicated_sharding
+
+    def put_whole(x: Any) -> Any:
+        if is_spread(x):  # parameters of a state in parts, for an evaluation
+            return jax.device_put(np.asarray(x), whole)
+        if isinstance(x, jax.Array) and x.sharding != whole:
+            return put(x, whole)
+        return x
+
+    return tree if whole is None else map_leaves(put_whole, tree)
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:

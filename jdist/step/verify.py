@@ -28,7 +28,8 @@ from jdist.data.mask import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
 from jdist.reduction import psum
 from jdist.step import rounding, trace_causes
-from jdist.step.mesh_step import DistributedStep, Rehearsal
+from jdist.step.backend import Rehearsal
+from jdist.step.mesh_step import DistributedStep
 from jdist.step.placement import compare_replicas
 from jdist.step.quiet import calls_the_host, draws, draws_until, equations, prints, quiet, shaken
 from jdist.step.rounding import Leaf

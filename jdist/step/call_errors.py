@@ -1,0 +1,56 @@
+"""What a call that failed says of itself beside what JAX says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdist.core.strategy import Strategy
+from jdist.data.leaves import MASK
+from jdist.errors import JDistError, StepError
+from jdist.step.signature import Call, Others, Signature
+from jdist.support.arrays import check_not_donated
+
+PyTree = Any
+
+
+def explain(
+    exc: Exception, strategy: Strategy, signature: Signature, call: Call, state: PyTree, batches: PyTree, others: Others
+) -> None:
+    """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
+    of_jax = isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError)
+    # A call that fails while it runs has consumed its own state; that is not why it failed.
+    if of_jax and any(word in str(exc) for word in ("deleted", "donated")):
+        check_not_donated(state)
+        signature.check_not_donated(call, batches, others)
+    check_axis_bound(exc, strategy.name, strategy)
+    if isinstance(exc, KeyError) and exc.args == (MASK,):
+        exc.add_note(
+            "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
+        )
+    if not isinstance(exc, RuntimeError):  # those tell of devices and memory
+        exc.add_note(signature.taken_as(call, state, batches))
+
+
+def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
+    """Says better than JAX that a step names a mesh axis which is not bound; all other errors pass.
+
+    Args:
+        exc: what tracing the step raised.
+        name: of the strategy that the user made.
+        strategy: what a replica's part of the step is traced under.
+
+    Raises:
+        StepError: `exc` tells of such an axis; it says where to name it.
+    """
+    if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
+        return
+    if strategy.transform == "jit":
+        raise StepError(
+            f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
+            "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."
+        ) from exc
+    maker = "one_device" if name == "default" else name
+    raise StepError(
+        f"{exc}: the step uses a mesh axis that {name} does not bind; it binds {strategy.axes or 'none'}. Name the axis in "
+        f"the strategy, `jdist.{maker}(axis=...)`, or use `jdist.replica_axes()` in the step."
+    ) from exc

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist.core import context, host_reduce
 from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
 from jdist.core.remote import Coordinator
+from jdist.data.options import FeedOptions, input_options
 from jdist.errors import DeviceError
 from jdist.reduction import Reduction
 from jdist.support.html import table
@@ -37,8 +38,8 @@ class Operations:
         fetch: `(strategy, state) -> state` whole, on the host.
         check: `(strategy, state) -> None`, raises where replicas differ.
         run: `(strategy, fn, args, kwargs) -> PerReplica results`.
-        distribute_dataset: `(strategy, source, options) -> DistributedDataset`.
-        distribute_datasets_from_function: `(strategy, fn, options) -> DistributedDataset`.
+        feed_batches: `(strategy, source, options) -> DistributedDataset`.
+        feed_pipelines: `(strategy, fn, options) -> DistributedDataset`, of a function that makes sources.
         distribute: `(strategy, step, options) -> callable step`.
     """
 
@@ -46,10 +47,8 @@ class Operations:
     fetch: Callable[[Strategy, PyTree], PyTree]
     check: Callable[[Strategy, PyTree], None]
     run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
-    distribute_dataset: Callable[[Strategy, Iterable[PyTree], dict[str, Any]], DistributedDataset]
-    distribute_datasets_from_function: Callable[
-        [Strategy, Callable[..., Any], dict[str, Any]], DistributedDataset | Iterable[Any]
-    ]
+    feed_batches: Callable[[Strategy, Iterable[PyTree], FeedOptions], DistributedDataset]
+    feed_pipelines: Callable[[Strategy, Callable[..., Any], FeedOptions], DistributedDataset | Iterable[Any]]
     distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
 
 
@@ -308,16 +307,15 @@ class Strategy:
             DatasetError: the dataset is empty or not what it says, or `prefetch` is given in `options` too.
             BatchError: a batch does not fit the replicas, or its leaves disagree.
         """
-        given = {
-            "partial": partial,
-            "with_mask": with_mask,
-            "steps_per_call": steps_per_call,
-            "batch_axis": batch_axis,
-            "prefetch": prefetch,
-            "options": options,
-        }
         self.need_devices("distribute_dataset")
-        return self.operations.distribute_dataset(self, dataset, given)
+        asked = FeedOptions(
+            partial=partial,
+            with_mask=with_mask,
+            steps_per_call=steps_per_call,
+            batch_axis=batch_axis,
+            input=input_options(options, prefetch),
+        )
+        return self.operations.feed_batches(self, dataset, asked)
 
     @without_own_frames
     def distribute_datasets_from_function(
@@ -367,15 +365,15 @@ class Strategy:
 
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """
-        given = {
-            "partial": partial,
-            "with_mask": with_mask,
-            "steps_per_call": steps_per_call,
-            "batch_axis": batch_axis,
-            "options": options,
-        }
         self.need_devices("distribute_datasets_from_function")
-        return self.operations.distribute_datasets_from_function(self, fn, given)
+        asked = FeedOptions(
+            partial=partial,
+            with_mask=with_mask,
+            steps_per_call=steps_per_call,
+            batch_axis=batch_axis,
+            input=input_options(options, None),
+        )
+        return self.operations.feed_pipelines(self, fn, asked)
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """Round what may wait for other processes: theirs is then the delay, and a loss among them explains an error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from jdist.data.batching import Partial
 from jdist.data.sources.protocol import whole_number
 from jdist.data.sources.shards import Policy
 from jdist.errors import BatchError, DatasetError
@@ -56,6 +57,43 @@ class InputOptions:
             if value not in allowed:
                 *most, last = map(repr, allowed)
                 raise DatasetError(f"`{name}` must be {', '.join(most)} or {last}, but it is {value!r}")
+
+
+def input_options(options: InputOptions | None, prefetch: int | None) -> InputOptions:
+    """Makes the input options of what was given.
+
+    Args:
+        options: all of them, or None.
+        prefetch: the one that has a keyword of its own, or None.
+
+    Raises:
+        DatasetError: both were given, or `options` is something else.
+    """
+    if options is None:
+        return InputOptions() if prefetch is None else InputOptions(prefetch=prefetch)
+    if not isinstance(options, InputOptions):
+        raise DatasetError(f"`options` must be a `jdist.InputOptions`, but it is a {type(options).__name__}")
+    if prefetch is not None:
+        raise DatasetError(
+            f"`prefetch` is given twice: prefetch={prefetch!r}, and {options.prefetch} in `options`. Leave out the "
+            f"keyword and write `options=jdist.InputOptions(prefetch={prefetch!r}, ...)`"
+        )
+    return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedOptions:
+    """What a strategy was asked to feed its replicas by; see `Strategy.distribute_dataset` for each.
+
+    Attributes:
+        input: how batches are made ahead, and shared among processes.
+    """
+
+    partial: Partial
+    with_mask: bool
+    steps_per_call: int
+    batch_axis: Any
+    input: InputOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,57 +1,57 @@
-"""How a strategy is fed: options settled, input pipelines called, several processes made to agree."""
+"""Feeds a strategy: input pipelines called, processes made to agree, batches put on the devices."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import check_axes, is_first, turned
+from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
 from jdist.data.dataset import DistributedDataset
-from jdist.data.options import InputContext, InputOptions
+from jdist.data.distribute import distributed_dataset
+from jdist.data.options import FeedOptions, InputContext
 from jdist.data.peers import Peers
 from jdist.data.process_shard import ProcessShard
 from jdist.data.sources.replica_batches import from_function
+from jdist.data.sources.shards import Policy
 from jdist.errors import DatasetError
-from jdist.step import placement
+from jdist.step.placement import rows_sharding, share_of
+from jdist.support.arrays import put_rows
 
 PyTree = Any
 
 
-def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
-    """`Strategy.distribute_dataset`."""
-    chosen = settle(options["options"], options["prefetch"])
-    check_axes(options["batch_axis"], DatasetError)
-    if chosen.replication == "per_replica":
+def feed_batches(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:
+    """Cuts global batches among the replicas: `Strategy.distribute_dataset`."""
+    check_axes(options.batch_axis, DatasetError)
+    if options.input.replication == "per_replica":
         raise DatasetError(
             'replication="per_replica" calls a dataset function for each replica, but `distribute_dataset` has one '
             "source of global batches. Use `strategy.distribute_datasets_from_function(fn, options)`, or leave it "
             'at "per_worker"'
         )
-    source = turned(source, options["batch_axis"])
-    return _feed(strategy, source, chosen, options, _peers(strategy, placement.share_of(strategy)))
+    source = turned(source, options.batch_axis)
+    return _onto_devices(strategy, source, options, _peers(strategy, share_of(strategy)), options.input.autoshard)
 
 
-def distribute_datasets_from_function(
-    strategy: Strategy, fn: Callable[[InputContext], Any], options: dict[str, Any]
-) -> DistributedDataset:
-    """`Strategy.distribute_datasets_from_function`: one input pipeline, or one for each replica."""
-    chosen = settle(options["options"], prefetch=None)
-    if chosen.autoshard in ("file", "data"):
+def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], options: FeedOptions) -> DistributedDataset:
+    """Joins the batches of one input pipeline, or of one for each replica: `Strategy.distribute_datasets_from_function`."""
+    if options.input.autoshard in ("file", "data"):
         raise DatasetError(
-            f"autoshard={chosen.autoshard!r} shares out one source of global batches, but a dataset function makes each "
+            f"autoshard={options.input.autoshard!r} shares out one source of global batches, but a dataset function makes each "
             "process its own. Leave `autoshard` out, and share in the function by `jdist.data.shard(source, "
             "context.num_input_pipelines, context.input_pipeline_id)`"
         )
-    check_axes(options["batch_axis"], DatasetError)
-    n, share = strategy.num_replicas, placement.share_of(strategy)
+    check_axes(options.batch_axis, DatasetError)
+    n, share = strategy.num_replicas, share_of(strategy)
 
     def make_one(context: InputContext) -> Any:
-        return turned(fn(context), options["batch_axis"])
+        return turned(fn(context), options.batch_axis)
 
-    each = n // share.count if chosen.replication == "per_replica" else 1  # pipelines of a process
+    each = n // share.count if options.input.replication == "per_replica" else 1  # pipelines of a process
     contexts = [
         InputContext(
             num_input_pipelines=each * share.count, input_pipeline_id=share.index * each + i, num_replicas_in_sync=n
@@ -60,35 +60,11 @@ def distribute_datasets_from_function(
     ]
 
     def make() -> Any:
-        return from_function(
-            fn if is_first(options["batch_axis"]) else make_one, contexts, num_replicas=n // share.count
-        )
+        return from_function(fn if is_first(options.batch_axis) else make_one, contexts, num_replicas=n // share.count)
 
     peers = _peers(strategy, share)
     source = make() if peers is None else peers.together("the dataset function", make, lambda _: None)[0]
-    return _feed(strategy, source, replace(chosen, autoshard="off"), options, peers)
-
-
-def settle(options: InputOptions | None, prefetch: int | None) -> InputOptions:
-    """The input options, whichever way they were given.
-
-    Args:
-        options: all of them, or None.
-        prefetch: the one that has a keyword of its own, or None.
-
-    Raises:
-        DatasetError: both were given, or `options` is something else.
-    """
-    if options is None:
-        return InputOptions() if prefetch is None else InputOptions(prefetch=prefetch)
-    if not isinstance(options, InputOptions):
-        raise DatasetError(f"`options` must be a `jdist.InputOptions`, but it is a {type(options).__name__}")
-    if prefetch is not None:
-        raise DatasetError(
-            f"`prefetch` is given twice: prefetch={prefetch!r}, and {options.prefetch} in `options`. Leave out the "
-            f"keyword and write `options=jdist.InputOptions(prefetch={prefetch!r}, ...)`"
-        )
-    return options
+    return _onto_devices(strategy, source, options, peers, "off")
 
 
 _numbers = itertools.count(1)  # of the datasets of several processes, which make them in the same order
@@ -102,14 +78,43 @@ def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
     return Peers(exchanges=exchanges, share=share, name=f"dataset {next(_numbers)}")
 
 
-def _feed(
-    strategy: Strategy, source: Any, chosen: InputOptions, options: dict[str, Any], peers: Peers | None
+def _onto_devices(
+    strategy: Strategy, source: Any, options: FeedOptions, peers: Peers | None, autoshard: Policy
 ) -> DistributedDataset:
-    given = options | {
-        "prefetch": chosen.prefetch,
-        "prefetch_to_device": chosen.prefetch_to_device,
-        "autoshard": chosen.autoshard,
-        "peers": peers,
-    }
-    del given["options"]
-    return placement.distribute_dataset(strategy, source, given)
+    """The dataset of a source whose batches have their rows first, placed as the strategy wants them."""
+    batch_axis, lead = options.batch_axis, int(options.steps_per_call > 1)
+    share = share_of(strategy)
+
+    def turn(batch: PyTree) -> PyTree:
+        return turn_back(batch, batch_axis, lead=lead)[0]
+
+    def place_spec(spec: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x, axis: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(strategy, lead=axis)),
+            *turn_back(spec, batch_axis, lead=lead),
+        )
+
+    def place(batch: PyTree) -> PyTree:
+        batch, axes = turn_back(batch, batch_axis, lead=lead)
+        shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
+        if share.count == 1:
+            return jax.device_put(batch, shardings)
+        return jax.tree.map(
+            lambda x, s, axis: put_rows(x, s, share.count * x.shape[axis], axis), batch, shardings, axes
+        )
+
+    on_host = None if is_first(batch_axis) else turn
+    return distributed_dataset(
+        source,
+        num_replicas=strategy.num_replicas,
+        place=on_host if strategy.mesh is None else place,
+        place_spec=on_host if strategy.mesh is None else place_spec,
+        partial=options.partial,
+        with_mask=options.with_mask,
+        steps_per_call=options.steps_per_call,
+        prefetch=options.input.prefetch,
+        prefetch_to_device=options.input.prefetch_to_device,
+        share=share,
+        autoshard=autoshard,
+        peers=peers,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +16,7 @@ from jdist.core.host_sharded import HostSharded, check_no_spread, is_spread, map
 from jdist.core.static_leaves import pack, unpack
 from jdist.core.step_state import carrying, residuals_of, user_states
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import is_first, rows_first, turn_back
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
+from jdist.data.batch_axis import rows_first
 from jdist.data.process_shard import WHOLE, ProcessShard
 from jdist.errors import BatchError, StepError
 from jdist.step import in_flight
@@ -27,7 +25,7 @@ from jdist.step.error_feedback import check_residuals
 from jdist.step.options import StepOptions
 from jdist.step.partial import first_buffer
 from jdist.step.tree_checks import check_batch, check_state, check_whole
-from jdist.support.arrays import check_arguments_not_donated, check_not_donated, put, put_rows, to_host
+from jdist.support.arrays import check_arguments_not_donated, check_not_donated, put, to_host
 
 PyTree = Any
 Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
@@ -284,41 +282,6 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axe
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
     copies = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.array(x), batches)
     return jax.tree.map(put, copies, rows_shardings(strategy, options, batches, axes))
-
-
-def distribute_dataset(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
-    """`Strategy.distribute_dataset`: batches cut and placed by `data/`, onto this strategy's devices."""
-    options = dict(options)
-    batch_axis, lead = options.pop("batch_axis"), int(options["steps_per_call"] > 1)
-
-    if strategy.mesh is None:
-        if is_first(batch_axis):
-            return distributed_dataset(source, num_replicas=1, place=None, **options)
-
-        def turn(batch: PyTree) -> PyTree:
-            return turn_back(batch, batch_axis, lead=lead)[0]
-
-        return distributed_dataset(source, num_replicas=1, place=turn, place_spec=turn, **options)
-    share = share_of(strategy)
-
-    def place_spec(spec: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x, axis: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(strategy, lead=axis)),
-            *turn_back(spec, batch_axis, lead=lead),
-        )
-
-    def place(batch: PyTree) -> PyTree:
-        batch, axes = turn_back(batch, batch_axis, lead=lead)
-        shardings = jax.tree.map(lambda axis: rows_sharding(strategy, lead=axis), axes)
-        if share.count == 1:
-            return jax.device_put(batch, shardings)
-        return jax.tree.map(
-            lambda x, s, axis: put_rows(x, s, share.count * x.shape[axis], axis), batch, shardings, axes
-        )
-
-    return distributed_dataset(
-        source, num_replicas=strategy.num_replicas, place=place, place_spec=place_spec, share=share, **options
-    )
 
 
 def share_of(strategy: Strategy) -> ProcessShard:

@@ -17,8 +17,8 @@ LOCAL = Operations(
     fetch=placement.fetch,
     check=placement.check,
     run=run,
-    distribute_dataset=feed.distribute_dataset,
-    distribute_datasets_from_function=feed.distribute_datasets_from_function,
+    feed_batches=feed.feed_batches,
+    feed_pipelines=feed.feed_pipelines,
     distribute=distribute_locally,
 )
 

@@ -17,6 +17,7 @@ from jdist.core.strategy import Operations, Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
+from jdist.data.options import FeedOptions
 from jdist.errors import DatasetError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator
 from jdist.ps.coordinator.datasets import WorkerDataset
@@ -33,7 +34,6 @@ from jdist.ps.step import PsStep
 from jdist.ps.transport.grpc_transport import RpcChannel
 from jdist.ps.transport.security import Security
 from jdist.reduction import psum
-from jdist.step.feed import settle
 from jdist.step.options import StepOptions
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.ps_arguments import Mode, settled
@@ -159,9 +159,8 @@ def _strategy(job: Session) -> Strategy:
     def check(strategy: Strategy, state: PyTree) -> None:
         job.join()
 
-    def feed(strategy: Strategy, source: Iterable[PyTree], options: dict[str, Any]) -> DistributedDataset:
-        chosen = settle(options["options"], options["prefetch"])
-        batch_axis, lead = options["batch_axis"], int(options["steps_per_call"] > 1)
+    def feed(strategy: Strategy, source: Iterable[PyTree], options: FeedOptions) -> DistributedDataset:
+        batch_axis, lead = options.batch_axis, int(options.steps_per_call > 1)
         check_axes(batch_axis, DatasetError)
 
         def turn(batch: PyTree) -> PyTree:
@@ -172,24 +171,23 @@ def _strategy(job: Session) -> Strategy:
             num_replicas=job.options.gradients_per_update * job.on_worker.num_replicas,
             place=None if is_first(batch_axis) else turn,
             place_spec=None if is_first(batch_axis) else turn,
-            partial=options["partial"],
-            with_mask=options["with_mask"],
-            steps_per_call=options["steps_per_call"],
-            prefetch=chosen.prefetch,
+            partial=options.partial,
+            with_mask=options.with_mask,
+            steps_per_call=options.steps_per_call,
+            prefetch=options.input.prefetch,
         )
 
-    def feed_on_workers(strategy: Strategy, fn: Callable[..., Any], options: dict[str, Any]) -> WorkerDataset:
-        chosen = settle(options["options"], None)
-        if options["steps_per_call"] != 1:
+    def feed_on_workers(strategy: Strategy, fn: Callable[..., Any], options: FeedOptions) -> WorkerDataset:
+        if options.steps_per_call != 1:
             raise StrategyError(
                 "`steps_per_call` is for batches that the program feeds; a call of a step returns at once. Leave it at 1."
             )
-        if not is_first(options["batch_axis"]):
+        if not is_first(options.batch_axis):
             raise StrategyError(
-                f"`batch_axis` is {options['batch_axis']!r}; batches that workers read have their rows first. Leave it out, "
+                f"`batch_axis` is {options.batch_axis!r}; batches that workers read have their rows first. Leave it out, "
                 "and swap the axes in the step."
             )
-        given = {"partial": options["partial"], "with_mask": options["with_mask"], "prefetch": chosen.prefetch}
+        given = {"partial": options.partial, "with_mask": options.with_mask, "prefetch": options.input.prefetch}
         return job.dataset(fn, given)
 
     def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
@@ -210,8 +208,8 @@ def _strategy(job: Session) -> Strategy:
             fetch=fetch,
             check=check,
             run=run,
-            distribute_dataset=feed,
-            distribute_datasets_from_function=feed_on_workers,
+            feed_batches=feed,
+            feed_pipelines=feed_on_workers,
             distribute=distribute,
         ),
     )

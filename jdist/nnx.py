@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jdist.errors import StepError
 from jdist.replica import collectives, gradients
 from jdist.step.decorator import distribute as distribute_pure
 from jdist.step.mesh_step import DistributedStep
+from jdist.step.options import ArgRole, ReturnRole, RunKeywords, spelling_keywords
 from jdist.step.signature import check_no_batch
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
@@ -100,18 +101,28 @@ def grad(
     return grad_of_all
 
 
-def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., Any]], NNXStep]:
+@spelling_keywords
+def distribute(
+    strategy: Strategy,
+    *,
+    args: Sequence[ArgRole] | ArgRole = ("batch",),
+    returns: Sequence[ReturnRole] | ReturnRole = ("metrics",),
+    metrics: Mapping[type, collectives.ReduceOp] | None = None,
+    **options: Unpack[RunKeywords],
+) -> Callable[[Callable[..., Any]], NNXStep]:
     """Runs a step over mutable nnx objects on all replicas; takes the place of `@nnx.jit`.
 
     Arguments that hold nnx objects are the step's state and are changed in place.
 
     Args:
         strategy: what `jdist.mirrored()` and its like return.
-        **options: those of `jdist.distribute`. `args` says the roles of the arguments that hold no objects, in turn, by
-            default ("batch",); further ones are replicated, and refused where they look like a batch. `returns` says the
-            roles of what the step returns beside the objects, by default ("metrics",). `metrics` says how the replicas' states
-            of a metric of another class than `nnx.metrics.Average` and `Accuracy` come together: `{MyMetric: "sum"}`, "mean",
-            "max" or "min"; by "sum" the first replica goes on from the old state and the others from zeros.
+        args: roles of the arguments that hold no objects, in turn; further ones are replicated, and refused where they look
+            like a batch.
+        returns: roles of what the step returns beside the objects.
+        metrics: how the replicas' states of a metric of another class than `nnx.metrics.Average` and `Accuracy` come together:
+            `{MyMetric: "sum"}`, "mean", "max" or "min"; by "sum" the first replica goes on from the old state and the others
+            from zeros.
+        **options: the other options of `jdist.distribute`.
 
     Returns:
         A decorator.
@@ -130,16 +141,14 @@ def distribute(strategy: Strategy, **options: Any) -> Callable[[Callable[..., An
         >>> losses[1] < losses[0]
         True
     """
-    args = options.pop("args", ("batch",))
     args = (args,) if isinstance(args, str) else tuple(args)
     if "state" in args:
         raise StepError(
             f"`args` is {args!r}; jdist.nnx.distribute finds the objects itself. Say the roles of the other arguments "
             'alone: `args=("batch", "batch")`.'
         )
-    returns = options.pop("returns", ("metrics",))
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    ways: dict[type, collectives.ReduceOp] = dict(options.pop("metrics", {}))
+    ways: dict[type, collectives.ReduceOp] = {} if metrics is None else {**metrics}
     for kind, how in ways.items():
         if how not in get_args(collectives.ReduceOp):
             raise StepError(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist.errors import ScalingError
+from jdist.support.checks import as_int, as_real
 
 # A number, or a function of the number of updates made: both come back as they came.
 Rate = TypeVar("Rate", float, optax.Schedule)
@@ -149,11 +150,11 @@ def gradual_warmup(value: float | optax.Schedule, *, steps: int, init_value: flo
 
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
     """
-    if not _is_whole(steps) or steps < 0:
+    if as_int(steps, least=0) is None:
         raise ScalingError(f"jdist.scaling.gradual_warmup: `steps` is {steps!r}; it must be a whole number, 0 or more.")
-    if not _is_number(init_value):
+    if as_real(init_value) is None:
         raise ScalingError(f"jdist.scaling.gradual_warmup: `init_value` is {init_value!r}; it must be a number.")
-    if not (_is_number(value) or callable(value)):
+    if as_real(value) is None and not callable(value):
         raise ScalingError(_no_rate("gradual_warmup", value))
     after = value if callable(value) else optax.constant_schedule(value)
 
@@ -165,20 +166,24 @@ def gradual_warmup(value: float | optax.Schedule, *, steps: int, init_value: flo
 
 
 def _ratio(base_batch: int, global_batch: int) -> float:
+    sizes: list[int] = []
     for name, batch in (("base_batch", base_batch), ("global_batch", global_batch)):
-        if not _is_whole(batch) or batch < 1:
+        size = as_int(batch, least=1)
+        if size is None:
             raise ScalingError(
                 f"jdist.scaling: `{name}` is {batch!r}; it must be a positive whole number, the examples of one update."
             )
-    return global_batch / base_batch
+        sizes.append(size)
+    return sizes[1] / sizes[0]
 
 
 def _times(value: Any, factor: float, *, rule: str) -> Any:
     if _is_schedule(value):
         return lambda count: value(count) * factor
-    if not _is_number(value):
+    rate = as_real(value)
+    if rate is None:
         raise ScalingError(_no_rate(rule, value))
-    return value * factor
+    return rate * factor
 
 
 def _no_rate(rule: str, value: Any) -> str:
@@ -187,11 +192,3 @@ def _no_rate(rule: str, value: Any) -> str:
 
 def _is_schedule(value: Any) -> TypeGuard[optax.Schedule]:
     return callable(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -8,7 +8,7 @@ import pytest
 import jdist
 from jdist.errors import StepError
 from jdist.step.options import make_options
-from jdist.step.signature import Call, Signature
+from jdist.step.signature import Call, Others, Signature
 
 TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 EVERY = {
@@ -34,7 +34,7 @@ def test_bind_sorts_and_apply_puts_back():
     call, state, batches, others = Signature(step, options).bind(
         ("add", 1, "a", 2, "b", 3), {"shift": 4, "train": True}
     )
-    assert (state, batches, others) == (1, ("a", "b"), ((2, 3), {"shift": 4}))
+    assert (state, batches, others) == (1, ("a", "b"), Others((2, 3), {"shift": 4}))
     assert call.roles == ("static", "state", "batch", "replicated", "batch", "replicated")
     assert (call.static, call.static_kwargs, call.static_types) == (("add",), (("train", True),), (str, bool))
     assert call.apply(step, state, batches, others) == ("add", 1, "a", 2, "b", (3,), 4, True)
@@ -215,7 +215,7 @@ def test_further_arguments_are_numbers():
     call, _, _, others = signature.bind((1, 2, 3.0), {"more": len})
     with pytest.raises(StepError, match=r"keyword argument `more` of .* is a builtin"):
         signature.check_others(call, others)
-    signature.check_others(call, others=((np.ones(2),), {"more": None}))
+    signature.check_others(call, others=Others((np.ones(2),), {"more": None}))
 
 
 ROWS = np.arange(4, dtype=np.float32)

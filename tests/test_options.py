@@ -1,10 +1,14 @@
 """The options of `jdist.distribute`."""
 
+import dataclasses
+import inspect
+
 import pytest
 
 import jdist
 from jdist.errors import StepError
-from jdist.step.options import StepOptions, make_options
+from jdist.step.options import RunKeywords, StepKeywords, StepOptions, make_options
+from jdist.strategies.ps_arguments import PsArguments
 
 
 def test_defaults():
@@ -75,3 +79,18 @@ def test_what_is_not_allowed_is_refused_before_any_step(options, message):
 )
 def test_may_update_state(options, expected):
     assert make_options(**options).may_update_state is expected
+
+
+@pytest.mark.parametrize("function", [jdist.distribute, jdist.nnx.distribute])
+def test_editors_and_help_see_every_option(function):
+    names = {field.name for field in dataclasses.fields(StepOptions)}
+    assert names == set(StepKeywords.__annotations__) == set(RunKeywords.__annotations__) | {"args", "returns"}
+    shown = inspect.signature(function).parameters
+    assert names <= set(shown)
+    assert all(p.kind is not p.VAR_KEYWORD for p in shown.values())
+    assert shown["accumulate"].default == 1
+
+
+def test_no_argument_of_parameter_server_is_dropped_on_its_way():
+    given = list(inspect.signature(jdist.parameter_server).parameters)
+    assert given == [field.name for field in dataclasses.fields(PsArguments)]

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
+from jdist.data.options import FeedOptions
 
 
 def test_it_is_an_immutable_value_compared_by_identity():
@@ -63,25 +64,26 @@ def test_methods_call_the_operations_with_the_strategy_first():
     def record(name):
         return lambda *args: calls.append((name, *args)) or name
 
-    names = ("init", "fetch", "check", "run", "distribute_dataset", "distribute_datasets_from_function", "distribute")
+    names = ("init", "fetch", "check", "run", "feed_batches", "feed_pipelines", "distribute")
     operations = dataclasses.replace(jdist.default().operations, **{name: record(name) for name in names})
     strategy = dataclasses.replace(jdist.default(), operations=operations)
     assert strategy.init("fn", 1) == "init"
     assert strategy.fetch("state") == "fetch"
     assert strategy.check("state") is None
     assert strategy.run("fn", 1, a=2) == "run"
-    assert strategy.distribute_dataset("data", partial="drop") == "distribute_dataset"
-    assert strategy.distribute_datasets_from_function("fn", "options") == "distribute_datasets_from_function"
-    given = {"partial": "drop", "with_mask": False, "steps_per_call": 1, "batch_axis": 0}
-    given |= {"prefetch": None, "options": None}
-    from_function = {"partial": "pad", "with_mask": False, "steps_per_call": 1, "batch_axis": 0, "options": "options"}
+    assert strategy.distribute_dataset("data", partial="drop") == "feed_batches"
+    options = jdist.InputOptions(prefetch=7)
+    assert strategy.distribute_datasets_from_function("fn", options) == "feed_pipelines"
+    given = {"with_mask": False, "steps_per_call": 1, "batch_axis": 0}
+    batches = FeedOptions(partial="drop", input=jdist.InputOptions(), **given)
+    pipelines = FeedOptions(partial="pad", input=options, **given)
     assert calls == [
         ("init", strategy, "fn", (1,)),
         ("fetch", strategy, "state"),
         ("check", strategy, "state"),
         ("run", strategy, "fn", (1,), {"a": 2}),
-        ("distribute_dataset", strategy, "data", given),
-        ("distribute_datasets_from_function", strategy, "fn", from_function),
+        ("feed_batches", strategy, "data", batches),
+        ("feed_pipelines", strategy, "fn", pipelines),
     ]
 
 

@@ -20,7 +20,7 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
-from jdist.support.checks import count
+from jdist.support.checks import as_int
 
 _HISTORY = "history.jsonl"
 _WAIT_S = 600.0
@@ -59,9 +59,9 @@ def checkpoint(
 
     Source: `tf.keras.callbacks.ModelCheckpoint` and `BackupAndRestore`
     """
-    if every is not None and count(every) is None:
+    if every is not None and as_int(every, least=1) is None:
         raise StepError(f"checkpoint: `every` is {every!r}; it must be a whole number of steps, 1 or more, or None.")
-    if (kept_newest := count(keep)) is None:
+    if (kept_newest := as_int(keep, least=1)) is None:
         raise StepError(f"checkpoint: `keep` is {keep!r}; it must be a whole number, 1 or more.")
     if best is not None:
         check_evaluated("checkpoint", "best", best, ("eval/",))

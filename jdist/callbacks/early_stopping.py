@@ -7,7 +7,7 @@ from typing import Literal
 from jdist.callbacks.callback import Callback, Moment, Stop
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.errors import StepError
-from jdist.support.checks import count, is_number
+from jdist.support.checks import as_int, is_number
 
 
 def early_stopping(
@@ -36,7 +36,7 @@ def early_stopping(
 
     Source: `tf.keras.callbacks.EarlyStopping`
     """
-    if count(patience) is None:
+    if as_int(patience, least=1) is None:
         raise StepError(f"early_stopping: `patience` is {patience!r}; it must be a whole number, 1 or more.")
     if isinstance(min_delta, bool) or not is_number(min_delta) or not 0 <= min_delta < float("inf"):
         raise StepError(f"early_stopping: `min_delta` is {min_delta!r:.80}; it must be a number, 0 or more.")

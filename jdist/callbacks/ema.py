@@ -14,6 +14,7 @@ from jdist.callbacks.callback import Callback, Keeps, Moment
 from jdist.core.remote import RemoteTree
 from jdist.core.static_leaves import pack, unpack
 from jdist.errors import StepError
+from jdist.support.checks import as_real
 
 PyTree = Any
 
@@ -51,7 +52,8 @@ def ema(
 
     Source: Polyak and Juditsky 1992; `tf.keras.callbacks.SwapEMAWeights`
     """
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+    number = as_real(decay)
+    if number is None or not 0 <= number < 1:
         raise StepError(f"ema: `decay` is {decay!r}; it must be from 0 to 1, without 1, such as 0.999.")
     average: PyTree = None
 

@@ -9,6 +9,7 @@ import jax
 from jdist.callbacks.callback import Callback, Moment
 from jdist.core.remote import RemoteTree
 from jdist.errors import StepError
+from jdist.support.checks import as_int
 
 
 def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15) -> Callback:
@@ -28,7 +29,7 @@ def profiler(folder: str | os.PathLike[str], *, first: int = 10, last: int = 15)
 
     Source: `tf.keras.callbacks.TensorBoard(profile_batch=...)`
     """
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in (first, last)) or not 1 <= first <= last:
+    if as_int(first, least=1) is None or as_int(last, least=first) is None:
         raise StepError(
             f"profiler: `first` is {first!r} and `last` is {last!r}; they must be steps, 1 <= first <= last."
         )

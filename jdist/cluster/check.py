@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jdist.cluster.address import ALLOWED, problem, refused, same_for
+from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 JOBS = ("chief", "worker", "ps", "evaluator")
@@ -105,7 +106,8 @@ def check_task(
             f"Say which job this process is.{did_you_mean(task_type, JOBS)}",
             field="task_type",
         )
-    if not isinstance(task_index, int) or isinstance(task_index, bool) or task_index < 0:
+    index = as_int(task_index, least=0)
+    if index is None:
         raise refused(
             index_from,
             task_index,
@@ -126,7 +128,7 @@ def check_task(
             "Add this process's own address to the cluster, or correct its type.",
             field="task_type",
         )
-    if task_index >= tasks:
+    if index >= tasks:
         raise refused(
             index_from,
             task_index,

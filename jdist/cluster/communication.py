@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jdist.errors import StrategyError
+from jdist.support.checks import as_int, as_real
 
 Implementation = Literal["auto", "ring", "nccl"]
 
@@ -46,17 +47,18 @@ class CommunicationOptions:
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
+        size = as_int(self.bytes_per_pack, least=0)
+        if size is None:
             raise StrategyError(
                 f"`bytes_per_pack` is {self.bytes_per_pack!r}; it must be a whole number of bytes, 0 or more."
             )
+        object.__setattr__(self, "bytes_per_pack", size)
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+            if not _is_time(value):
                 raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds, 1 or more.")
         value = self.progress_timeout_s
-        number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < math.inf
-        if value not in (None, "auto") and not number:
+        if value not in (None, "auto") and not _is_time(value):
             raise StrategyError(
                 f'`progress_timeout_s` is {value!r}; it must be "auto", a number of seconds, 1 or more, or None for no end.'
             )
@@ -78,3 +80,9 @@ class CommunicationOptions:
             "start_timeout_s": self.start_timeout_s,
             "progress_timeout_s": progress_timeout_s,
         }
+
+
+def _is_time(value: Any) -> bool:
+    """Whether it is a number of seconds, 1 or more."""
+    number = as_real(value)
+    return number is not None and 1 <= number < math.inf

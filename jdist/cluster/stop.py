@@ -16,6 +16,7 @@ from typing import Any, Literal
 from jdist.cluster import exit_status
 from jdist.cluster.runtime import Runtime, alone
 from jdist.errors import ClusterError
+from jdist.support.checks import as_int, as_real
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_S = 1.0  # a scheduler may signal both a launcher, which passes it on, and what it launched
@@ -186,9 +187,10 @@ def preemption(
     Source: `tf.distribute.experimental.PreemptionCheckpointHandler` and `TerminationConfig`
     """
     for name, value, least in (("grace_s", grace_s, 0.0), ("poll_s", poll_s, 0.01)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        number = as_real(value)
+        if number is None or not least <= number < math.inf:
             raise ClusterError(f"`{name}` is {value!r}; it must be a number of seconds, {least:g} or more.")
-    if exit_code is not None and (isinstance(exit_code, bool) or exit_code not in range(256)):
+    if exit_code is not None and as_int(exit_code) not in range(256):
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
     made = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()

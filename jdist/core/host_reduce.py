@@ -17,6 +17,7 @@ import numpy as np
 from jdist.core.per_replica import PerReplica, Replicas, as_axis, is_per_replica, is_rows_of_replicas, named
 from jdist.errors import StepError
 from jdist.support.arrays import check_not_donated, is_key, local_rows, to_host
+from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -100,7 +101,7 @@ def _as_axes(axis: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = axis if isinstance(axis, tuple) else (axis,)
-    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in axes):
+    if any(as_int(a) is None for a in axes):
         raise StepError(f"strategy.reduce: `axis` is {axis!r}; it must be None, an int or a tuple of ints.")
     if not axes:
         raise StepError(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.errors import StepError
+from jdist.support.checks import as_int, as_real
 
 SMALLEST = 1.0  # what does not fit at this scale is no overflow that a smaller one would mend
 FACTOR = 2.0
@@ -48,17 +49,20 @@ class LossScaling:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        number = isinstance(self.initial, int | float) and not isinstance(self.initial, bool)
-        if not number or not SMALLEST <= self.initial <= 2.0**100 or math.frexp(self.initial)[0] != 0.5:
+        number = as_real(self.initial)
+        if number is None or not SMALLEST <= number <= 2.0**100 or math.frexp(number)[0] != 0.5:
             raise StepError(
                 f"`initial_scale` is {self.initial!r}; it must be a power of two between 1 and 2**100, so that scaling rounds "
                 "nothing. The usual one is 2.0**15."
             )
         interval = self.growth_interval
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        steps = as_int(interval, least=1)
+        if steps is None:
             raise StepError(
                 f"`growth_interval` is {interval!r}; it must be a number of steps, an integer of at least 1."
             )
+        object.__setattr__(self, "initial", float(number))
+        object.__setattr__(self, "growth_interval", steps)
 
     def begin(self) -> LossScale:
         """The loss scale before the first step, on the host."""

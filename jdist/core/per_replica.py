@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.errors import StepError
 from jdist.support.arrays import check_not_donated, is_key, local_rows, put_rows, to_host
+from jdist.support.checks import as_int
 
 PyTree = Any
 
@@ -294,8 +295,9 @@ def as_axis(call: str, axis: Any) -> int:
     Raises:
         StepError: it is no int.
     """
-    if isinstance(axis, int | np.integer) and not isinstance(axis, bool):
-        return int(axis)
+    number = as_int(axis)
+    if number is not None:
+        return number
     raise StepError(f"{call}: `axis` is {axis!r}; it must be an int, the axis to concatenate along.")
 
 

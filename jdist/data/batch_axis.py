@@ -20,6 +20,7 @@ from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, check_source
 from jdist.errors import BatchError, DatasetError
+from jdist.support.checks import as_int
 
 PyTree = Any
 BatchAxis = Any  # an int, or a tree of them that a batch's tree begins with
@@ -27,7 +28,7 @@ BatchAxis = Any  # an int, or a tree of them that a batch's tree begins with
 
 def is_first(batch_axis: BatchAxis) -> bool:
     """Whether rows are on the first axis of every leaf."""
-    return isinstance(batch_axis, int) and batch_axis == 0
+    return as_int(batch_axis) == 0
 
 
 def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
@@ -37,7 +38,7 @@ def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
         error: names the value.
     """
     for path, axis in jax.tree_util.tree_leaves_with_path(batch_axis, is_leaf=lambda x: x is None):
-        if not isinstance(axis, int) or isinstance(axis, bool) or axis < 0:
+        if as_int(axis, least=0) is None:
             raise error(
                 f"`batch_axis` has {axis!r}{f' at {jax.tree_util.keystr(path)}' if path else ''}; it must be an integer of at "
                 "least 0, the axis that a batch's rows are on, or a tree of them as in `jax.vmap`'s `in_axes`. What has no "

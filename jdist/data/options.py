@@ -49,7 +49,7 @@ class InputOptions:
     autoshard: Policy = "auto"
 
     def __post_init__(self) -> None:
-        whole_number(self.prefetch, name="prefetch", least=0)
+        object.__setattr__(self, "prefetch", whole_number(self.prefetch, name="prefetch", least=0))
         if not isinstance(self.prefetch_to_device, bool):
             raise DatasetError(f"`prefetch_to_device` must be True or False, but it is {self.prefetch_to_device!r}")
         for name, allowed in (("replication", get_args(Replication)), ("autoshard", get_args(Policy))):
@@ -94,6 +94,9 @@ class FeedOptions:
     steps_per_call: int
     batch_axis: Any
     input: InputOptions
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps_per_call", whole_number(self.steps_per_call, name="steps_per_call", least=1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jdist.errors import LaunchError
+from jdist.support.checks import as_real
 
 
 def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
@@ -117,7 +117,8 @@ def check_positive(name: str, seconds: float) -> None:
     Raises:
         LaunchError: names it.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:
+    number = as_real(seconds)
+    if number is None or not 0 < number < math.inf:
         raise LaunchError(f"{name}={seconds!r:.80} is not a duration: give seconds above 0.")
 
 

@@ -30,7 +30,7 @@ from jdist.metrics import Metric
 from jdist.report.history import History
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
-from jdist.support.checks import count
+from jdist.support.checks import as_int
 
 PyTree = Any
 
@@ -300,7 +300,7 @@ def _takes_a_moment(function: Callable[..., Any]) -> bool:
 
 
 def _count(name: str, value: Any) -> int:
-    if (number := count(value)) is None:
+    if (number := as_int(value, least=1)) is None:
         raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
     return number
 

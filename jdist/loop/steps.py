@@ -16,6 +16,7 @@ from jdist.loop.task import Task
 from jdist.nnx import NNXStep
 from jdist.step.base import Distributed
 from jdist.step.decorator import distribute
+from jdist.step.options import ReturnRole
 from jdist.strategies.default import get_strategy
 
 
@@ -87,12 +88,12 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
 
 
 @functools.lru_cache(maxsize=32)  # so that an evaluation in a loop is compiled once
-def distributed_once(step: Callable[..., Any], strategy: Strategy, returns: str) -> Distributed:
+def distributed_once(step: Callable[..., Any], strategy: Strategy, returns: ReturnRole) -> Distributed:
     """A plain function of state and batch, distributed; the same one for the same function and strategy."""
     return distribute(step, strategy, args=("state", "batch"), returns=(returns,))
 
 
-def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: str = "metrics") -> Distributed:
+def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRole = "metrics") -> Distributed:
     """The distributed step of what `jdist.evaluate` or `jdist.predict` was given.
 
     Raises:

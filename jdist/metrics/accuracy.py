@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jdist.errors import StepError
 from jdist.metrics.in_step import class_ids, class_labels, class_scores, real_numbers
 from jdist.metrics.mean import ZERO, mean_sums, quotient
 from jdist.metrics.metric import Metric
 from jdist.metrics.sums import of_sums
+from jdist.support.checks import as_int, as_real
 
 PyTree = Any
 
@@ -41,7 +41,7 @@ def accuracy(threshold: float | None = None) -> Metric:
     Source: `sklearn.metrics.accuracy_score`.
     """
     call = "jdist.metrics.accuracy"
-    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float | np.number)):
+    if threshold is not None and as_real(threshold) is None:
         raise StepError(
             f"{call}: `threshold` is {threshold!r}; it must be a number, 0.5 for probabilities or 0 for logits, or None where "
             "there is one score for each class."
@@ -87,7 +87,7 @@ def top_k(k: int) -> Metric:
     Source: `sklearn.metrics.top_k_accuracy_score`, also for equal scores.
     """
     call = "jdist.metrics.top_k"
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+    if as_int(k, least=1) is None:
         raise StepError(f"{call}: `k` is {k!r}; it must be a positive integer, such as 5.")
 
     def sums(predictions: Any, labels: Any, mask: Any = None) -> PyTree:

@@ -12,6 +12,7 @@ from jdist.errors import StepError
 from jdist.metrics.in_step import class_ids, class_labels, weights
 from jdist.metrics.metric import Metric
 from jdist.metrics.sums import of_sums
+from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
@@ -87,11 +88,11 @@ def f1(num_classes: int, average: Average | None = "macro") -> Metric:
 
 def _from_matrix(name: str, num_classes: int, compute: Callable[[np.ndarray], Any]) -> Metric:
     call = f"jdist.metrics.{name}"
-    if isinstance(num_classes, bool) or not isinstance(num_classes, int | np.integer) or num_classes < 1:
+    n = as_int(num_classes, least=1)
+    if n is None:
         raise StepError(
             f"{call}: `num_classes` is {num_classes!r}; it must be a positive integer, one more than the largest label."
         )
-    n = int(num_classes)
 
     def sums(predictions: Any, labels: Any, mask: Any = None) -> PyTree:
         labels = class_labels(call, labels)

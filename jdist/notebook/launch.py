@@ -18,6 +18,7 @@ from jdist.notebook import values
 from jdist.notebook.child import returned_file
 from jdist.notebook.program import Program
 from jdist.strategies import libtpu
+from jdist.support.checks import as_int
 
 
 def notebook_launch(
@@ -68,7 +69,7 @@ def notebook_launch(
         >>> jdist.notebook_launch("platform:python_implementation", processes=1)
         'CPython'
     """
-    if isinstance(processes, bool) or not isinstance(processes, int):
+    if as_int(processes) is None:
         raise LaunchError(f"processes={processes!r} is not a number of processes. Give one from 1 on.")
     check_at_least("processes", processes, 1)
     if not isinstance(args, list | tuple):

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, keeping_nothing
+from jdist.support.checks import as_int
 
 PyTree = Any
 
@@ -35,15 +35,15 @@ def bucketed(bytes_per_pack: int) -> Reduction:
         >>> jdist.reduction.bucketed(bytes_per_pack=4_000_000).name
         'bucketed(4000000)'
     """
-    if not isinstance(bytes_per_pack, int | np.integer) or isinstance(bytes_per_pack, bool) or bytes_per_pack < 0:
+    size = as_int(bytes_per_pack, least=0)
+    if size is None:
         raise StrategyError(f"bucketed: `bytes_per_pack` is {bytes_per_pack!r}; it must be an integer of at least 0.")
-    bytes_per_pack = int(bytes_per_pack)
 
     def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
         zero = None
-        for pack in packs([leaf.nbytes for leaf in leaves], bytes_per_pack):
+        for pack in packs([leaf.nbytes for leaf in leaves], size):
             waiting = [leaves[i] if zero is None else _plus(leaves[i], zero) for i in pack]
             sums = jax.lax.psum(waiting, axes)
             for i, leaf in zip(pack, sums, strict=True):

@@ -9,6 +9,7 @@ import jax
 from jdist.errors import StrategyError
 from jdist.reduction.algorithm import Reduction, axes_size, keeping_nothing
 from jdist.reduction.bucketed import by_vectors, padded
+from jdist.support.checks import as_int
 
 PyTree = Any
 
@@ -35,7 +36,7 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
         >>> jdist.reduction.hierarchical(inner=4, outer=2).name
         'hierarchical(4, 2)'
     """
-    sizes = all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in (inner, outer))
+    sizes = all(as_int(x, least=1) is not None for x in (inner, outer))
     names = all(isinstance(x, str) and x for x in (inner, outer)) and inner != outer
     if not sizes and not names:
         raise StrategyError(

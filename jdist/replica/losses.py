@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdist.core import context
 from jdist.core.per_replica import as_array, check_numbers
 from jdist.errors import StepError
 from jdist.replica import collectives
+from jdist.support.checks import as_int
 
 
 def compute_average_loss(
@@ -119,8 +119,8 @@ def _checked_rows(global_batch: Any) -> Any:
     if isinstance(global_batch, jax.Array):
         if global_batch.ndim == 0 and jnp.issubdtype(global_batch.dtype, jnp.integer):
             return global_batch  # its sign is known when the step runs
-    elif isinstance(global_batch, int | np.integer) and not isinstance(global_batch, bool) and global_batch > 0:
-        return int(global_batch)
+    elif (rows := as_int(global_batch, least=1)) is not None:
+        return rows
     raise StepError(
         f"jdist.compute_average_loss: `global_batch` is {global_batch!r}; it must be a positive integer, the number of rows "
         "that all replicas hold together."

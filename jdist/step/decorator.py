@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from jdist.cluster.idle_launch import unused_job
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.step.mesh_step import DistributedStep
-from jdist.step.options import StepOptions, make_options
+from jdist.step.options import StepKeywords, StepOptions, make_options, spelling_keywords
 from jdist.step.signature import Step
 
 
 @overload
-def distribute(step: Strategy, strategy: None = None, **options: Any) -> Callable[[Step], DistributedStep]: ...
+def distribute(
+    step: Strategy, strategy: None = None, **options: Unpack[StepKeywords]
+) -> Callable[[Step], DistributedStep]: ...
 @overload
-def distribute(step: Step, strategy: Strategy, **options: Any) -> DistributedStep: ...
-def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> Any:
+def distribute(step: Step, strategy: Strategy, **options: Unpack[StepKeywords]) -> DistributedStep: ...
+@spelling_keywords
+def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[StepKeywords]) -> Any:
     """Runs a train step, written for one replica, on all replicas of a strategy.
 
     As a decorator, `@jdist.distribute(strategy, ...)`, or as a function, `jdist.distribute(step, strategy, ...)`.
@@ -28,8 +31,6 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Any) -> A
         step: a function `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or what `args` and
             `returns` say.
         strategy: what `jdist.mirrored()` and its like return.
-
-    Keyword Args:
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
             "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from jdist.core.loss_scale import LossScaling
 from jdist.core.precision import Precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
+from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 ArgRole = Literal["state", "batch", "per_replica", "replicated", "static"]
@@ -73,8 +76,10 @@ class StepOptions:
             ("check_replicas", 0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            number = as_int(value, least=least)
+            if number is None:
                 raise StepError(f"`{name}` is {value!r}; it must be an integer of at least {least}.")
+            object.__setattr__(self, name, number)
         if self.precision is not None and not isinstance(self.precision, Precision):
             raise StepError(
                 f"`precision` is {self.precision!r}; it must be a value that `jdist.precision` makes: "
@@ -109,6 +114,44 @@ class StepOptions:
     def may_update_state(self) -> bool:
         """Whether the step may return a state; known for certain only once it was traced."""
         return "state" in self.args and (self.returns is None or "state" in self.returns)
+
+
+class RunKeywords(TypedDict, total=False):
+    """The options of `jdist.distribute` but for the roles, as an editor and a type checker see them."""
+
+    static_argnames: Sequence[str] | str
+    donate: bool
+    accumulate: int
+    steps_per_call: int
+    max_in_flight: int
+    check_replicas: int
+    non_finite: NonFinite
+    precision: Precision | None
+    batch_axis: BatchAxis
+    verify: Verify | Literal[False] | None
+
+
+class StepKeywords(RunKeywords, total=False):
+    """The options of `jdist.distribute`: the fields of `StepOptions`, as a user writes them."""
+
+    args: Sequence[ArgRole] | ArgRole
+    returns: Sequence[ReturnRole] | ReturnRole | None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def spelling_keywords(function: F) -> F:
+    """Gives a function that takes the options as `**options` a signature that names each, for notebooks and `help`."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=x.type)
+        for x in fields(StepOptions)
+        if x.name not in signature.parameters
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # `inspect` reads it
+    return function
 
 
 def make_options(**options: Any) -> StepOptions:

@@ -36,7 +36,7 @@ from jdist.ps.transport.security import Security
 from jdist.reduction import psum
 from jdist.step.options import StepOptions
 from jdist.strategies.mirrored import mirrored
-from jdist.strategies.ps_arguments import Mode, settled
+from jdist.strategies.ps_arguments import Mode, PsArguments
 from jdist.support.arrays import check_arguments_not_donated, to_host
 
 PyTree = Any
@@ -105,12 +105,36 @@ def parameter_server(
         ClusterTimeoutError: not all servers came in time.
         LaunchError: a process of this machine did not come up.
     """
-    spec, options = settled(**locals())  # its arguments
+    arguments = PsArguments(
+        cluster=cluster,
+        local_workers=local_workers,
+        local_ps=local_ps,
+        devices_per_worker=devices_per_worker,
+        insecure=insecure,
+        keep_servers=keep_servers,
+        start_timeout_s=start_timeout_s,
+        partitioner=partitioner,
+        placement=placement,
+        mode=mode,
+        backup_workers=backup_workers,
+        max_staleness=max_staleness,
+        on_stale=on_stale,
+        wire=wire,
+        ps_replicas=ps_replicas,
+        times=times,
+        axis=axis,
+    )
+    spec, options = arguments.resolve()
     if options is None:
         return mirrored(axis=axis)
     # Errors of a cluster are heard of here; processes of this machine can wait.
     servers = (
-        functools.partial(_local_servers, local_workers or 2, local_ps or ps_replicas, devices_per_worker)
+        functools.partial(
+            _local_servers,
+            arguments.local_workers or 2,
+            arguments.local_ps or options.replicas,
+            arguments.devices_per_worker,
+        )
         if spec is None
         else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
     )
@@ -130,7 +154,7 @@ def check_parameter_server(**options: Any) -> None:
     """
     given = inspect.signature(parameter_server).bind(**options)
     given.apply_defaults()
-    settled(**given.arguments)
+    PsArguments(**given.arguments).resolve()
 
 
 def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:

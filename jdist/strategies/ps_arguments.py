@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jdist.cluster.spec import ClusterSpec
@@ -19,104 +19,150 @@ from jdist.ps.protocol.times import Times
 from jdist.ps.serve import IS_SERVER
 from jdist.strategies.local import check_axis
 from jdist.strategies.on_worker import strategy_of_worker
+from jdist.support.checks import as_int, as_real
 from jdist.support.suggest import did_you_mean
 
 Mode = Literal["async", "sync"]
 
 
-def settled(
-    *,
-    cluster: ClusterSpec | None,
-    local_workers: int | None,
-    local_ps: int | None,
-    devices_per_worker: int | None,
-    start_timeout_s: float,
-    partitioner: Partitioner | None,
-    placement: Placement,
-    mode: Mode,
-    backup_workers: int,
-    max_staleness: int | None,
-    on_stale: OnStale,
-    wire: Wire,
-    ps_replicas: int,
-    times: Times | None,
-    axis: str,
-    **_: bool,
-) -> tuple[ClusterSpec | None, PsOptions | None]:
-    """Checks the arguments of `jdist.parameter_server`, which says what they are; looks for no server.
+_LOCAL = ("local_workers", "local_ps", "devices_per_worker")
 
-    Returns:
-        The cluster, None for processes of this machine; and how it works, None in the cluster's evaluator.
+
+@dataclass(frozen=True, kw_only=True)
+class PsArguments:
+    """The arguments of `jdist.parameter_server`, which says what they are; making one checks each by itself.
 
     Raises:
-        StrategyError: an argument is not allowed, the cluster lacks workers or servers, or this process is one of them.
-        ClusterConfigError: the environment is not right.
+        StrategyError: an argument is not allowed, or this process is one of the servers.
     """
-    if os.environ.get(IS_SERVER):
-        raise StrategyError(
-            "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
-            'under `if __name__ == "__main__":`.'
+
+    cluster: ClusterSpec | None
+    local_workers: int | None
+    local_ps: int | None
+    devices_per_worker: int | None
+    insecure: bool
+    keep_servers: bool
+    start_timeout_s: float
+    partitioner: Partitioner | None
+    placement: Placement
+    mode: Mode
+    backup_workers: int
+    max_staleness: int | None
+    on_stale: OnStale
+    wire: Wire
+    ps_replicas: int
+    times: Times | None
+    axis: str
+
+    def __post_init__(self) -> None:
+        if os.environ.get(IS_SERVER):
+            raise StrategyError(
+                "this process is a worker, which has imported the program for a dataset function: put what is not to run in it "
+                'under `if __name__ == "__main__":`.'
+            )
+        for name in _LOCAL:
+            number = getattr(self, name)
+            if number is not None and not self._take_int(name, least=1):
+                raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
+        seconds = as_real(self.start_timeout_s)
+        if seconds is None or not 0 <= seconds < math.inf:
+            raise StrategyError(
+                f"`start_timeout_s` is {self.start_timeout_s!r}; it must be a number of seconds, 0 or more."
+            )
+        check_axis(self.axis)
+        _check_spread(self.partitioner, self.placement, self.wire)
+        if as_int(self.ps_replicas) not in (1, 2):
+            raise StrategyError(
+                f"`ps_replicas` is {self.ps_replicas!r}; it must be 1, or 2 for a backup of each shard."
+            )
+        if self.cluster is not None and self.is_local:
+            raise StrategyError(
+                "both `cluster` and processes of this machine are given; leave out `local_workers`, `local_ps` and "
+                "`devices_per_worker`."
+            )
+        if self.cluster is not None and not isinstance(self.cluster, ClusterSpec):
+            raise StrategyError(
+                f"`cluster` is a {type(self.cluster).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
+            )
+        if not isinstance(self.times, Times | None):
+            raise StrategyError(f"`times` is a {type(self.times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
+        _check_choice("mode", self.mode, get_args(Mode))
+        if not self._take_int("backup_workers", least=0):
+            raise StrategyError(f"`backup_workers` is {self.backup_workers!r}; it must be a whole number, 0 or more.")
+        if self.max_staleness is not None and not self._take_int("max_staleness", least=0):
+            raise StrategyError(
+                f"`max_staleness` is {self.max_staleness!r}; it must be a whole number of updates, 0 or more, or None for any "
+                "number."
+            )
+        _check_choice("on_stale", self.on_stale, get_args(OnStale))
+        if self.mode == "async" and self.backup_workers:
+            raise StrategyError(
+                '`backup_workers` is for `mode="sync"`: in asynchronous mode nobody waits for the last worker.'
+            )
+        if self.mode == "sync" and self.max_staleness is not None:
+            raise StrategyError('`max_staleness` is for asynchronous mode: with `mode="sync"` no gradient is stale.')
+
+    def _take_int(self, name: str, *, least: int) -> bool:
+        """Makes an argument a Python int, as NumPy's cannot travel; whether it is a whole number of at least `least`."""
+        number = as_int(getattr(self, name), least=least)
+        object.__setattr__(self, name, getattr(self, name) if number is None else number)
+        return number is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether processes of this machine are asked for."""
+        return any(getattr(self, name) is not None for name in _LOCAL)
+
+    def resolve(self) -> tuple[ClusterSpec | None, PsOptions | None]:
+        """Checks the arguments against the cluster; looks for no server.
+
+        Returns:
+            The cluster, None for processes of this machine; and how it works, None in the cluster's evaluator.
+
+        Raises:
+            StrategyError: the cluster lacks workers or servers.
+            ClusterConfigError: the environment is not right.
+        """
+        spec = self.cluster if self.cluster is not None or self.is_local else cluster_of_environment()
+        if spec is not None and spec.task_type == "evaluator":
+            return spec, None
+        if spec is not None:
+            check_place(spec)
+        num_ps = len(spec.jobs["ps"]) if spec is not None else self.local_ps or self.ps_replicas
+        if num_ps < self.ps_replicas:
+            raise StrategyError(
+                "`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. "
+                + (
+                    "Give `local_ps=2` or more."
+                    if spec is None
+                    else "Add one to the cluster, or leave `ps_replicas` at 1."
+                )
+            )
+        workers = (self.local_workers or 2) if spec is None else len(spec.jobs["worker"])
+        if self.backup_workers >= workers:
+            raise StrategyError(
+                f"`backup_workers` is {self.backup_workers}, and there are {workers} workers; at least one must be left."
+            )
+        is_sync = self.mode == "sync"
+        if is_sync and spec is None and (self.devices_per_worker or 1) > 1:
+            raise StrategyError(
+                f"`devices_per_worker` is {self.devices_per_worker}, and synchronous mode has one gradient of one device for "
+                "each worker. Give `local_workers` as many more, or use `jdist.mirrored()`."
+            )
+        # Workers do not push what is refused.
+        rules = Rules(max_staleness=0 if is_sync else self.max_staleness, on_stale=self.on_stale, non_finite="skip")
+        return spec, PsOptions(
+            on_worker=functools.partial(strategy_of_worker, axis=self.axis),
+            partitioner=self.partitioner or min_size(),
+            placement=self.placement,
+            rules=rules,
+            times=self.times or Times(),
+            wire=self.wire,
+            is_sync=is_sync,
+            gradients_per_update=workers - self.backup_workers if is_sync else 1,
+            backup_workers=self.backup_workers,
+            replicas=int(self.ps_replicas),
         )
-    local_numbers = {"local_workers": local_workers, "local_ps": local_ps, "devices_per_worker": devices_per_worker}
-    for name, number in local_numbers.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise StrategyError(f"`{name}` is {number!r}; it must be a whole number of at least 1.")
-    is_time = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
-    if not is_time or not 0 <= start_timeout_s < math.inf:
-        raise StrategyError(f"`start_timeout_s` is {start_timeout_s!r}; it must be a number of seconds, 0 or more.")
-    check_axis(axis)
-    _check_spread(partitioner, placement, wire)
-    if ps_replicas not in (1, 2) or isinstance(ps_replicas, bool):
-        raise StrategyError(f"`ps_replicas` is {ps_replicas!r}; it must be 1, or 2 for a backup of each shard.")
-    local = any(number is not None for number in local_numbers.values())
-    if cluster is not None and local:
-        raise StrategyError(
-            "both `cluster` and processes of this machine are given; leave out `local_workers`, `local_ps` and "
-            "`devices_per_worker`."
-        )
-    if cluster is not None and not isinstance(cluster, ClusterSpec):
-        raise StrategyError(
-            f"`cluster` is a {type(cluster).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
-        )
-    spec = cluster if cluster is not None or local else cluster_of_environment()
-    if spec is not None and spec.task_type == "evaluator":
-        return spec, None
-    if spec is not None:
-        check_place(spec)
-    num_ps = len(spec.jobs["ps"]) if spec is not None else local_ps or ps_replicas
-    if num_ps < ps_replicas:
-        raise StrategyError(
-            "`ps_replicas` is 2 and there is 1 parameter server; a shard's backup is on another one. "
-            + ("Give `local_ps=2` or more." if spec is None else "Add one to the cluster, or leave `ps_replicas` at 1.")
-        )
-    if not isinstance(times, Times | None):
-        raise StrategyError(f"`times` is a {type(times).__name__}; pass a `jdist.ps.Times`, or leave it out.")
-    workers = (local_workers or 2) if spec is None else len(spec.jobs["worker"])
-    _check_mode(mode, backup_workers, max_staleness, workers)
-    if mode == "sync" and spec is None and (devices_per_worker or 1) > 1:
-        raise StrategyError(
-            f"`devices_per_worker` is {devices_per_worker}, and synchronous mode has one gradient of one device for each "
-            "worker. Give `local_workers` as many more, or use `jdist.mirrored()`."
-        )
-    _check_staleness(max_staleness, on_stale)
-    # Workers do not push what is refused.
-    rules = Rules(max_staleness=max_staleness, on_stale=on_stale, non_finite="skip")
-    is_sync = mode == "sync"
-    if is_sync:
-        rules = dataclasses.replace(rules, max_staleness=0)
-    options = PsOptions(
-        on_worker=functools.partial(strategy_of_worker, axis=axis),
-        partitioner=partitioner or min_size(),
-        placement=placement,
-        rules=rules,
-        times=times or Times(),
-        wire=wire,
-        is_sync=is_sync,
-        gradients_per_update=workers - backup_workers if is_sync else 1,
-        backup_workers=backup_workers,
-        replicas=ps_replicas,
-    )
-    return spec, options
 
 
 def _check_spread(partitioner: Any, placement: Any, wire: Any) -> None:
@@ -134,30 +180,7 @@ def _check_spread(partitioner: Any, placement: Any, wire: Any) -> None:
         )
 
 
-def _check_staleness(max_staleness: Any, on_stale: Any) -> None:
-    is_count = isinstance(max_staleness, int) and not isinstance(max_staleness, bool) and max_staleness >= 0
-    if max_staleness is not None and not is_count:
-        raise StrategyError(
-            f"`max_staleness` is {max_staleness!r}; it must be a whole number of updates, 0 or more, or None for any number."
-        )
-    if on_stale not in get_args(OnStale):
-        raise StrategyError(
-            f"`on_stale` is {on_stale!r}; allowed are 'refuse' and 'down_weight'.{did_you_mean(on_stale, get_args(OnStale))}"
-        )
-
-
-def _check_mode(mode: Any, backup_workers: Any, max_staleness: int | None, workers: int) -> None:
-    if mode not in get_args(Mode):
-        raise StrategyError(f"`mode` is {mode!r}; allowed are 'async' and 'sync'.{did_you_mean(mode, get_args(Mode))}")
-    if not isinstance(backup_workers, int) or isinstance(backup_workers, bool) or backup_workers < 0:
-        raise StrategyError(f"`backup_workers` is {backup_workers!r}; it must be a whole number, 0 or more.")
-    if mode == "async" and backup_workers:
-        raise StrategyError(
-            '`backup_workers` is for `mode="sync"`: in asynchronous mode nobody waits for the last worker.'
-        )
-    if backup_workers >= workers:
-        raise StrategyError(
-            f"`backup_workers` is {backup_workers}, and there are {workers} workers; at least one must be left."
-        )
-    if mode == "sync" and max_staleness is not None:
-        raise StrategyError('`max_staleness` is for asynchronous mode: with `mode="sync"` no gradient is stale.')
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        known = " and ".join(map(repr, allowed))
+        raise StrategyError(f"`{name}` is {value!r}; allowed are {known}.{did_you_mean(value, allowed)}")

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from typing import Any, SupportsFloat
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 
-def count(value: Any) -> int | None:
-    """A whole number from 1 on as an int; None of anything else, True too.
+def as_int(value: Any, *, least: int | None = None) -> int | None:
+    """A whole number as Python's int; None of anything else, True too, and of what is less than `least`.
 
     Example:
         >>> import numpy as np
-        >>> count(np.int64(3)), count(0), count(1.0)
-        (3, None, None)
+        >>> as_int(np.int64(3)), as_int(0, least=1), as_int(1.0), as_int(True)
+        (3, None, None, None)
     """
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # JAX's for an array, too: of several numbers, or not known while it is traced
         return None
-    return number if number >= 1 else None
+    return None if number is None or (least is not None and number < least) else number
+
+
+def as_real(value: Any) -> float | None:
+    """A real number as Python's, an int as it is; None of anything else, True too. NaN and infinities are numbers.
+
+    Example:
+        >>> import numpy as np
+        >>> as_real(np.float32(0.5)), as_real(2), as_real("2"), as_real(True)
+        (0.5, 2, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    return value.item() if isinstance(value, np.generic) else value  # type: ignore[return-value]  # `Real` is not known as float
 
 
 def is_number(value: Any) -> bool:
@@ -33,6 +45,9 @@ def is_number(value: Any) -> bool:
         >>> is_number(np.float32(0.5)), is_number(1j), is_number(np.ones(1))
         (True, False, False)
     """
+    import jax  # configs are checked before JAX may be imported
+    import jax.numpy as jnp
+
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         kinds = (jnp.bool_, jnp.integer, jnp.floating)
         return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)

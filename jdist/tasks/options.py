@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jdist.errors import ConfigError
+from jdist.support.checks import as_int, as_real
 
 
 class OptionError(ConfigError):
@@ -83,9 +84,10 @@ def whole(name: str, value: Any, *, least: int = 1) -> int:
         >>> whole("layers", 3)
         3
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    number = as_int(value, least=least)
+    if number is None:
         raise _refusal(name, value, f"a whole number, {least} or more")
-    return value
+    return number
 
 
 def fraction(name: str, value: Any, *, open_below: bool = False) -> float:
@@ -107,7 +109,8 @@ def fraction(name: str, value: Any, *, open_below: bool = False) -> float:
         0.5
     """
     allowed = "a number above 0 and below 1" if open_below else "a number from 0 up to, but not including, 1"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    number = as_real(value)
+    if number is None or not math.isfinite(number):
         raise _refusal(name, value, allowed)
     if not 0 <= value < 1 or (open_below and value == 0):
         raise _refusal(name, value, allowed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from jdist.errors import DatasetError
+from jdist.support.checks import as_int
 
 PyTree = Any
 STATE_VERSION = 1
@@ -61,11 +61,8 @@ def steps_from(source: Resumable, step: int) -> Iterator[int]:
 
 def whole_number(value: Any, *, name: str, least: int) -> int:
     """`value` as an int (numpy's integers too), or a `DatasetError` that names the option."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
+    number = as_int(value, least=least)
+    if number is None:
         raise DatasetError(f"`{name}` must be a whole number, {least} or more, but it is {value!r}")
     return number
 

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from jdist.errors import StrategyError
+from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
 Partitioner = Callable[[tuple[int, ...], np.dtype, int], int]
@@ -50,7 +51,7 @@ def fixed_shards(n: int) -> Partitioner:
     Source: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
     """
     _check("fixed_shards", n=n)
-    return lambda shape, dtype, num_ps: min(n, _rows(shape))
+    return lambda shape, dtype, num_ps: min(int(n), _rows(shape))
 
 
 def min_size(size_bytes: int = 256 << 10, max_shards: int | None = None) -> Partitioner:
@@ -171,10 +172,11 @@ def place(
 
 
 def _pieces(partitioner: Partitioner, shape: tuple[int, ...], dtype: np.dtype, num_ps: int) -> int:
-    pieces = partitioner(shape, dtype, num_ps)
-    if not isinstance(pieces, int) or isinstance(pieces, bool) or not 1 <= pieces <= max(1, shape[0]):
+    said = partitioner(shape, dtype, num_ps)
+    pieces = as_int(said, least=1)
+    if pieces is None or pieces > max(1, shape[0]):
         raise StrategyError(
-            f"`partitioner` says {pieces!r} pieces for a leaf of shape {shape}; it must be a whole number from 1 to its "
+            f"`partitioner` says {said!r} pieces for a leaf of shape {shape}; it must be a whole number from 1 to its "
             f"{max(1, shape[0])} rows."
         )
     return pieces
@@ -192,7 +194,7 @@ def _check(function: str, **numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is None and name == "max_shards":
             continue
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if as_int(number, least=1) is None:
             raise StrategyError(
                 f"jdist.ps.{function}: `{name}` is {number!r}; it must be a whole number of at least 1."
             )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from jdist.errors import StrategyError
+from jdist.support.checks import as_real
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,5 +39,6 @@ class Times:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            number = as_real(value)
+            if number is None or not 0 < number < math.inf:
                 raise StrategyError(f"`Times({name}=...)` is {value!r}; it must be a number above 0.")

@@ -1,0 +1,120 @@
+"""The law of whole numbers: NumPy's integers are taken wherever Python's are, and mean the same; nothing else is."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.errors import JDistError
+from jdist.strategies.parameter_server import check_parameter_server
+from jdist.tasks.options import whole
+
+
+def step(w, batch):
+    return w, {}
+
+
+def parameter_server(**options):
+    return check_parameter_server(**({"local_workers": 4, "local_ps": 2} | options))
+
+
+SOURCE = jdist.data.from_arrays({"x": np.zeros((8, 2), np.float32)}, global_batch=4)
+TAKERS = {  # name: (what takes a whole number, one that it takes)
+    **{
+        f"distribute({name})": (
+            lambda n, name=name: jdist.distribute(step, jdist.one_device(), **{name: n}).options,
+            value,
+        )
+        for name, value in {
+            "accumulate": 2,
+            "steps_per_call": 2,
+            "max_in_flight": 3,
+            "check_replicas": 5,
+            "batch_axis": 1,
+        }.items()
+    },
+    **{
+        f"parameter_server({name})": (lambda n, name=name: parameter_server(**{name: n}), value)
+        for name, value in {
+            "local_workers": 2,
+            "local_ps": 3,
+            "devices_per_worker": 2,
+            "max_staleness": 2,
+            "ps_replicas": 2,
+        }.items()
+    },
+    "parameter_server(backup_workers)": (lambda n: parameter_server(mode="sync", backup_workers=n), 1),
+    "fixed_shards": (lambda n: jdist.ps.fixed_shards(n)((8,), np.dtype("float32"), 2), 2),
+    "top_k": (lambda n: jdist.metrics.top_k(n).name, 2),
+    "confusion_matrix": (lambda n: jdist.metrics.confusion_matrix(n).name, 3),
+    "early_stopping": (lambda n: jdist.callbacks.early_stopping("eval/loss", patience=n).name, 3),
+    "profiler": (lambda n: jdist.callbacks.profiler("folder", first=n, last=n).name, 3),
+    "checkpoint": (lambda n: jdist.callbacks.checkpoint("folder", keep=n).name, 3),
+    "InputOptions": (lambda n: jdist.InputOptions(prefetch=n).prefetch, 3),
+    "CommunicationOptions": (lambda n: jdist.CommunicationOptions(bytes_per_pack=n).bytes_per_pack, 8),
+    "precision": (lambda n: jdist.precision("fp16", growth_interval=n).loss_scaling.growth_interval, 8),
+    "hierarchical": (lambda n: jdist.reduction.hierarchical(n, n).name, 2),
+    "bucketed": (lambda n: jdist.reduction.bucketed(n).name, 8),
+    "linear scaling": (lambda n: jdist.scaling.linear(0.1, base_batch=n, global_batch=8), 4),
+    "gradual warm-up": (lambda n: float(jdist.scaling.gradual_warmup(0.1, steps=n, init_value=0.0)(1)), 4),
+    "from_arrays": (lambda n: jdist.data.from_arrays({"x": np.zeros(8)}, global_batch=n).num_steps, 4),
+    "distribute_dataset": (lambda n: len(list(jdist.one_device().distribute_dataset(SOURCE, steps_per_call=n))), 2),
+    "reduce": (
+        lambda n: jdist.one_device().reduce("sum", jdist.PerReplica(jnp.ones((1, 2, 2))), axis=n).tolist(),
+        1,
+    ),
+    "gather": (lambda n: jdist.one_device().gather(jdist.PerReplica(jnp.ones((1, 2, 2))), axis=n).tolist(), 1),
+    "a task's option": (lambda n: whole("layers", n), 2),
+}
+KINDS = [np.int64, np.int32, np.uint8]
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_numpys_mean_the_same(name):
+    take, value = TAKERS[name]
+    expected = take(value)
+    for kind in KINDS:
+        found = take(kind(value))
+        assert found == expected
+        fields = vars(found) if dataclasses.is_dataclass(found) else {"it": found}
+        assert not [key for key, x in fields.items() if isinstance(x, np.generic) and key != "batch_axis"]
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, "2", np.float64(2), [1]])
+@pytest.mark.parametrize("name", TAKERS)
+def test_nothing_else_is_taken(name, wrong):
+    if name == "distribute(batch_axis)" and wrong == [1]:
+        return  # a tree of axes
+    with pytest.raises(JDistError) as raised:
+        TAKERS[name][0](wrong)
+    assert repr(wrong) in str(raised.value)
+
+
+REALS = {
+    "Times": lambda x: jdist.ps.Times(ping_s=x).ping_s,
+    "ema": lambda x: jdist.callbacks.ema(x).name,
+    "accuracy": lambda x: jdist.metrics.accuracy(threshold=x).name,
+    "CommunicationOptions": lambda x: jdist.CommunicationOptions(timeout_s=x + 1).timeout_s,
+    "linear scaling": lambda x: jdist.scaling.linear(x, base_batch=4, global_batch=8),
+    "parameter_server": lambda x: parameter_server(start_timeout_s=x),
+}
+
+
+@pytest.mark.parametrize("name", REALS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_numpys_real_numbers_are_taken_too(name, kind):
+    assert REALS[name](kind(0.5)) == REALS[name](0.5)
+
+
+def test_a_schedule_is_no_number():
+    assert callable(jdist.scaling.linear(optax.constant_schedule(0.1), base_batch=4, global_batch=8))
+
+
+def test_a_config_is_checked_before_jax_is_imported():
+    program = "import sys, jdist.cli.run, jdist.launcher.options, jdist.experiment.config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -49,6 +49,7 @@ from jdist.support.arrays import check_not_donated, to_host
 from jdist.support.tracebacks import hide_own_frames, without_own_frames
 
 PyTree = Any
+_NO_OTHERS = Others((), {})
 
 
 class DistributedStep(Distributed):
@@ -321,7 +322,7 @@ class DistributedStep(Distributed):
         """
         self._take_results()
         if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
-            call, state, batches, others = self._plain_call, args[0], (args[1],), Others((), {})
+            call, state, batches, others = self._plain_call, args[0], (args[1],), _NO_OTHERS
         else:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)

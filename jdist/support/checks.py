@@ -1,12 +1,10 @@
-"""Which values are numbers, those of NumPy and JAX included."""
+"""Which values are numbers, those of NumPy and JAX included. The launcher uses it, so it imports neither by itself."""
 
 from __future__ import annotations
 
 import numbers
 import operator
 from typing import Any, SupportsFloat
-
-import numpy as np
 
 
 def as_int(value: Any, *, least: int | None = None) -> int | None:
@@ -34,7 +32,8 @@ def as_real(value: Any) -> float | None:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    return value.item() if isinstance(value, np.generic) else value  # type: ignore[return-value]  # `Real` is not known as float
+    as_python = getattr(value, "item", None)  # NumPy's have it, and the launcher does without NumPy
+    return as_python() if as_python is not None else value  # type: ignore[return-value]  # `Real` is not known as float
 
 
 def is_number(value: Any) -> bool:
@@ -47,6 +46,7 @@ def is_number(value: Any) -> bool:
     """
     import jax  # configs are checked before JAX may be imported
     import jax.numpy as jnp
+    import numpy as np
 
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         kinds = (jnp.bool_, jnp.integer, jnp.floating)

@@ -26,7 +26,7 @@ def on_shards(state):
     job = state.job
     found = []
     for shard, arrays in zip(job._layout.shards, job.coordinator.state().kept, strict=True):
-        values = dict(zip((rows.of for rows in shard.kept), arrays, strict=True))
+        values = dict(zip((rows.of for rows in shard.rows), arrays, strict=True))
         found.append((int(values[0]), set(np.asarray(values[1]).tolist())))
     return found
 

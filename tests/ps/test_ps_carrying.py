@@ -13,7 +13,6 @@ from by_default import some
 
 import jdist
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import keeping_of
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.program.split_step import take_apart
@@ -112,9 +111,9 @@ def together(layout, leaves, pushes):
     for shares in pushes:
         new = [np.array(x) for x in leaves]
         for shard, given in zip(layout.shards, shares, strict=True):
-            kept = [rows.cut(leaves[rows.of]) for rows in shard.kept]
+            kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
             made = jax.jit(layout.program(shard, 0))([*kept, *given])
-            for rows, x in zip(shard.kept, made, strict=False):
+            for rows, x in zip(shard.rows, made, strict=False):
                 rows.put(new[rows.of], x)
         leaves = new
     return leaves
@@ -219,12 +218,12 @@ def test_many_workers_do_not_make_a_running_mean_swing():
 def test_a_late_gradient_counts_less_and_what_is_carried_counts_in_full():
     first, rule = LINEAR["total in float"]
     parts, state, batches, others = apart(carrying(rule), create(optax.sgd(1.0), **first), BATCH)
-    layout, leaves = make_layout([parts], num_ps=1, partitioner=fixed_shards(1)), raw(state)
+    rules, leaves = Rules(on_stale="down_weight", max_staleness=0), raw(state)
+    layout = make_layout([parts], num_ps=1, partitioner=fixed_shards(1), rules=rules)
     (shard,) = layout.shards
-    keeping = keeping_of(layout, shard, Rules(on_stale="down_weight", max_staleness=0))
-    client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), keeping, give_up_s=2)
-    program = pack(layout.program(shard, 0), list(map(struct, keeping.taken(0))))
-    kept = [rows.cut(leaves[rows.of]) for rows in shard.kept]
+    client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), shard, give_up_s=2)
+    program = pack(layout.program(shard, 0), list(map(struct, shard.program_specs(0))))
+    kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
     assert isinstance(client.restore(Restore(generation=1), kept, [program]), Done)
     ((shares,),) = pushed_by_each(parts, leaves, [(batches, others)], layout)
     for closure in (0, 1, 2):  # of staleness 0, 1 and 2
@@ -233,7 +232,7 @@ def test_a_late_gradient_counts_less_and_what_is_carried_counts_in_full():
     (cut,), _, _ = client.say([Snapshot(generation=1)])
     assert isinstance(cut, Cut)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    found = {names[rows.of]: x for rows, x in zip(shard.kept, client.read(1, cut.version), strict=True)}
+    found = {names[rows.of]: x for rows, x in zip(shard.rows, client.read(1, cut.version), strict=True)}
     assert float(found[".extra['n']"]) == 5 + 3 * 6
     grads = jax.grad(loss)(state.params, BATCH)
     expected = state.params["b"] - (1 + 1 / 2 + 1 / 3) * grads["b"]

@@ -21,12 +21,13 @@ from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import Function, described, function_of, keeping_of
+from jdist.ps.program.function_plan import FunctionPlan, plan_function
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Restore
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.times import Times
+from jdist.ps.protocol.wire import spec_of
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import Method
@@ -68,7 +69,7 @@ class Job:
         self.parts, state, batches, others = apart(step, self.state, BATCH)
         self.leaves, self.arguments = raw(state), jax.tree.leaves((batches, others))
         treedef = jax.tree.structure((batches, others))
-        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps))
+        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps), rules=rules)
         inputs = [self.leaves[i] for i in self.parts.read]
 
         def worker(values):
@@ -81,10 +82,9 @@ class Job:
         outputs = outputs[len(self.parts.pushed) + len(self.parts.update.scalar_shapes) + 1 :]
         self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = {
-            f"ps{s.ps}": FakeServer(f"ps{s.ps}", k.methods())
+            f"ps{s.server}": FakeServer(f"ps{s.server}", k.methods())
             for s, k in zip(self.layout.shards, self.keepers, strict=True)
         }
-        keepings = [keeping_of(self.layout, shard, rules) for shard in self.layout.shards]
         self.fault = fault
 
         def connect(address):
@@ -92,18 +92,18 @@ class Job:
 
         self.workers = [WorkerServer(connect, timeout_s=2, give_up_s=5) for _ in range(num_workers)]
         self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
-        self.keepings, self.times = keepings, times
+        self.times = times
         self.programs = [[program(self.layout, shard)] for shard in self.layout.shards]
-        self.function = function_of(self.layout, 0, self.arguments, outputs, "raise")
+        self.function = plan_function(self.layout, 0, self.arguments, outputs, "raise")
         self.packed = pack(worker, [*inputs, *self.arguments])
         self.begin(generation=1)
 
     def begin(self, generation):
         """Begins, or begins anew with another coordinator."""
-        addresses = [f"ps{s.ps}" for s in self.layout.shards]
+        addresses = [f"ps{s.server}" for s in self.layout.shards]
         self.clients = [
             ShardClient(self.channel(self.servers[a]), k, give_up_s=5)
-            for a, k in zip(addresses, self.keepings, strict=True)
+            for a, k in zip(addresses, self.layout.shards, strict=True)
         ]
         self.engine = Engine(
             [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
@@ -113,7 +113,7 @@ class Job:
             depth=4,
         )
         self.coordinator = Coordinator(self.engine)
-        self.engine.begin(self.layout.shared_out(self.leaves), self.programs, generation=generation)
+        self.engine.begin(self.layout.split_leaves(self.leaves), self.programs, generation=generation)
         self.step = self.coordinator.add(self.function, self.packed)
 
     def channel(self, server):
@@ -124,7 +124,7 @@ class Job:
         return self.coordinator.schedule(self.step, self.arguments if arguments is None else arguments)
 
     def whole(self):
-        return self.layout.unpack_shard(self.coordinator.snapshot().kept, self.leaves)
+        return self.layout.join_leaves(self.coordinator.snapshot().kept, self.leaves)
 
     def __enter__(self):
         return self
@@ -255,7 +255,7 @@ def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypat
     with Job(1, 1) as job:
         job.coordinator.join(20)
         monkeypatch.setattr("jdist.ps.transport.shard_client.whose", lambda: "process 1 of another")
-        job.clients[0].restore(Restore(generation=2), job.layout.shared_out(job.leaves)[0], job.programs[0])
+        job.clients[0].restore(Restore(generation=2), job.layout.split_leaves(job.leaves)[0], job.programs[0])
         job.engine.memory_lost(0)  # it begins history 2, too
         assert job.engine.closed.wait(20)
         with pytest.raises(JobReplacedError, match=r"\(process 1 of another\)"):
@@ -514,7 +514,7 @@ def test_functions_without_a_state_leave_nothing_behind():
     engine.begin([], [])
     try:
         spec = jax.ShapeDtypeStruct((), np.int32)
-        function = Function(arguments=described([spec]), outputs=described([spec]))
+        function = FunctionPlan(arguments=(spec_of(spec),), outputs=(spec_of(spec),))
         number = job.add(function, pack(lambda values: [values[0] + 1], [spec]))
         found = [job.schedule(number, [np.int32(i)]) for i in range(1200)]  # more than make a snapshot due
         job.join(60)

@@ -21,13 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdist.ps.program.function_plan import Function, keeping_of
+from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol import wire
 from jdist.ps.protocol.messages import TRAVELLING, Commit, Done, Fence, Freeze, Pull, Restore, Snapshot, Stage, Thaw
-from jdist.ps.protocol.shard import Rules
-from jdist.ps.protocol.wire import encode, to_plain
+from jdist.ps.protocol.wire import Spec, encode, to_plain
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel
 from jdist.ps.transport.grpc_transport import SERVICE, RpcChannel, RpcServer
@@ -56,8 +55,7 @@ class Servers:
         parts, state, *_ = apart(train_step, self.state, BATCH)
         self.layout = make_layout([parts], num_ps=1, partitioner=fixed_shards(1))
         (self.shard,) = self.layout.shards
-        self.keeping = keeping_of(self.layout, self.shard, Rules())
-        self.kept, self.program = self.layout.shared_out(raw(state))[0], program(self.layout, self.shard)
+        self.kept, self.program = self.layout.split_leaves(raw(state))[0], program(self.layout, self.shard)
         self.keeper = ShardServer(wait_s=0.1)
         self.worker = WorkerServer(lambda address: FakeChannel(None), timeout_s=0.1, give_up_s=0.1)
         self.servers = {
@@ -72,13 +70,13 @@ class Servers:
         """That both serve as if nothing had been."""
         for channel in self.channels.values():
             channel.call("status", {}, timeout_s=20)
-        client = ShardClient(self.channels["ps"], self.keeping, give_up_s=20)
+        client = ShardClient(self.channels["ps"], self.shard, give_up_s=20)
         self.generation = client.status()["generation"] + 1
         message = Restore(generation=self.generation)
         assert client.restore(message, self.kept, [self.program]) == Done(version=0)
         (pulled,), arrays, _ = client.say([Pull(generation=self.generation)])
         assert pulled.changed
-        for place, x in zip([*self.keeping.views[0].pulled, *self.keeping.views[0].pulled_once], arrays, strict=True):
+        for place, x in zip([*self.shard.views[0].pulled, *self.shard.views[0].pulled_once], arrays, strict=True):
             np.testing.assert_array_equal(x, self.kept[place])
 
     def close(self):
@@ -136,10 +134,10 @@ def right_headers(servers):
             Done(version=1),
         )
     ]
-    keeping = to_plain(servers.keeping)
-    restore = {"say": to_plain(Restore(generation=servers.generation + 1)), "keeping": keeping, "programs": [10]}
+    plan = to_plain(servers.shard)
+    restore = {"say": to_plain(Restore(generation=servers.generation + 1)), "plan": plan, "programs": [10]}
     execute = {"worker": 0, "epoch": 1, "generation": 1, "settled": 0, "closures": [0], "functions": ["0-abc"]}
-    function = to_plain(Function(arguments=(((2,), "float32"),), outputs=()))
+    function = to_plain(FunctionPlan(arguments=(Spec((2,), "float32"),), outputs=()))
     return [
         ("ps", "status", {}),
         ("ps", "say", {"say": says}),
@@ -147,7 +145,7 @@ def right_headers(servers):
         ("ps", "say", {"say": [to_plain(Commit(**said, closures=(1,), as_one=True))], "result": 3}),
         ("ps", "restore", restore),
         ("ps", "read", {"generation": servers.generation, "version": 0}),
-        ("worker", "attach", {"addresses": ["127.0.0.1:1"], "keepings": [keeping]}),
+        ("worker", "attach", {"addresses": ["127.0.0.1:1"], "plans": [plan]}),
         ("worker", "install", {"function": function, "program": 5, "number": 0}),
         ("worker", "execute", execute),
     ]
@@ -306,9 +304,9 @@ NONSENSE = [
     ("ps", {"method": {"is": "status"}}),
     ("ps", {"method": "say", "say": 5, "result": 1}),
     ("ps", {"method": "say", "say": [{"is": "Push", "view": -1}], "result": 1}),
-    ("ps", {"method": "restore", "keeping": None, "programs": []}),
+    ("ps", {"method": "restore", "plan": None, "programs": []}),
     ("worker", {"method": "execute", "closures": [[]], "functions": [{}]}),
-    ("worker", {"method": "attach", "addresses": ["127.0.0.1:1"] * 5000, "keepings": [None] * 5000}),
+    ("worker", {"method": "attach", "addresses": ["127.0.0.1:1"] * 5000, "plans": [None] * 5000}),
 ]
 
 
@@ -322,9 +320,9 @@ def test_a_header_that_makes_no_sense_is_refused_in_one_word(servers, who, heade
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, -1), (2**31, 2**31), (0, 2**61), (1 << 20,)])
 def test_arrays_of_a_size_that_cannot_be_are_refused_before_memory_is_taken(servers, shape):
-    keeping = to_plain(servers.keeping)
-    keeping["kept"] = [[list(shape), "float32"], *keeping["kept"][1:]]
-    header = {"method": "restore", "say": to_plain(Restore(generation=9)), "keeping": keeping, "programs": [0]}
+    plan = to_plain(servers.shard)
+    plan["kept"] = [{"is": "Spec", "shape": list(shape), "dtype": "float32"}, *plan["kept"][1:]]
+    header = {"method": "restore", "say": to_plain(Restore(generation=9)), "plan": plan, "programs": [0]}
     assert over_grpc(servers, "ps", [encode(header)], small=False) in WORDS
     assert over_data(servers, "ps", struct.pack(">Q", 0) + encode(header)) in WORDS
     servers.check()

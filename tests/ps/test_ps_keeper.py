@@ -13,7 +13,6 @@ import pytest
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.coordinator.snapshot import take_snapshot
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import keeping_of
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import (
@@ -44,8 +43,7 @@ from test_ps_program import BATCH, apart, create, train_step
 
 
 def program(layout, shard):
-    specs = [*layout.kept_specs(shard), *layout.push_specs(shard, 0)]
-    return pack(layout.program(shard, 0), list(map(struct, specs)))
+    return pack(layout.program(shard, 0), list(map(struct, [*shard.kept, *shard.views[0].pushes])))
 
 
 class Job:
@@ -55,17 +53,17 @@ class Job:
         self.state = create(tx or optax.adam(0.1))
         self.parts, *given = apart(train_step, self.state, BATCH)
         self.given, self.leaves = given[1:], raw(self.state)
-        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps))
+        self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps), rules=Rules(**rules))
         self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = [FakeServer(f"ps{i}", keeper.methods()) for i, keeper in enumerate(self.keepers)]
         self.clients = [
-            ShardClient(FakeChannel(server, fault=fault), keeping_of(self.layout, shard, Rules(**rules)), give_up_s=2)
+            ShardClient(FakeChannel(server, fault=fault), shard, give_up_s=2)
             for server, shard in zip(self.servers, self.layout.shards, strict=True)
         ]
 
     def restore(self, generation=1):
         for client, shard in zip(self.clients, self.layout.shards, strict=True):
-            kept = [rows.cut(self.leaves[rows.of]) for rows in shard.kept]
+            kept = [rows.cut(self.leaves[rows.of]) for rows in shard.rows]
             packed = program(self.layout, shard)
             assert isinstance(client.restore(Restore(generation=generation), kept, [packed]), Done)
         return self
@@ -83,7 +81,7 @@ class Job:
             assert isinstance(answer, Cut)
             client.say([Thaw(generation=1)])
             arrays = client.read(1, answer.version)
-            for rows, x in zip(shard.kept, arrays, strict=True):
+            for rows, x in zip(shard.rows, arrays, strict=True):
                 found[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
         return found
 
@@ -117,7 +115,7 @@ def test_a_push_updates_and_the_next_pull_is_one_call():
     new = expected(job)
     shard = job.layout.shards[0]
     for k, x in zip(shard.views[0].pulled, arrays, strict=True):
-        np.testing.assert_allclose(x, shard.kept[k].cut(new[shard.kept[k].of]), rtol=1e-5)
+        np.testing.assert_allclose(x, shard.rows[k].cut(new[shard.rows[k].of]), rtol=1e-5)
 
 
 def fail_at(keeper, call):

@@ -29,14 +29,14 @@ def one_step(layout, parts, leaves, batches, others, *, packed=False):
     pushed, scalars, _, _ = jax.jit(parts.worker)([leaves[i] for i in parts.read], batches, others)
     new = [np.array(x) for x in leaves]
     for shard in layout.shards:
-        kept = [rows.cut(leaves[rows.of]) for rows in shard.kept]
+        kept = [rows.cut(leaves[rows.of]) for rows in shard.rows]
         pushes = layout.shares(shard, 0, pushed, scalars)
         assert [(tuple(np.shape(x)), np.dtype(x.dtype).name) for x in pushes] == [
-            (s.shape, s.dtype) for s in layout.push_specs(shard, 0)
+            (s.shape, s.dtype) for s in shard.views[0].pushes
         ]
         program = layout.program(shard, 0)
         run = unpack(pack(program, [*kept, *pushes])) if packed else jax.jit(program)
-        for rows, x in zip(shard.kept, run([*kept, *pushes]), strict=False):
+        for rows, x in zip(shard.rows, run([*kept, *pushes]), strict=False):
             new[rows.of][... if rows.stop is None else slice(rows.start, rows.stop)] = x
     return new
 
@@ -60,7 +60,7 @@ def test_rows_of_a_parameter_and_of_its_moments_are_together():
     parts, *_ = apart(train_step, state, BATCH)
     layout = make_layout([parts], num_ps=2, partitioner=fixed_shards(2))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    kept = [{(paths[rows.of], rows.start, rows.stop) for rows in shard.kept} for shard in layout.shards]
+    kept = [{(paths[rows.of], rows.start, rows.stop) for rows in shard.rows} for shard in layout.shards]
     for name in (".params['a']", ".opt_state[0].mu['a']", ".opt_state[0].nu['a']"):
         assert (name, 0, 2) in kept[0]
         assert (name, 2, 3) in kept[1]
@@ -72,7 +72,7 @@ def test_every_row_that_a_worker_reads_comes_from_one_server():
     state = create(optax.adam(0.1))
     parts, *_ = apart(train_step, state, BATCH)
     layout = make_layout([parts], num_ps=3, partitioner=min_size(16))
-    pulled = [shard.kept[k] for shard in layout.shards for k in (*shard.views[0].pulled, *shard.views[0].pulled_once)]
+    pulled = [shard.rows[k] for shard in layout.shards for k in (*shard.views[0].pulled, *shard.views[0].pulled_once)]
     assert len(set(pulled)) == len(pulled)
     whole = raw(state)
     for i in parts.read:
@@ -83,4 +83,4 @@ def test_every_row_that_a_worker_reads_comes_from_one_server():
 def test_servers_that_would_keep_nothing_take_no_part():
     state = create(optax.sgd(0.1))
     parts, *_ = apart(train_step, state, BATCH)
-    assert [shard.ps for shard in make_layout([parts], num_ps=5, partitioner=fixed_shards(1)).shards] == [0, 1]
+    assert [shard.server for shard in make_layout([parts], num_ps=5, partitioner=fixed_shards(1)).shards] == [0, 1]

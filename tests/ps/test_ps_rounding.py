@@ -14,7 +14,6 @@ from by_default import some
 import jdist
 from jdist.errors import StrategyError
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import keeping_of
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.program.wire_dtype import ROUNDED, make_rounding
@@ -88,21 +87,22 @@ class Shard:
     def __init__(self, **rules):
         self.leaves = raw(create(optax.sgd(1.0)))
         self.parts, *_ = apart(train_step, create(optax.sgd(1.0)), BATCH)
-        self.layout = make_layout([self.parts], num_ps=1, partitioner=fixed_shards(1), wire="bf16")
+        self.layout = make_layout(
+            [self.parts], num_ps=1, partitioner=fixed_shards(1), wire="bf16", rules=Rules(**rules), is_sync=not rules
+        )
         (self.shard,) = self.layout.shards
-        keeping = keeping_of(self.layout, self.shard, Rules(**rules), is_sync=not rules)
-        self.client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), keeping, give_up_s=2)
-        program = pack(self.layout.program(self.shard, 0), list(map(struct, keeping.taken(0))))
-        kept = [rows.cut(self.leaves[rows.of]) for rows in self.shard.kept]
+        self.client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), self.shard, give_up_s=2)
+        program = pack(self.layout.program(self.shard, 0), list(map(struct, self.shard.program_specs(0))))
+        kept = [rows.cut(self.leaves[rows.of]) for rows in self.shard.rows]
         assert isinstance(self.client.restore(Restore(generation=1), kept, [program]), Done)
 
     def pulled(self):
         _, arrays, _ = self.client.say([Pull(generation=1, known=None)])
         places = [*self.shard.views[0].pulled, *self.shard.views[0].pulled_once]
-        return {names(create(optax.sgd(1.0)))[self.shard.kept[k].of]: x for k, x in zip(places, arrays, strict=True)}
+        return {names(create(optax.sgd(1.0)))[self.shard.rows[k].of]: x for k, x in zip(places, arrays, strict=True)}
 
     def gradients(self, value):
-        return [np.full(s.shape, value, s.numpy) for s in self.layout.push_specs(self.shard, 0)]
+        return [np.full(s.shape, value, s.numpy) for s in self.shard.views[0].pushes]
 
 
 def test_the_mean_of_rounded_gradients_is_taken_in_float32():
@@ -128,7 +128,7 @@ def kept_of(shard, name):
     shard.client.say([Freeze(generation=1, number=number)])
     (cut,), _, _ = shard.client.say([Snapshot(generation=1)])
     shard.client.say([Thaw(generation=1, number=number)])
-    place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.kept].index(name)
+    place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.rows].index(name)
     return shard.client.read(1, cut.version)[place]
 
 

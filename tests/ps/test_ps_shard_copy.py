@@ -11,9 +11,9 @@ import pytest
 
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.coordinator.replica_watch import two_copies
-from jdist.ps.program.function_plan import keeping_of
 from jdist.ps.protocol.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
-from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.replica_role import Role
+from jdist.ps.protocol.wire import to_plain
 from jdist.ps.server import replicated_shard, shard_server
 from jdist.ps.server.replicated_shard import ReplicatedShard, slots
 from jdist.ps.server.shard_transfer import State, expected, pack_shard, unpack_shard
@@ -36,8 +36,8 @@ class Pair(test_ps_keeper.Job):
         self.copies = [[ReplicatedShard(self.connect) for _ in range(2)] for _ in range(2)]
         self.servers = {f"ps{i}": FakeServer(f"ps{i}", slots(c)) for i, c in enumerate(self.copies)}
         (self.found,) = two_copies(lambda a: FakeChannel(self.servers[a]), ["ps0"], ["ps0", "ps1"])
-        self.keeping = keeping_of(self.layout, self.layout.shards[0], Rules(**rules))
-        self.clients = [ShardClient(self.found.channel, self.keeping, give_up_s=5)]
+        (self.plan,) = self.layout.shards
+        self.clients = [ShardClient(self.found.channel, self.plan, give_up_s=5)]
 
     def connect(self, address):
         return FakeChannel(self.servers[address], fault=lambda method, header: self.fault(method, header))
@@ -106,6 +106,42 @@ def test_what_is_acknowledged_the_backup_holds():
         assert (header["leads"], header["in_sync"]) == (True, pair.both[1].incarnation)
 
 
+@pytest.mark.parametrize("then", ["begun anew", "led by another", "led by another for a while"])
+def test_what_the_backup_does_not_hold_is_not_acknowledged_by_a_leader_that_lost_it(then):
+    """As one does whose update fails half-way, for lack of files, while another's answer waits for the backup."""
+    held = threading.Event()
+
+    def fault(method, header):
+        if method == "forward":
+            held.wait(20)
+            return "lose the call"
+        return None
+
+    with Pair(fault).begun() as pair:
+        leader, backup = pair.both
+        share, answers = pair.computed()[0], []
+
+        def say():
+            header = {"say": [to_plain(push(closure=0, base=0))], "result": 0, "led": True}
+            answers.append(leader._say(header, [*share, np.zeros(0, np.uint8)])[0])
+
+        caller = threading.Thread(target=say)
+        caller.start()
+        with leader._lock:
+            assert leader._lock.wait_for(lambda: leader._shard.version == 1, 20)
+            term = leader._standing.term
+            if then == "begun anew":
+                leader._begin_anew()
+            else:
+                leader.deposed(term + 1)
+            if then == "led by another for a while":
+                leader._standing = Role(term=term + 2, role="leads")
+        caller.join(20)
+        held.set()
+        assert [list(answer) for answer in answers] == [["moved"]]
+        assert backup._shard.version == 0
+
+
 def test_faults_between_the_copies_change_nothing():
     randomness, lock = random.Random(3), threading.Lock()
 
@@ -139,7 +175,7 @@ def test_copies_without_file_descriptors_for_a_while_miss_nothing_and_do_nothing
     with Pair() as pair:
         pair.lead(0, 1, backup=True)
         pair.restore()
-        pair.clients = [ShardClient(pair.found.channel, pair.keeping, give_up_s=120)]
+        pair.clients = [ShardClient(pair.found.channel, pair.plan, give_up_s=120)]
         for module in (shard_server, replicated_shard):
             monkeypatch.setattr(module, "check_files", check_files)
         share = pair.computed()[0]
@@ -181,7 +217,7 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
     with Pair().begun() as pair:
         share = pair.computed()[0]
         pair.clients[0].say([push(closure=0, base=0)], share)
-        old = ShardClient(pair.found.channel, pair.keeping, give_up_s=0.3)  # asks whoever leads
+        old = ShardClient(pair.found.channel, pair.plan, give_up_s=0.3)  # asks whoever leads
         slept = pair.found.connected(0)
         assert pair.lead(1, 2, backup=False)["leads"]
         (answer,), _, _ = pair.clients[0].say([push(closure=0, base=0)], share)  # acknowledged again
@@ -268,14 +304,14 @@ def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first()
 
 def test_without_terms_it_is_a_keeper():
     with Pair() as pair:
-        one = ShardClient(FakeChannel(pair.servers["ps0"]), pair.keeping, give_up_s=2)
+        one = ShardClient(FakeChannel(pair.servers["ps0"]), pair.plan, give_up_s=2)
         packed = [program(pair.layout, pair.layout.shards[0])]
-        kept = [rows.cut(pair.leaves[rows.of]) for rows in pair.layout.shards[0].kept]
+        kept = [rows.cut(pair.leaves[rows.of]) for rows in pair.layout.shards[0].rows]
         assert isinstance(one.restore(Restore(generation=1), kept, packed), Done)
         (answer,), _, _ = one.say([push(base=0)], pair.computed()[0])
         assert answer == Done(version=1)
         with pytest.raises(ShardLostError, match="moved"):  # nobody leads
-            ShardClient(pair.found.channel, pair.keeping, give_up_s=0.2).say([Pull(generation=1)])
+            ShardClient(pair.found.channel, pair.plan, give_up_s=0.2).say([Pull(generation=1)])
         assert pair.lead(0, 1, backup=True)["leads"]
         pair.until_in_sync(0)
         one.restore(Restore(generation=2), kept, packed)  # a job without backups
@@ -294,7 +330,7 @@ def test_a_state_that_travels_is_checked():
         ]
         again = unpack_shard(header, arrays)
         assert (again.shard.staged, again.shard.version) == (state.shard.staged, state.shard.version)
-        for name, value in (("whole", None), ("keeping", None), ("keeping", {"is": "Whole"})):
+        for name, value in (("whole", None), ("plan", None), ("plan", {"is": "Whole"})):
             with pytest.raises(WireError):
                 expected({**header, name: value})
         for name, value in (("programs", [-1]), ("held", [[1, 5, 0]]), ("held", [[1, -1, 1 << 40]])):

@@ -15,7 +15,8 @@ from jdist.ps.coordinator.datasets import WorkerDataset, spread
 from jdist.ps.coordinator.remote_value import RemoteValue, leaf
 from jdist.ps.coordinator.session import Session
 from jdist.ps.program.artifact import pack, taking_keys, without_keys
-from jdist.ps.program.function_plan import Function, described
+from jdist.ps.program.function_plan import FunctionPlan
+from jdist.ps.protocol.wire import spec_of
 from jdist.step.tree_checks import check_arrays
 from jdist.support.arrays import is_key
 
@@ -172,13 +173,13 @@ class _Traced:
         outputs = jax.eval_shape(self._checked, self._arguments)
         self.outputs, self.outputs_treedef = jax.tree.flatten(outputs)
 
-    def made(self) -> tuple[Function, bytes]:
+    def made(self) -> tuple[FunctionPlan, bytes]:
         """What workers are sent."""
         start, count = self._place or (0, 0)
         arguments = self._arguments[1:]
-        function = Function(
-            arguments=described([*arguments[:start], *arguments[start + count :]]),
-            outputs=described(self.outputs),
+        function = FunctionPlan(
+            arguments=tuple(map(spec_of, [*arguments[:start], *arguments[start + count :]])),
+            outputs=tuple(map(spec_of, self.outputs)),
             batch=self._place,
             takes_index=True,
         )

@@ -16,8 +16,7 @@ from jdist.errors import ClosureCancelledError, ClosureError, DatasetError, NonF
 from jdist.ps.coordinator.dataset_pass import BatchName, RemoteBatch
 from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.snapshot import ClusterSnapshot
-from jdist.ps.program.function_plan import Function
-from jdist.ps.program.shard_plan import specs
+from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.sync import Combined
 from jdist.ps.protocol.scheduler_events import Finish
 from jdist.ps.protocol.wire import Spec
@@ -76,7 +75,7 @@ class Installable:
         combine: from what each closure of an update returned to what the update needs besides (synchronous mode).
     """
 
-    function: Function
+    function: FunctionPlan
     program: np.ndarray
     outputs: list[Spec]
     combine: Combine | None
@@ -87,7 +86,7 @@ class Installable:
         Raises:
             ClosureError: one has another shape, or is no array of numbers.
         """
-        described = specs(self.function.arguments)
+        described = self.function.arguments
         if len(arguments) != len(described):
             raise ClosureError(
                 f"the function was traced for {len(described)} arrays and is given {len(arguments)}. Pass arguments "
@@ -150,10 +149,10 @@ class Closures:
         self._since = 0  # closures that have been done since the snapshot
         self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
 
-    def add_function(self, function: Function, program: bytes, combine: Combine | None) -> int:
+    def add_function(self, function: FunctionPlan, program: bytes, combine: Combine | None) -> int:
         """Makes a function known; its number."""
         packed = np.frombuffer(program, np.uint8)
-        outputs = specs(function.outputs)
+        outputs = list(function.outputs)
         self._functions.append(Installable(function=function, program=packed, outputs=outputs, combine=combine))
         return len(self._functions) - 1
 

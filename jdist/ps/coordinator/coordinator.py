@@ -14,7 +14,7 @@ from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.interrupts import uninterrupted
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.coordinator.snapshot import ClusterSnapshot
-from jdist.ps.program.function_plan import Function
+from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.protocol.scheduler_events import Parted, Scheduled
 
 
@@ -28,7 +28,7 @@ class Coordinator:
     def __init__(self, engine: Engine):
         self.engine = engine
 
-    def add(self, function: Function, program: bytes, combine: Combine | None = None) -> int:
+    def add(self, function: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
         """Makes a function known, to be installed on each worker that gets a closure of it.
 
         Args:
@@ -47,7 +47,7 @@ class Coordinator:
 
         Args:
             function: the number that `add` returned.
-            arguments: the arrays of its call, as `Function.arguments` describes them, cast to their dtypes; those that are a
+            arguments: the arrays of its call, cast to the dtypes of `FunctionPlan.arguments`; those that are a
                 `RemoteValue` are waited for behind the scenes.
             reads: the batch that the worker reads for it.
 

@@ -23,8 +23,8 @@ from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.replica_watch import two_copies
 from jdist.ps.coordinator.servers import devices_of_workers
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import Function, function_of, keeping_of
-from jdist.ps.program.layout import Layout, ShardLayout, make_layout
+from jdist.ps.program.function_plan import FunctionPlan, plan_function
+from jdist.ps.program.layout import Layout, make_layout
 from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.program.split_step import StepParts
 from jdist.ps.program.sync import Traced
@@ -133,7 +133,7 @@ class Session:
     def schedule_function(
         self,
         key: Any,
-        make: Callable[[], tuple[Function, bytes]],
+        make: Callable[[], tuple[FunctionPlan, bytes]],
         arguments: Sequence[Any],
         reads: RemoteBatch | None = None,
     ) -> Pending:
@@ -150,7 +150,7 @@ class Session:
         """
         with self._lock:
             if self._coordinator is None:
-                engine = self._engine([], [])
+                engine = self._engine([])
                 engine.begin([], [])
                 self._coordinator = Coordinator(engine)
             return self._coordinator.schedule(self._number(key, make), arguments, reads)
@@ -169,7 +169,7 @@ class Session:
     def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
         assert self._layout is not None  # the state has been placed
         layout, is_sync = self._layout, traced.sync is not None
-        function = function_of(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
+        function = plan_function(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
         function = dataclasses.replace(function, batch=traced.batch, loss_scale=traced.loss_scale)
         combine = None if traced.sync is None else traced.sync.combine
         program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
@@ -197,7 +197,7 @@ class Session:
         with self._lock:
             if self._coordinator is None or self._layout is None or state is not self._state:
                 return [np.array(x) for x in _leaves_here(state)]
-            return self._layout.unpack_shard(self._coordinator.state().kept, state.leaves)
+            return self._layout.join_leaves(self._coordinator.state().kept, state.leaves)
 
     def num_skipped(self) -> int:
         """How many closures of the running state were left out, as a gradient was not finite."""
@@ -246,31 +246,29 @@ class Session:
             partitioner=options.partitioner,
             placement=options.placement,
             wire=options.wire,
+            rules=options.rules,
+            is_sync=options.is_sync,
         )
-        keepings = [keeping_of(layout, shard, options.rules, is_sync=options.is_sync) for shard in layout.shards]
-        addresses = [servers.ps[shard.ps] for shard in layout.shards]
-        programs = [
-            [self._program(layout, shard, keeping, step) for step in range(len(steps))]
-            for shard, keeping in zip(layout.shards, keepings, strict=True)
-        ]
-        engine = self._engine(addresses, keepings)
+        programs = [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards]
+        engine = self._engine(layout.shards)
         try:
             generation = 1 + engine.highest_generation()
-            engine.begin(layout.shared_out(state.leaves), programs, first=first, generation=generation)
+            engine.begin(layout.split_leaves(state.leaves), programs, first=first, generation=generation)
         except BaseException:
             engine.close()  # the state is here still, and comes to the servers with the next call
             raise
         self._coordinator, self._layout, self._state = Coordinator(engine), layout, state
-        kept = {rows.of for shard in layout.shards for rows in shard.kept}
+        kept = {rows.of for shard in layout.shards for rows in shard.rows}
         state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
 
-    def _engine(self, addresses: Sequence[str], keepings: Sequence[ShardPlan]) -> Engine:
+    def _engine(self, plans: Sequence[ShardPlan]) -> Engine:
         servers = self.servers
+        addresses = [servers.ps[plan.server] for plan in plans]
         copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
         channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
         clients = [
-            ShardClient(channel, keeping, give_up_s=self.options.times.ps_timeout_s)
-            for channel, keeping in zip(channels, keepings, strict=True)
+            ShardClient(channel, plan, give_up_s=self.options.times.ps_timeout_s)
+            for channel, plan in zip(channels, plans, strict=True)
         ]
         return Engine(
             [functools.partial(servers.connect, address) for address in servers.workers],
@@ -287,13 +285,13 @@ class Session:
             return None
         return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
 
-    def _program(self, layout: Layout, shard: ShardLayout, keeping: ShardPlan, step: int) -> bytes:
+    def _program(self, layout: Layout, shard: ShardPlan, step: int) -> bytes:
         """What a server does for a step, packed; empty if the step changes nothing."""
         parts = layout.steps[step]
         if not parts.update.reads:
             return b""
-        taken = tuple(keeping.taken(step))
-        key = (parts.identity, layout.groups, shard.kept, shard.changing, shard.pieces, shard.rounded, taken)
+        taken = tuple(shard.program_specs(step))
+        key = (parts.identity, layout.groups, shard.rows, shard.changing, shard.rounded, taken)
         if key not in self._packed:
             structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in taken]
             self._packed[key] = pack(layout.program(shard, step), structs)

@@ -360,8 +360,8 @@ class Briefing:
 
     def attach(self, channel: Channel) -> None:
         """Tells a worker where the state is."""
-        keepings = [to_plain(client.keeping) for client in self._shards]
-        header = {"addresses": self._addresses, "keepings": keepings}
+        plans = [to_plain(client.plan) for client in self._shards]
+        header = {"addresses": self._addresses, "plans": plans}
         channel.call("attach", {**header, **self.routes()}, timeout_s=self._times.lost_after_s)
 
     def unreached(self, channel: Channel) -> tuple[list[str], bool]:

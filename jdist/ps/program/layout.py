@@ -3,81 +3,20 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jdist.ps.program.colocation import Groups, changed_in, in_turn, make_groups, units_in
-from jdist.ps.program.partition import Partitioner, Piece, Placement, place
+from jdist.ps.program.colocation import Group, Groups, changed_in, in_turn, make_groups, units_in
+from jdist.ps.program.partition import Partitioner, Placement, Rows, place
+from jdist.ps.program.shard_plan import ShardPlan, StepView
 from jdist.ps.program.split_step import StepParts
-from jdist.ps.program.wire_dtype import ROUNDED, Rounding, Wire, make_rounding
-from jdist.ps.protocol.wire import Spec
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a numbered array.
-
-    Attributes:
-        of: the array's number: a leaf of the state, or a pushed array.
-        start: the first row.
-        stop: the row after the last; None for the whole array.
-    """
-
-    of: int
-    start: int = 0
-    stop: int | None = None
-
-    def cut(self, array: Any) -> Any:
-        """These rows of the array."""
-        return array if self.stop is None else array[self.start : self.stop]
-
-    def put(self, array: np.ndarray, rows: Any) -> None:
-        """Writes these rows of the array."""
-        array[... if self.stop is None else slice(self.start, self.stop)] = rows
-
-    def spec(self, shape: Any) -> Spec:
-        """Shape and dtype of these rows, from those of the array."""
-        rows = shape.shape if self.stop is None else (self.stop - self.start, *shape.shape[1:])
-        return Spec(tuple(rows), np.dtype(shape.dtype).name)
-
-
-@dataclass(frozen=True)
-class View:
-    """What one step takes from a server, and brings to it.
-
-    Attributes:
-        pushes: what it brings of a worker's arrays; the worker's scalars come behind.
-        pulled: places in `kept` of what workers read and what changes.
-        pulled_once: places in `kept` of what workers read and what never changes.
-    """
-
-    pushes: tuple[Rows, ...]
-    pulled: tuple[int, ...]
-    pulled_once: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """What one server keeps.
-
-    Attributes:
-        ps: the server's number.
-        kept: its arrays; those that change come first.
-        changing: how many of them change.
-        pieces: what it keeps of the groups.
-        views: for each step.
-        rounded: places in `kept` of what workers pull rounded.
-    """
-
-    ps: int
-    kept: tuple[Rows, ...]
-    changing: int
-    pieces: tuple[Piece, ...]
-    views: tuple[View, ...]
-    rounded: tuple[int, ...]
+from jdist.ps.program.wire_dtype import Rounding, Wire, make_rounding
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.protocol.wire import ROUNDED, spec_of
 
 
 @dataclass(frozen=True)
@@ -87,14 +26,14 @@ class Layout:
     Attributes:
         steps: the steps that use it.
         groups: its leaves by where they are kept.
-        shards: a layout for each server that keeps any part of the state; the others take no part.
+        shards: the plan of each server that keeps any part of the state; the others take no part.
         rounding: what travels rounded between servers and workers.
         in_turn: pairs of steps whose closures must not mix; see `groups.in_turn`.
     """
 
     steps: tuple[StepParts, ...]
     groups: Groups
-    shards: tuple[ShardLayout, ...]
+    shards: tuple[ShardPlan, ...]
     rounding: Rounding
     in_turn: frozenset[tuple[int, int]]
 
@@ -102,19 +41,6 @@ class Layout:
     def shapes(self) -> tuple[Any, ...]:
         """Shape and dtype of each leaf of the state."""
         return self.steps[0].update.shapes
-
-    def kept_specs(self, shard: ShardLayout) -> list[Spec]:
-        """Of the arrays that a server keeps."""
-        return [rows.spec(self.shapes[rows.of]) for rows in shard.kept]
-
-    def push_specs(self, shard: ShardLayout, step: int) -> list[Spec]:
-        """Of the arrays, and then the scalars, that a server gets with a closure of a step, as they travel."""
-        update = self.steps[step].update
-        arrays = [
-            rows.spec(self.rounding.of_pushed(step, rows.of, update.pushed_shapes[rows.of]))
-            for rows in shard.views[step].pushes
-        ]
-        return arrays + [Spec((), np.dtype(shape.dtype).name) for shape in update.scalar_shapes]
 
     def inputs(self, step: int) -> list[Any]:
         """Shapes and dtypes of the leaves that a worker reads for a step, as they travel."""
@@ -141,7 +67,7 @@ class Layout:
 
         return run
 
-    def program(self, shard: ShardLayout, step: int) -> Callable[[list[Any]], list[Any]]:
+    def program(self, shard: ShardPlan, step: int) -> Callable[[list[Any]], list[Any]]:
         """What a server does with a push.
 
         Returns:
@@ -151,53 +77,62 @@ class Layout:
         update, view = self.steps[step].update, shard.views[step]
 
         def run(values: list[Any]) -> list[Any]:
-            kept = dict(zip(shard.kept, values, strict=False))
-            rest = values[len(shard.kept) :]
-            shapes = [*(update.pushed_shapes[rows.of] for rows in view.pushes), *update.scalar_shapes]
-            given = [x.astype(shape.dtype) for x, shape in zip(rest, shapes, strict=True)]
-            pushes = dict(zip(view.pushes, given, strict=False))
-            scalars = given[len(view.pushes) :]
+            kept = dict(zip(shard.rows, values, strict=False))
+            rest = values[len(shard.rows) :]
+            shapes = [*(update.pushed_shapes[rows.of] for rows in view.rows), *update.scalar_shapes]
+            exact = [x.astype(shape.dtype) for x, shape in zip(rest, shapes, strict=True)]
+            pushes = dict(zip(view.rows, exact, strict=False))
+            scalars = exact[len(view.rows) :]
             whole = (*self.groups.everywhere, *self.groups.constant)
             shared = {i: kept[Rows(i)] for i in whole if Rows(i) in kept}
             new = kept | {Rows(i): x for i, x in update.new_leaves(self._everywhere(step), shared, {}, scalars).items()}
-            for piece in shard.pieces:
-                group = self.groups.groups[piece.leaf]
-                made = update.new_leaves(
+            for group, piece in self._pieces(shard):
+                leaves = update.new_leaves(
                     changed_in(update, group),
-                    {**shared, **{i: kept[Rows(i, piece.start, piece.stop)] for i in group.leaves}},
+                    {**shared, **{i: kept[dataclasses.replace(piece, of=i)] for i in group.leaves}},
                     {
-                        j: pushes[Rows(j, piece.start, piece.stop)]
+                        j: pushes[dataclasses.replace(piece, of=j)]
                         for unit in units_in(update, group)
                         for j in unit.pushed
                     },
                     scalars,
                 )
-                new |= {Rows(i, piece.start, piece.stop): x for i, x in made.items()}
-            changed = [new[rows] for rows in shard.kept[: shard.changing]]
+                new |= {dataclasses.replace(piece, of=i): x for i, x in leaves.items()}
+            changed = [new[rows] for rows in shard.rows[: shard.changing]]
             return changed + [changed[k].astype(ROUNDED) for k in shard.rounded if k < shard.changing]
 
         return run
 
-    def shares(self, shard: ShardLayout, step: int, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """A server's part of what a worker computed for a step: the arrays `pushed`, and the scalars."""
+    def shares(self, shard: ShardPlan, step: int, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+        """Returns a server's part of what a worker computed for a step: the arrays `pushed`, and the scalars."""
         by_number = dict(zip(self.steps[step].pushed, arrays, strict=True))
-        return [rows.cut(by_number[rows.of]) for rows in shard.views[step].pushes] + list(scalars)
+        return [rows.cut(by_number[rows.of]) for rows in shard.views[step].rows] + list(scalars)
 
-    def shared_out(self, leaves: Sequence[Any]) -> list[list[np.ndarray]]:
-        """What each server keeps of whole leaves."""
-        return [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.kept] for shard in self.shards]
+    def split_leaves(self, leaves: Sequence[Any]) -> list[list[np.ndarray]]:
+        """Returns what each server keeps of whole leaves."""
+        return [[np.asarray(rows.cut(leaves[rows.of])) for rows in shard.rows] for shard in self.shards]
 
-    def unpack_shard(self, kept: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[np.ndarray]:
-        """Whole leaves, arrays of the caller's own, from what each server keeps; `leaves` has those that no server keeps."""
-        known = {rows.of for shard in self.shards for rows in shard.kept}
-        found = [
-            np.empty(shape.shape, shape.dtype) if i in known else np.array(leaves[i])
+    def join_leaves(self, kept: Sequence[Sequence[Any]], leaves: Sequence[Any]) -> list[np.ndarray]:
+        """Returns whole leaves, arrays of the caller's own, from what each server keeps.
+
+        Args:
+            kept: the arrays of each server.
+            leaves: those leaves that no server keeps, by number; the rest is not looked at.
+        """
+        on_servers = {rows.of for shard in self.shards for rows in shard.rows}
+        joined = [
+            np.empty(shape.shape, shape.dtype) if i in on_servers else np.array(leaves[i])
             for i, shape in enumerate(self.shapes)
         ]
         for shard, arrays in zip(self.shards, kept, strict=True):
-            for rows, x in zip(shard.kept, arrays, strict=True):
-                rows.put(found[rows.of], x)
-        return found
+            for rows, x in zip(shard.rows, arrays, strict=True):
+                rows.put(joined[rows.of], x)
+        return joined
+
+    def _pieces(self, shard: ShardPlan) -> list[tuple[Group, Rows]]:
+        """Returns the groups that a server keeps, each with its rows of the group's first leaf."""
+        by_first = {group.leaves[0]: group for group in self.groups.groups}
+        return [(by_first[rows.of], rows) for rows in shard.rows if rows.of in by_first]
 
     def _everywhere(self, step: int) -> tuple[int, ...]:
         return tuple(i for i in self.groups.everywhere if i in self.steps[step].update.reads)
@@ -210,6 +145,8 @@ def make_layout(
     partitioner: Partitioner,
     placement: Placement = "round_robin",
     wire: Wire = "float32",
+    rules: Rules = Rules(),  # noqa: B008  # it is frozen
+    is_sync: bool = False,
 ) -> Layout:
     """Shares a state out over servers.
 
@@ -219,6 +156,8 @@ def make_layout(
         partitioner: into how many pieces leaves are cut whose updates allow it.
         placement: which server gets the next piece, as for `partition.place`.
         wire: as what float32 arrays travel, as for `jdist.parameter_server`.
+        rules: what servers do with late gradients, and with those that are not finite.
+        is_sync: whether several closures make an update.
 
     Raises:
         StrategyError: as `partition.place`.
@@ -232,43 +171,78 @@ def make_layout(
         whole=[not group.by_rows for group in groups.groups],
         placement=placement,
     )
-    by_ps: dict[int, list[Piece]] = collections.defaultdict(list)
-    for piece in pieces:
-        by_ps[piece.ps].append(piece)
-    used = sorted(by_ps) or [0]
+    by_server: dict[int, list[Rows]] = collections.defaultdict(list)
+    for server, rows in pieces:
+        by_server[server].append(rows)
+    used = sorted(by_server) or [0]
     rounding = make_rounding(steps, wire)
-    shards = tuple(_shard(steps, groups, rounding, ps, by_ps[ps], is_first=ps == used[0]) for ps in used)
+    shards = tuple(
+        _plan(steps, groups, rounding, rules, server, by_server[server], is_first=server == used[0], is_sync=is_sync)
+        for server in used
+    )
     turns = in_turn([step.update for step in steps], groups, num_shards=len(shards))
     return Layout(tuple(steps), groups, shards, rounding, turns)
 
 
-def _shard(
-    steps: Sequence[StepParts], groups: Groups, rounding: Rounding, ps: int, pieces: Sequence[Piece], *, is_first: bool
-) -> ShardLayout:
+def _plan(
+    steps: Sequence[StepParts],
+    groups: Groups,
+    rounding: Rounding,
+    rules: Rules,
+    server: int,
+    pieces: Sequence[Rows],
+    *,
+    is_first: bool,
+    is_sync: bool,
+) -> ShardPlan:
+    """Plans a shard.
+
+    Args:
+        steps, groups, rounding, rules, is_sync: as `Layout` and `make_layout` have them.
+        server: its number.
+        pieces: what it keeps of the groups, by a group's number.
+        is_first: whether it gives workers what all servers, or none but it, have.
+    """
     kept = [Rows(i) for i in groups.everywhere]
     for piece in pieces:
-        kept += [Rows(i, piece.start, piece.stop) for i in groups.groups[piece.leaf].leaves]
+        kept += [dataclasses.replace(piece, of=i) for i in groups.groups[piece.of].leaves]
     changing, here = len(kept), {rows.of for rows in kept}
     needed = {j for step in steps for i, reads in step.update.reads.items() if i in here for j in reads}
-    if is_first:  # which gives workers what they read
+    if is_first:
         needed |= {i for step in steps for i in step.read}
     kept += [Rows(i) for i in groups.constant if i in needed]
 
-    def view(step: StepParts) -> View:
-        pushes = [
-            Rows(j, piece.start, piece.stop)
+    def view(number: int, step: StepParts) -> StepView:
+        rows = tuple(
+            dataclasses.replace(piece, of=j)
             for piece in pieces
-            for unit in units_in(step.update, groups.groups[piece.leaf])
+            for unit in units_in(step.update, groups.groups[piece.of])
             for j in unit.pushed
-        ]
-        pulled = [k for k, rows in enumerate(kept) if rows.of in step.read]
-        return View(
-            tuple(pushes),
-            tuple(k for k in pulled if k < changing and (is_first or kept[k].of not in groups.everywhere)),
-            tuple(k for k in pulled if k >= changing and is_first),
+        )
+        shapes = step.update.pushed_shapes
+        pushes = tuple(r.spec(rounding.of_pushed(number, r.of, shapes[r.of])) for r in rows)
+        scalars = tuple(map(spec_of, step.update.scalar_shapes))
+        read = [k for k, r in enumerate(kept) if r.of in step.read]
+        return StepView(
+            rows=rows,
+            pushes=pushes if is_sync else pushes + scalars,
+            scalars=scalars if is_sync else (),
+            pulled=tuple(k for k in read if k < changing and (is_first or kept[k].of not in groups.everywhere)),
+            pulled_once=tuple(k for k in read if k >= changing and is_first),
+            unweighted=tuple(n for n, r in enumerate(rows) if r.of not in step.traced.gradients),
         )
 
-    views = tuple(map(view, steps))
-    sent = {k for found in views for k in (*found.pulled, *found.pulled_once)}
-    rounded = tuple(k for k in sorted(sent) if kept[k].of in rounding.leaves)
-    return ShardLayout(ps, tuple(kept), changing, tuple(pieces), views, rounded)
+    views = tuple(view(number, step) for number, step in enumerate(steps))
+    sent = {k for each in views for k in (*each.pulled, *each.pulled_once)}
+    return ShardPlan(
+        server=server,
+        rows=tuple(kept),
+        kept=tuple(rows.spec(steps[0].update.shapes[rows.of]) for rows in kept),
+        changing=changing,
+        views=views,
+        max_staleness=rules.max_staleness,
+        on_stale=rules.on_stale,
+        non_finite=rules.non_finite,
+        rounded=tuple(k for k in sorted(sent) if kept[k].of in rounding.leaves),
+        weighs=is_sync or rules.on_stale == "down_weight",
+    )

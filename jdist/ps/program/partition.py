@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jdist.errors import StrategyError
+from jdist.ps.protocol.wire import Spec
 from jdist.support.checks import as_int
 from jdist.support.suggest import did_you_mean
 
@@ -18,21 +19,32 @@ Partitioner = Callable[[tuple[int, ...], np.dtype, int], int]
 Placement = Literal["round_robin", "bytes"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Some rows of a leaf, and where they are kept.
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some rows of a numbered array.
 
     Attributes:
-        leaf: the leaf's number.
-        start: its first row; 0 for a whole leaf.
-        stop: the row after its last; None for a whole leaf, which may be a scalar.
-        ps: the number of the parameter server that keeps it.
+        of: the array's number: a leaf of the state, or a pushed array.
+        start: the first row.
+        stop: the row after the last; None for the whole array, which may be a scalar.
     """
 
-    leaf: int
-    start: int
-    stop: int | None
-    ps: int
+    of: int
+    start: int = 0
+    stop: int | None = None
+
+    def cut(self, array: Any) -> Any:
+        """Returns these rows of the array."""
+        return array if self.stop is None else array[self.start : self.stop]
+
+    def put(self, array: np.ndarray, rows: Any) -> None:
+        """Writes these rows of the array."""
+        array[... if self.stop is None else slice(self.start, self.stop)] = rows
+
+    def spec(self, array: Any) -> Spec:
+        """Returns the spec of these rows, from shape and dtype of the array."""
+        rows = array.shape if self.stop is None else (self.stop - self.start, *array.shape[1:])
+        return Spec(tuple(rows), np.dtype(array.dtype).name)
 
 
 def fixed_shards(n: int) -> Partitioner:
@@ -125,7 +137,7 @@ def place(
     partitioner: Partitioner,
     whole: Sequence[bool] | None = None,
     placement: Placement = "round_robin",
-) -> list[Piece]:
+) -> list[tuple[int, Rows]]:
     """Cuts leaves and shares the pieces out.
 
     Args:
@@ -136,14 +148,14 @@ def place(
         placement: "round_robin", one piece after the other; or "bytes", each to the server that has least so far.
 
     Returns:
-        The pieces, in the order of the leaves and rows.
+        For each piece, in the order of the leaves and rows, the number of the server that keeps it, and the rows.
 
     Raises:
         StrategyError: a number of pieces that the leaf does not have rows for, or a placement that is not known.
 
     Example:
         >>> four = [((3,), np.dtype("float32"))] * 4
-        >>> [piece.ps for piece in place(four, num_ps=3, partitioner=fixed_shards(1))]
+        >>> [ps for ps, _ in place(four, num_ps=3, partitioner=fixed_shards(1))]
         [0, 1, 2, 0]
     """
     if placement not in get_args(Placement):
@@ -162,12 +174,12 @@ def place(
     for leaf, (shape, dtype) in enumerate(leaves):
         count = 1 if not shape or (whole is not None and whole[leaf]) else _pieces(partitioner, shape, dtype, num_ps)
         if count == 1:
-            pieces.append(Piece(leaf=leaf, start=0, stop=None, ps=next_ps(math.prod(shape) * dtype.itemsize)))
+            pieces.append((next_ps(math.prod(shape) * dtype.itemsize), Rows(leaf)))
             continue
         stops = list(itertools.accumulate(row_sizes(shape[0], count)))
         for start, stop in zip([0, *stops], stops, strict=False):
             ps = next_ps((stop - start) * _row_bytes(shape, dtype))
-            pieces.append(Piece(leaf=leaf, start=start, stop=stop, ps=ps))
+            pieces.append((ps, Rows(leaf, start, stop)))
     return pieces
 
 

@@ -1,34 +1,34 @@
-"""What a shard is told: which arrays it keeps, and what each step takes from it and brings to it."""
+"""The plan of a shard: which rows of the state it keeps, and what each step takes from it and brings to it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from jdist.errors import WireError
-from jdist.ps.program.wire_dtype import ROUNDED
+from jdist.ps.program.partition import Rows
 from jdist.ps.protocol.shard import NonFinite, OnStale, Rules
-from jdist.ps.protocol.wire import Spec, wide
+from jdist.ps.protocol.wire import ROUNDED, Spec, wide
 
 MOST_PROGRAM_BYTES = 1 << 32
 MOST_RESULT_BYTES = 1 << 30
-Described = tuple[tuple[int, ...], str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepView:
-    """What one step takes from a shard, and brings to it.
+    """What workers exchange with a shard for one step.
 
     Attributes:
-        pushes: the arrays that come with a closure.
-        scalars: those that come with the commit of several closures as one update.
+        rows: which rows of which pushed arrays a worker brings.
+        pushes: the specs of all that comes with a closure: `rows`, then in asynchronous mode the scalars.
+        scalars: of what comes with the commit of several closures as one update, in synchronous mode.
         pulled: places in `ShardPlan.kept` of what a worker pulls when the version has changed.
-        pulled_once: of what it pulls besides when it has nothing yet.
-        unweighted: places in `pushes` of what is no gradient, and counts in full however late it is.
+        pulled_once: of what it pulls besides when it has nothing yet, as it never changes.
+        unweighted: places in `rows` of what is no gradient, and counts in full however late it is.
     """
 
-    pushes: tuple[Described, ...]
-    scalars: tuple[Described, ...]
+    rows: tuple[Rows, ...]
+    pushes: tuple[Spec, ...]
+    scalars: tuple[Spec, ...]
     pulled: tuple[int, ...]
     pulled_once: tuple[int, ...]
     unweighted: tuple[int, ...] = ()
@@ -36,10 +36,12 @@ class StepView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What a shard keeps and does, as a restore brings it.
+    """What one server keeps of a state and does with it. Servers and workers get it as it is.
 
     Attributes:
-        kept: its arrays; those that change come first.
+        server: the server's number.
+        rows: which rows of which leaves it keeps; those that change come first.
+        kept: their specs.
         changing: how many of them change.
         views: for each step.
         max_staleness, on_stale, non_finite: as in `shard.Rules`.
@@ -47,7 +49,9 @@ class ShardPlan:
         weighs: whether gradients are weighted, late ones or several for a mean; programs then take them `wire.wide`.
     """
 
-    kept: tuple[Described, ...]
+    server: int
+    rows: tuple[Rows, ...]
+    kept: tuple[Spec, ...]
     changing: int
     views: tuple[StepView, ...]
     max_staleness: int | None
@@ -56,44 +60,43 @@ class ShardPlan:
     rounded: tuple[int, ...] = ()
     weighs: bool = False
 
-    def sent_specs(self) -> list[Spec]:
-        """Of `kept`, as it is sent to workers."""
-        rounded = set(self.rounded)
-        return [Spec(shape, ROUNDED.name if i in rounded else dtype) for i, (shape, dtype) in enumerate(self.kept)]
-
-    def taken(self, view: int) -> list[Spec]:
-        """Of what a view's program takes: `kept`, what is pushed, and scalars."""
-        found = self.views[view]
-        pushes = specs(found.pushes)
-        return [*specs(self.kept), *(map(wide, pushes) if self.weighs else pushes), *specs(found.scalars)]
-
-    def widens(self, view: int) -> bool:
-        """Whether some of what is pushed comes in fewer bits than the program takes it."""
-        return self.weighs and any(wide(spec) != spec for spec in specs(self.views[view].pushes))
-
     @property
     def rules(self) -> Rules:
-        """What the machine is told."""
+        """The rules of the shard's machine."""
         return Rules(max_staleness=self.max_staleness, on_stale=self.on_stale, non_finite=self.non_finite)
 
+    def sent_specs(self) -> list[Spec]:
+        """Returns the specs of `kept`, as it is sent to workers."""
+        rounded = set(self.rounded)
+        return [Spec(spec.shape, ROUNDED.name) if i in rounded else spec for i, spec in enumerate(self.kept)]
+
+    def program_specs(self, view: int) -> list[Spec]:
+        """Returns the specs of what a view's program takes: `kept`, what is pushed, and scalars."""
+        step = self.views[view]
+        return [*self.kept, *(map(wide, step.pushes) if self.weighs else step.pushes), *step.scalars]
+
+    def widens(self, view: int) -> bool:
+        """Returns whether some of what is pushed comes in fewer bits than the program takes it."""
+        return self.weighs and any(wide(spec) != spec for spec in self.views[view].pushes)
+
     def sent(self, view: int, *, changed: bool, first: bool) -> list[int]:
-        """Places in `kept` of the arrays that answer a pull.
+        """Returns the places in `kept` of the arrays that answer a pull.
+
+        Args:
+            view: which step's.
+            changed: whether the worker has an older version.
+            first: whether it has none.
 
         Raises:
             WireError: there is no such view.
         """
         if not 0 <= view < len(self.views):
             raise WireError(f"there is no view {view}")
-        found = self.views[view]
-        return [*(found.pulled if changed else ()), *(found.pulled_once if first else ())]
+        step = self.views[view]
+        return [*(step.pulled if changed else ()), *(step.pulled_once if first else ())]
 
 
-KEEPING: dict[str, type] = {"ShardPlan": ShardPlan, "StepView": StepView}
-
-
-def specs(described: Sequence[Described]) -> list[Spec]:
-    """Specs as a `ShardPlan` has them."""
-    return [Spec(shape, dtype) for shape, dtype in described]
+SHARD_PLAN: dict[str, type] = {"ShardPlan": ShardPlan}
 
 
 def program_spec(size: object) -> Spec:

@@ -291,7 +291,7 @@ class Traced:
         non_finite: what happens to gradients that are not finite.
         sync: how the closures of a call become one update, in synchronous mode.
         batch: which of the arguments the worker reads itself: the first one, and how many.
-        loss_scale: see `job.Function`.
+        loss_scale: see `function_plan.FunctionPlan`.
         tells_finite: whether a call's results end with whether its gradients were finite.
     """
 

@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import numpy as jnp
 
 from jdist.ps.program.split_step import StepParts
+from jdist.ps.protocol.wire import ROUNDED
 
 Wire = Literal["float32", "bf16"]
-ROUNDED = np.dtype(jnp.bfloat16)
 
 
 @dataclass(frozen=True)

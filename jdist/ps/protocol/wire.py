@@ -31,6 +31,7 @@ _DTYPES = {
     for dtype in ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
     + ("float16", "float32", "float64", "complex64", "complex128", jnp.bfloat16)
 }
+ROUNDED = np.dtype(jnp.bfloat16)  # what float32 becomes on its way with `wire="bf16"`
 _PREFIX = struct.Struct(">4sI")
 PREFIX_BYTES = _PREFIX.size
 _MAGIC = b"jdp1"

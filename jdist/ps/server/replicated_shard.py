@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.program.shard_plan import ShardPlan, result_spec, specs
+from jdist.ps.program.shard_plan import ShardPlan, result_spec
 from jdist.ps.protocol import replica_role as standings
 from jdist.ps.protocol.messages import TRAVELLING, Commit, Message, Pull, Push, Refused, Restore, Snapshot
 from jdist.ps.protocol.replica_role import Role
@@ -119,14 +119,21 @@ class ReplicatedShard(ShardServer):
         return self._led(header, arrays, super()._read)
 
     def _led(self, header: Header, arrays: list[np.ndarray], run: Callable[..., Any]) -> tuple[Header, list[Any]]:
-        """What a call gives, once the backup holds what it tells of."""
+        """Returns what a call gives, once the backup holds what it tells of.
+
+        A shard that has lost its memory meanwhile, or that another led for a while, must not answer: what the call has changed
+        is not in its state any more, and nobody else may have it.
+        """
         with self._lock:
             if header.get("led") and self._standing.role != "leads":
                 return {"moved": self._standing.term}, []
+            before = self.incarnation, self._standing.term
         try:
             answer, found = run(header, arrays)
             with self._lock:
                 self._wait_for_backup(self._standing.number)
+                if header.get("led") and (self.incarnation, self._standing.term) != before:
+                    raise _Moved
         except _Moved:
             if not header.get("led"):
                 raise WireError("this copy follows another, and the caller knows nothing of copies") from None
@@ -166,9 +173,9 @@ class ReplicatedShard(ShardServer):
         return call
 
     def _put(
-        self, keeping: ShardPlan | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
+        self, plan: ShardPlan | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
     ) -> None:
-        super()._put(keeping, kept, programs, packed)
+        super()._put(plan, kept, programs, packed)
         self._packed = [np.array(x) for x in packed]  # what came is one block with the arrays, which are soon replaced
         if self._standing.role == "leads":
             self._standing = standings.changed(self._standing)
@@ -181,7 +188,7 @@ class ReplicatedShard(ShardServer):
             return None
         # Views, not the arrays, as for a snapshot; the names' meanings are those of this moment.
         kept = [np.asarray(x) for x in self._kept]
-        state = State(shard=self._shard, keeping=self._keeping, kept=kept, packed=self._packed, held=dict(self._held))
+        state = State(shard=self._shard, plan=self._plan, kept=kept, packed=self._packed, held=dict(self._held))
         return self._standing.number, state
 
     def _begin_anew(self) -> None:
@@ -214,14 +221,14 @@ class ReplicatedShard(ShardServer):
         if header.get("to") != self.incarnation:
             return self._took("stranger")
         state = unpack_shard(header, arrays)
-        programs = [] if state.keeping is None else self._unpacked(state.keeping, state.packed)
+        programs = [] if state.plan is None else self._unpacked(state.plan, state.packed)
         with self._lock:
             standing, took = standings.install(self._standing, term=term, number=number)
             if took == "taken":
                 check_files()
                 self._standing = Role(term=term, role="follows")  # incomplete until all of it is taken over
                 self._follow_nobody()
-                super()._put(state.keeping, state.kept, programs, state.packed)
+                super()._put(state.plan, state.kept, programs, state.packed)
                 self._packed = [np.array(x) for x in state.packed]  # as above
                 self._held, self._shard = dict(state.held), state.shard
                 self._next_ref = max([self._next_ref, *self._held])
@@ -231,10 +238,10 @@ class ReplicatedShard(ShardServer):
             return self._took(took)
 
     def _expects_of_forward(self, header: Header) -> list[Spec]:
-        keeping, entries = self._keeping, header.get("entries")
-        if keeping is None or not isinstance(entries, list) or len(entries) > MOST_ENTRIES:
+        plan, entries = self._plan, header.get("entries")
+        if plan is None or not isinstance(entries, list) or len(entries) > MOST_ENTRIES:
             raise WireError("entries for an empty copy, or too many of them")
-        return [spec for entry in entries for spec in _arrays_of(entry, keeping)]
+        return [spec for entry in entries for spec in _arrays_of(entry, plan)]
 
     def _forward(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """A leader forwards what has changed its state."""
@@ -247,8 +254,8 @@ class ReplicatedShard(ShardServer):
                 message = from_plain(TRAVELLING, entry["say"])
                 if not isinstance(message, Message) or isinstance(message, Restore):
                     raise WireError("no message")
-                keeping = self._keeping
-                given = [next(rest) for _ in (() if keeping is None else _arrays_of(entry, keeping))]
+                plan = self._plan
+                given = [next(rest) for _ in (() if plan is None else _arrays_of(entry, plan))]
                 standing, took = standings.take(self._standing, term=term, number=number)
                 if took == "taken":
                     super()._take(message, given)
@@ -262,17 +269,17 @@ class ReplicatedShard(ShardServer):
         return {"took": took, "term": self._standing.term}, []
 
 
-def _arrays_of(entry: Any, keeping: ShardPlan) -> list[Spec]:
+def _arrays_of(entry: Any, plan: ShardPlan) -> list[Spec]:
     """The arrays that come with an entry: of a push that was taken, its gradients and its result."""
     size = entry.get("result") if isinstance(entry, dict) else -1
     if size is None:
         return []
     view = entry["say"].get("view") if isinstance(entry, dict) and isinstance(entry.get("say"), dict) else None
     result = result_spec(size)
-    if type(view) is not int or not 0 <= view < len(keeping.views):
+    if type(view) is not int or not 0 <= view < len(plan.views):
         raise WireError("a push of no step that is known")
-    found = keeping.views[view]
-    return [*specs(found.scalars if entry["say"].get("is") == "Commit" else found.pushes), result]
+    found = plan.views[view]
+    return [*(found.scalars if entry["say"].get("is") == "Commit" else found.pushes), result]
 
 
 def _backup(plain: Any) -> tuple[str, int, str] | None:

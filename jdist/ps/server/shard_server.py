@@ -21,8 +21,7 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import WireError
 from jdist.ps.program.artifact import unpack
-from jdist.ps.program.shard_plan import KEEPING, ShardPlan, program_spec, result_spec, specs
-from jdist.ps.program.wire_dtype import ROUNDED
+from jdist.ps.program.shard_plan import SHARD_PLAN, ShardPlan, program_spec, result_spec
 from jdist.ps.protocol.messages import (
     TRAVELLING,
     Apply,
@@ -40,7 +39,7 @@ from jdist.ps.protocol.messages import (
     Restore,
 )
 from jdist.ps.protocol.shard import Shard, receive
-from jdist.ps.protocol.wire import Spec, from_plain, mean_of_integers, to_plain
+from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
 from jdist.ps.server.malloc import LARGE_BYTES, let_go
 from jdist.ps.transport.interface import Header, Method, Untimely, check_files
 
@@ -62,7 +61,7 @@ class ShardServer:
         self._allow, self._wait_s = tuple(allow), wait_s
         self._lock = threading.Condition()
         self._shard = Shard()
-        self._keeping: ShardPlan | None = None
+        self._plan: ShardPlan | None = None
         self._kept: list[jax.Array] = []
         self._rounded: dict[int, jax.Array] = {}
         self._programs: list[Program] = []
@@ -95,42 +94,42 @@ class ShardServer:
         return {"incarnation": self.incarnation, **found}, []
 
     def _expects_of_restore(self, header: Header) -> list[Spec]:
-        keeping = from_plain(KEEPING, header.get("keeping"))
+        plan = from_plain(SHARD_PLAN, header.get("plan"))
         sizes = header.get("programs")
-        if not isinstance(sizes, list) or len(sizes) != len(keeping.views):
+        if not isinstance(sizes, list) or len(sizes) != len(plan.views):
             raise WireError("not a program for each view")
-        return [*specs(keeping.kept), *map(program_spec, sizes)]
+        return [*plan.kept, *map(program_spec, sizes)]
 
     def _restore(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         message = from_plain({"Restore": Restore}, header.get("say"))
         by = str(header.get("by", ""))[:MOST_NAME]
-        keeping = from_plain(KEEPING, header.get("keeping"))
-        kept, packed = arrays[: len(keeping.kept)], arrays[len(keeping.kept) :]
-        programs = self._unpacked(keeping, packed)
+        plan = from_plain(SHARD_PLAN, header.get("plan"))
+        kept, packed = arrays[: len(plan.kept)], arrays[len(plan.kept) :]
+        programs = self._unpacked(plan, packed)
         failpoints.reached(Point.IN_REPLACE)
         with self._lock:
             self._check()
-            shard = dataclasses.replace(self._shard, rules=keeping.rules)
+            shard = dataclasses.replace(self._shard, rules=plan.rules)
             shard, commands = receive(shard, dataclasses.replace(message, call=0))
             if any(isinstance(command, Replace) for command in commands):
-                self._put(keeping, kept, programs, packed)
+                self._put(plan, kept, programs, packed)
                 self._begun_by = by
             self._carry_out(shard, commands)
             answer = self._answers.pop(0)
         return {"answer": to_plain(answer)}, []
 
-    def _unpacked(self, keeping: ShardPlan, packed: Sequence[np.ndarray]) -> list[Program]:
-        donate = range(keeping.changing)
+    def _unpacked(self, plan: ShardPlan, packed: Sequence[np.ndarray]) -> list[Program]:
+        donate = range(plan.changing)
         return [unpack(x.tobytes(), donate=donate, allow=self._allow) if x.size else _nothing for x in packed]
 
     def _put(
-        self, keeping: ShardPlan | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
+        self, plan: ShardPlan | None, kept: Sequence[Any], programs: list[Program], packed: Sequence[np.ndarray]
     ) -> None:
         """Takes over arrays in place of all that there are; all of them, or none."""
         # The block that came is kept by these arrays, which share its memory where they can.
         taken = [jnp.asarray(x) for x in kept]
-        self._rounded = {} if keeping is None else {i: taken[i].astype(ROUNDED) for i in keeping.rounded}
-        self._kept, self._keeping, self._programs = taken, keeping, programs
+        self._rounded = {} if plan is None else {i: taken[i].astype(ROUNDED) for i in plan.rounded}
+        self._kept, self._plan, self._programs = taken, plan, programs
 
     def _check(self) -> None:
         """Raises what ends a call that waits; here nothing does. See `replicated_shard.ReplicatedShard`."""
@@ -142,7 +141,7 @@ class ShardServer:
             return []
         result = result_spec(size)
         with self._lock:
-            keeping = self._keeping
+            plan = self._plan
             holds, self._holds_applied = self._holds_applied, False
         if holds:
             let_go()
@@ -150,13 +149,13 @@ class ShardServer:
         views = [(m["is"], m.get("view")) for m in said if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:
             raise WireError("arrays of no push, or of several")
-        if keeping is None:
+        if plan is None:
             raise Untimely("a push to an empty shard")
         ((kind, number),) = views
-        if type(number) is not int or not 0 <= number < len(keeping.views) or self._programs[number] is _nothing:
+        if type(number) is not int or not 0 <= number < len(plan.views) or self._programs[number] is _nothing:
             raise WireError("a push of no step that is known here and updates something")
-        view = keeping.views[number]
-        return [*specs(view.scalars if kind == "Commit" else view.pushes), result]
+        view = plan.views[number]
+        return [*(view.scalars if kind == "Commit" else view.pushes), result]
 
     def _say(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Several messages of one sender, one after the other: a commit, a push and the next pull are one call."""
@@ -213,11 +212,11 @@ class ShardServer:
 
     def _told(self, message: Message, answer: Any, sent: list[Any]) -> Header:
         """An answer as it travels, and the arrays that go with it."""
-        plain, keeping = to_plain(answer), self._keeping
-        assert keeping is not None or not isinstance(answer, Parameters)  # an empty shard refuses
-        if isinstance(answer, Parameters) and keeping is not None:
+        plain, plan = to_plain(answer), self._plan
+        assert plan is not None or not isinstance(answer, Parameters)  # an empty shard refuses
+        if isinstance(answer, Parameters) and plan is not None:
             assert isinstance(message, Pull)  # nothing else is answered by parameters
-            places = keeping.sent(message.view, changed=answer.changed, first=message.known is None)
+            places = plan.sent(message.view, changed=answer.changed, first=message.known is None)
             sent.extend(np.asarray(self._rounded.get(i, self._kept[i])) for i in places)
         if isinstance(answer, Cut):
             # Views, not the arrays: of a donated buffer that is still looked at JAX makes a copy.
@@ -278,18 +277,18 @@ class ShardServer:
         self._lock.notify_all()
 
     def _apply(self, gradients: list[tuple[tuple[int, list[np.ndarray]], float]], scalars: list[np.ndarray]) -> None:
-        keeping = self._keeping
-        assert keeping is not None  # an empty shard applies nothing
+        plan = self._plan
+        assert plan is not None  # an empty shard applies nothing
         ((view, pushes), weight), *others = gradients
-        if others or weight != 1.0 or keeping.widens(view):
+        if others or weight != 1.0 or plan.widens(view):
             weights = np.array([weight, *(w for _, w in others)], np.float32) / len(gradients)
             equal = np.full_like(weights, 1 / len(gradients))
-            each = [equal if i in keeping.views[view].unweighted else weights for i in range(len(pushes))]
+            each = [equal if i in plan.views[view].unweighted else weights for i in range(len(pushes))]
             pushes = _weighted(each, [pushes, *(more for (_, more), _ in others)])
         new = self._programs[view]([*self._kept, *pushes, *scalars])
-        n = keeping.changing
+        n = plan.changing
         self._kept[:n] = new[:n]
-        self._rounded.update(zip([i for i in keeping.rounded if i < n], new[n:], strict=True))
+        self._rounded.update(zip([i for i in plan.rounded if i < n], new[n:], strict=True))
 
 
 def _nothing(values: Sequence[Any]) -> list[jax.Array]:

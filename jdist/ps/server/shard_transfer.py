@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import WireError
-from jdist.ps.program.shard_plan import KEEPING, MOST_PROGRAM_BYTES, ShardPlan, specs
+from jdist.ps.program.shard_plan import MOST_PROGRAM_BYTES, SHARD_PLAN, ShardPlan
 from jdist.ps.protocol.shard import Applied, Counts, Rules, Shard, Staged
 from jdist.ps.protocol.wire import Spec, from_plain, to_plain
 from jdist.ps.transport.interface import Header
@@ -65,18 +65,18 @@ WHOLE: dict[str, type] = {kind.__name__: kind for kind in (Whole, Entry, Counts)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """All that a copy of a shard has; of one that was never restored, `keeping` is None.
+    """All that a copy of a shard has; of one that was never restored, `plan` is None.
 
     Attributes:
         shard: the machine; nothing waits at it.
-        keeping: what it keeps.
+        plan: what it keeps.
         kept: its arrays.
         packed: its programs.
         held: what the machine's names stand for.
     """
 
     shard: Shard
-    keeping: ShardPlan | None = None
+    plan: ShardPlan | None = None
     kept: Sequence[Any] = ()
     packed: Sequence[np.ndarray] = ()
     held: Mapping[int, Any] = dataclasses.field(default_factory=dict)
@@ -117,8 +117,8 @@ def pack_shard(state: State) -> tuple[Header, list[Any]]:
     )
     arrays = [*state.kept, *state.packed, *(x for _, given in pushes.values() for x in given)]
     arrays += [np.frombuffer(b, np.uint8) for b in results.values()]
-    keeping = None if state.keeping is None else to_plain(state.keeping)
-    return {"whole": to_plain(whole), "keeping": keeping}, arrays
+    plan = None if state.plan is None else to_plain(state.plan)
+    return {"whole": to_plain(whole), "plan": plan}, arrays
 
 
 def expected(header: Header) -> list[Spec]:
@@ -127,13 +127,13 @@ def expected(header: Header) -> list[Spec]:
     Raises:
         WireError: it is no such header.
     """
-    whole, keeping = _read(header)
-    found = [] if keeping is None else specs(keeping.kept)
+    whole, plan = _read(header)
+    found = [] if plan is None else list(plan.kept)
     found += [Spec((_size(size),), "uint8") for size in whole.programs]
     for _, view, size in whole.held:
-        if keeping is None or not -1 <= view < len(keeping.views):
+        if plan is None or not -1 <= view < len(plan.views):
             raise WireError("arrays of no step")
-        found += [Spec((_size(size),), "uint8")] if view == -1 else specs(keeping.views[view].pushes)
+        found += [Spec((_size(size),), "uint8")] if view == -1 else plan.views[view].pushes
     return found
 
 
@@ -143,14 +143,14 @@ def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> State:
     Raises:
         WireError: it is no such header.
     """
-    whole, keeping = _read(header)
+    whole, plan = _read(header)
     rest = iter(arrays)
-    kept = [next(rest) for _ in (() if keeping is None else keeping.kept)]
+    kept = [next(rest) for _ in (() if plan is None else plan.kept)]
     packed = [next(rest) for _ in whole.programs]
     held: dict[int, Any] = {}
     for name, view, _ in whole.held:
-        assert keeping is not None  # what is expected was looked up in it
-        held[name] = next(rest).tobytes() if view == -1 else (view, [next(rest) for _ in keeping.views[view].pushes])
+        assert plan is not None  # what is expected was looked up in it
+        held[name] = next(rest).tobytes() if view == -1 else (view, [next(rest) for _ in plan.views[view].pushes])
     if any(name not in held for e in whole.entries for name in (e.pushed, e.returned) if name is not None):
         raise WireError("a closure whose arrays are missing")
     staged = {
@@ -167,7 +167,7 @@ def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> State:
         if not e.is_applied
     }
     shard = Shard(
-        rules=Rules() if keeping is None else keeping.rules,
+        rules=Rules() if plan is None else plan.rules,
         generation=whole.generation,
         version=whole.version,
         fences=dict(whole.fences),
@@ -178,18 +178,18 @@ def unpack_shard(header: Header, arrays: Sequence[np.ndarray]) -> State:
         thawed=whole.thawed,
         counts=whole.counts,
     )
-    return State(shard=shard, keeping=keeping, kept=kept, packed=packed, held=held)
+    return State(shard=shard, plan=plan, kept=kept, packed=packed, held=held)
 
 
 def _read(header: Header) -> tuple[Whole, ShardPlan | None]:
     whole = from_plain(WHOLE, header.get("whole"))
     if not isinstance(whole, Whole):
         raise WireError("no shard")
-    plain = header.get("keeping")
-    keeping = None if plain is None else from_plain(KEEPING, plain)
-    if keeping is not None and (not isinstance(keeping, ShardPlan) or len(whole.programs) != len(keeping.views)):
+    plain = header.get("plan")
+    plan = None if plain is None else from_plain(SHARD_PLAN, plain)
+    if plan is not None and (not isinstance(plan, ShardPlan) or len(whole.programs) != len(plan.views)):
         raise WireError("not a program for each view")
-    return whole, keeping
+    return whole, plan
 
 
 def _size(size: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.errors import ShardLostError
-from jdist.ps.program.shard_plan import ShardPlan, specs
+from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.protocol.wire import CHUNK_BYTES, Spec, from_plain, to_plain
 from jdist.ps.transport.interface import CallFailed, Channel
@@ -38,14 +38,14 @@ class ShardClient:
 
     Args:
         channel: the connection to it.
-        keeping: what it keeps.
+        plan: what it keeps.
         timeout_s: of one call, besides what the shard's bytes take, back and forth, at `SLOWEST_BYTES_S`.
         give_up_s: how long a call is repeated before the shard counts as lost; the same applies.
     """
 
-    def __init__(self, channel: Channel, keeping: ShardPlan, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
-        self.channel, self.keeping = channel, keeping
-        self._sent = keeping.sent_specs()
+    def __init__(self, channel: Channel, plan: ShardPlan, *, timeout_s: float = 20.0, give_up_s: float = 60.0):
+        self.channel, self.plan = channel, plan
+        self._sent = plan.sent_specs()
         slow_s = 2 * sum(s.size_bytes for s in self._sent) / SLOWEST_BYTES_S
         self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
         self.is_bulk = _is_bulk(self._sent)
@@ -60,7 +60,7 @@ class ShardClient:
     def restore(self, message: Restore, kept: Sequence[Any], programs: Sequence[bytes]) -> Any:
         """Begins a new history in it, with a program for each of its views; an empty one for what updates nothing."""
         sizes = [len(program) for program in programs]
-        header = {"say": to_plain(message), "keeping": to_plain(self.keeping), "programs": sizes, "by": whose()}
+        header = {"say": to_plain(message), "plan": to_plain(self.plan), "programs": sizes, "by": whose()}
         arrays = [*kept, *(np.frombuffer(program, np.uint8) for program in programs)]
         answer, _ = self._repeated(lambda t: self.channel.call("restore", header, arrays, timeout_s=t))
         return from_plain(TRAVELLING, answer["answer"])
@@ -93,7 +93,7 @@ class ShardClient:
             result = result or b""
             header["result"] = len(result)
             arrays = [*pushes, np.frombuffer(result, np.uint8)]
-        expects = _Expects(self.keeping, self._sent, messages)
+        expects = _Expects(self.plan, self._sent, messages)
 
         data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
         asked = object()
@@ -138,7 +138,7 @@ class ShardClient:
 
         It can be read once: if the answer was lost on its way, another snapshot has to be taken.
         """
-        kept = specs(self.keeping.kept)
+        kept = self.plan.kept
         asked = {"generation": generation, "version": version}
         header, arrays = self._repeated(
             lambda t: self.channel.call(
@@ -179,8 +179,8 @@ class ShardClient:
 class _Expects:
     """The arrays that come with the answers to some messages."""
 
-    def __init__(self, keeping: ShardPlan, sent: Sequence[Spec], messages: Sequence[Message]):
-        self._keeping, self._sent, self._messages = keeping, sent, messages
+    def __init__(self, plan: ShardPlan, sent: Sequence[Spec], messages: Sequence[Message]):
+        self._plan, self._sent, self._messages = plan, sent, messages
         self._of: Any = None
         self._answers: list[Any] = []
 
@@ -195,7 +195,7 @@ class _Expects:
         found: list[Spec] = []
         for message, answer in zip(self._messages, self.answers(header), strict=True):
             if isinstance(answer, Parameters) and isinstance(message, Pull):
-                places = self._keeping.sent(message.view, changed=answer.changed, first=message.known is None)
+                places = self._plan.sent(message.view, changed=answer.changed, first=message.known is None)
                 found += [self._sent[i] for i in places]
         return found
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,9 +14,10 @@ import numpy as np
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.core.loss_scale import FACTOR, SMALLEST
-from jdist.errors import ShardLostError
-from jdist.ps.program.function_plan import Function, ShardOfFunction
-from jdist.ps.program.shard_plan import specs
+from jdist.errors import ShardLostError, WireError
+from jdist.ps.program.function_plan import FunctionPlan
+from jdist.ps.program.partition import Rows
+from jdist.ps.program.shard_plan import ShardPlan, StepView
 from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
@@ -86,15 +87,19 @@ class Installed:
         function: what it is.
         run: the compiled function.
         shards: where its state is.
+
+    Raises:
+        WireError: the shards have no such step, or one that reads or pushes something else.
     """
 
-    def __init__(self, function: Function, run: Callable[[Sequence[Any]], list[jax.Array]], shards: Shards):
+    def __init__(self, function: FunctionPlan, run: Callable[[Sequence[Any]], list[jax.Array]], shards: Shards):
         self.function, self.shards, self._run = function, shards.clients, run
         self._all = shards
         self._scale: WorkerScale | None = None
         self._history: tuple[int, int] | None = None  # of what was pulled
-        self._versions: list[int | None] = [None] * len(function.shards)
-        self._inputs = [aligned(s.size_bytes).view(s.numpy).reshape(s.shape) for s in specs(function.inputs)]
+        self._exchanges = [] if function.view is None else _exchanges(function, shards.clients)
+        self._versions: list[int | None] = [None] * len(self._exchanges)
+        self._inputs = [aligned(s.size_bytes).view(s.numpy).reshape(s.shape) for s in function.inputs]
 
     def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> Computed:
         """One closure, with as many attempts as it takes.
@@ -120,7 +125,7 @@ class Installed:
         if not function.updates:
             self._pull(who)
             return Computed(self._called(arguments))
-        home = closure % len(function.shards)
+        home = closure % len(self._exchanges)
         for attempt in itertools.count():
             if function.stages_only:
                 self._pull_one_version(who)
@@ -129,7 +134,7 @@ class Installed:
             ):
                 self._pull(who)
             results = self._called(arguments)
-            n, m = function.num_pushed, function.num_scalars
+            n, m = len(function.pushed), function.num_scalars
             pushed, scalars, outputs = results[:n], results[n : n + m], results[n + m + 1 :]
             # In synchronous mode it is the mean that counts, which the coordinator looks at.
             finite = function.stages_only or function.non_finite == "apply" or bool(results[n + m])
@@ -155,7 +160,7 @@ class Installed:
         while True:
             arguments[place] = np.float32(self._scale.scale)
             results = run()
-            if self._scale.takes(is_finite=bool(results[function.num_pushed + function.num_scalars])):
+            if self._scale.takes(is_finite=bool(results[len(function.pushed) + function.num_scalars])):
                 return results
 
     def _pushed(
@@ -163,17 +168,17 @@ class Installed:
     ) -> bool:
         """Brings a closure's gradients to all shards, and pulls; whether they were not too stale."""
         stages_only = self.function.stages_only
-        kind = Push if len(self.function.shards) == 1 and not stages_only else Stage
+        kind = Push if len(self._exchanges) == 1 and not stages_only else Stage
         bases = list(self._versions)
 
-        def first(i: int, shard: ShardOfFunction) -> Any:
-            shares = [place.cut(pushed[place.of]) for place in shard.pushes] + scalars
+        def first(i: int, exchange: _Exchange) -> Any:
+            shares = [rows.cut(pushed[rows.of]) for rows in exchange.pushes] + scalars
             push = kind(**said, base=bases[i] or 0)
             pull = [self._pull_of(who, bases[i])] if kind is Push else []
             return [push, *pull], shares, result if i == home else None
 
         failpoints.reached(Point.BEFORE_PUSH)
-        told = self.shards.say([first(i, shard) for i, shard in enumerate(self.function.shards)])
+        told = self.shards.say([first(i, exchange) for i, exchange in enumerate(self._exchanges)])
         found = [(answers, arrays) for answers, arrays, _ in told]
         refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
@@ -224,16 +229,43 @@ class Installed:
         """Takes over what a shard sent of the parameters."""
         if not isinstance(answer, Parameters):
             raise Abandoned
-        shard: ShardOfFunction = self.function.shards[i]
+        pulled, pulled_once, _ = self._exchanges[i]
         first = self._versions[i] is None
-        places = [*(shard.pulled if answer.changed else ()), *(shard.pulled_once if first else ())]
-        for place, array in zip(places, arrays, strict=True):
-            if place.stop is None:
-                self._inputs[place.of] = array
+        sent = [*(pulled if answer.changed else ()), *(pulled_once if first else ())]
+        for rows, array in zip(sent, arrays, strict=True):
+            if rows.stop is None:
+                self._inputs[rows.of] = array
             else:
-                self._inputs[place.of][place.start : place.stop] = array
+                rows.put(self._inputs[rows.of], array)
         self._versions[i] = answer.version
         self._all.newest[i] = max(self._all.newest[i], answer.version)
+
+
+class _Exchange(NamedTuple):
+    """What a function exchanges with one shard: rows of its inputs, and of what it pushes, by their place among them."""
+
+    pulled: list[Rows]
+    pulled_once: list[Rows]
+    pushes: list[Rows]
+
+
+def _exchanges(function: FunctionPlan, shards: Together) -> list[_Exchange]:
+    assert function.view is not None  # a function without one has no part in the state
+    inputs, pushed = ({number: n for n, number in enumerate(of)} for of in (function.read, function.pushed))
+
+    def exchange(plan: ShardPlan, view: StepView) -> _Exchange:
+        pulled, pulled_once = ([plan.rows[k] for k in places] for places in (view.pulled, view.pulled_once))
+        return _Exchange(_in_place(pulled, inputs), _in_place(pulled_once, inputs), _in_place(view.rows, pushed))
+
+    try:
+        plans = [client.plan for client in shards.clients]
+        return [exchange(plan, plan.views[function.view]) for plan in plans]
+    except LookupError as exc:
+        raise WireError("a function of another state than the shards'") from exc
+
+
+def _in_place(rows: Sequence[Rows], places: dict[int, int]) -> list[Rows]:
+    return [dataclasses.replace(r, of=places[r.of]) for r in rows]
 
 
 class WorkerScale:

@@ -18,8 +18,8 @@ import numpy as np
 
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.program.artifact import name_of, unpack
-from jdist.ps.program.function_plan import FUNCTION, Function
-from jdist.ps.program.shard_plan import KEEPING, program_spec, specs
+from jdist.ps.program.function_plan import FUNCTION_PLAN, FunctionPlan
+from jdist.ps.program.shard_plan import SHARD_PLAN, program_spec
 from jdist.ps.protocol.wire import Spec, from_plain
 from jdist.ps.transport.interface import Channel, Header, Method, Untimely, check_files
 from jdist.ps.transport.routed import RoutedChannel, routes_in
@@ -101,19 +101,17 @@ class WorkerServer:
 
     def _attach(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in where the state lives; functions installed before are forgotten, what was compiled is not."""
-        addresses, keepings = header.get("addresses"), header.get("keepings")
-        if not isinstance(addresses, list) or not isinstance(keepings, list) or len(addresses) != len(keepings):
-            raise WireError("not a keeping for each address")
+        addresses, plans = header.get("addresses"), header.get("plans")
+        if not isinstance(addresses, list) or not isinstance(plans, list) or len(addresses) != len(plans):
+            raise WireError("not a shard plan for each address")
         if len(addresses) > MOST_SHARDS or not all(isinstance(address, str) for address in addresses):
             raise WireError("an address that is none")
-        found = [from_plain(KEEPING, keeping) for keeping in keepings]
+        found = [from_plain(SHARD_PLAN, plan) for plan in plans]
         routed = [RoutedChannel(self._connect, route) for route in routes_in(header)]
         if routed and len(routed) != len(found):
             raise WireError("not a route for each address")
         channels = routed or [self._connect(address) for address in addresses]
-        clients = [
-            ShardClient(channel, keeping, **self._times) for channel, keeping in zip(channels, found, strict=True)
-        ]
+        clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(channels, found, strict=True)]
         with self._lock:
             before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
             self._attached += 1
@@ -126,16 +124,14 @@ class WorkerServer:
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in a function; its name, by which closures call it."""
-        function = from_plain(FUNCTION, header.get("function"))
-        if not isinstance(function, Function) or type(header.get("number")) is not int:
+        function = from_plain(FUNCTION_PLAN, header.get("function"))
+        if not isinstance(function, FunctionPlan) or type(header.get("number")) is not int:
             raise WireError("no function")
         artifact = arrays[0].tobytes()
         hashed = name_of(artifact)
         with self._lock:
             run, shards = self._compiled.pop(hashed, None), self._shards
         run = run or unpack(artifact, allow=self._allow)
-        if function.view is not None and len(function.shards) != len(shards.clients.clients):
-            raise WireError("a function of other shards")
         name = f"{header['number']}-{hashed}"
         with self._lock:
             self._compiled[hashed] = run  # the newest is the last
@@ -155,7 +151,7 @@ class WorkerServer:
         known = [installed.function for installed in found if installed is not None]
         if len(known) != len(names):
             raise Untimely("closures of a function that is not installed")
-        return [spec for function in known for spec in specs(function.arguments)]
+        return [spec for function in known for spec in function.arguments]
 
     def _execute(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Computes closures, one after the other.

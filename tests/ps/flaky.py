@@ -202,8 +202,9 @@ class WatchedJob(Session):
         super().__init__(start, options)
         self._history = history
 
-    def _engine(self, *given):
-        engine = super()._engine(*given)
+    def _make_coordinator(self, *given):
+        coordinator = super()._make_coordinator(*given)
+        engine = coordinator.engine
         finish = engine.closures.finish
 
         def noting(command, error=None):
@@ -212,7 +213,7 @@ class WatchedJob(Session):
             return finish(command, error)
 
         engine.closures.finish = noting
-        return engine
+        return coordinator
 
 
 class InProcess:

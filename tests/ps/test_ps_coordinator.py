@@ -18,7 +18,6 @@ from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, ClosureError, JobReplacedError, NoWorkersError, ShardLostError
 from jdist.ps.coordinator import snapshots
 from jdist.ps.coordinator.coordinator import Coordinator
-from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.function_plan import FunctionPlan, plan_function
@@ -105,15 +104,15 @@ class Job:
             ShardClient(self.channel(self.servers[a]), k, give_up_s=5)
             for a, k in zip(addresses, self.layout.shards, strict=True)
         ]
-        self.engine = Engine(
+        self.coordinator = Coordinator(
             [lambda i=i: self.channel(self.worker_servers[i]) for i in range(len(self.workers))],
             self.clients,
             addresses=addresses,
             times=self.times,
             depth=4,
         )
-        self.coordinator = Coordinator(self.engine)
-        self.engine.begin(self.layout.split_leaves(self.leaves), self.programs, generation=generation)
+        self.engine = self.coordinator.engine
+        self.coordinator.begin(self.layout.split_leaves(self.leaves), self.programs, generation=generation)
         self.step = self.coordinator.add(self.function, self.packed)
 
     def channel(self, server):
@@ -130,7 +129,7 @@ class Job:
         return self
 
     def __exit__(self, *_):
-        self.engine.close()
+        self.coordinator.close()
 
 
 def one_after_the_other(job, steps):
@@ -156,7 +155,7 @@ def test_one_worker_does_what_one_device_does(num_ps):
 def count(job):
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
     return [
-        int(np.asarray(k._kept[[r.of for r in s.kept].index(names.index(".step"))]))
+        int(np.asarray(k._kept[[r.of for r in s.rows].index(names.index(".step"))]))
         for s, k in zip(job.layout.shards, job.keepers, strict=True)
     ]
 
@@ -229,10 +228,10 @@ def test_results_are_those_of_the_present_history():
 def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_to_it(num_ps):
     with Job(num_ps, 2) as job:
         job.schedule().wait(60)
-        first, before = job.engine, job.coordinator
+        before = job.coordinator
         late = job.schedule()
         job.begin(generation=7)
-        assert first.closed.wait(20)
+        assert before.engine.closed.wait(20)
         found = (
             f"another coordinator ({whose()}) has taken over the parameter servers: their history is number 7, and this"
         )
@@ -248,7 +247,7 @@ def test_a_coordinator_that_another_has_replaced_says_so_and_leaves_the_servers_
         job.coordinator.join(60)
         assert count(job) == [20] * num_ps
         assert job.engine.generation == 7
-        first.close()
+        before.close()
 
 
 def test_of_two_coordinators_that_begin_at_the_same_time_one_gives_way(monkeypatch):
@@ -280,7 +279,7 @@ def steps_of(job, kept):
     """The counter in each shard's arrays."""
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(job.state)]
     place = names.index(".step")
-    return [int(arrays[[r.of for r in s.kept].index(place)]) for s, arrays in zip(job.layout.shards, kept, strict=True)]
+    return [int(arrays[[r.of for r in s.rows].index(place)]) for s, arrays in zip(job.layout.shards, kept, strict=True)]
 
 
 def test_snapshots_that_are_wanted_at_the_same_time_are_each_of_one_moment():
@@ -310,7 +309,7 @@ def test_a_worker_that_one_coordinator_lost_often_serves_the_next_at_once():
             job.worker_servers[0] = FakeServer("worker0", job.workers[0].methods())
             job.schedule().wait(60)
         assert job.engine.epoch_of(0) > 2
-        job.engine.close()
+        job.coordinator.close()
         job.begin(generation=2)
         job.schedule().wait(60)
         assert job.engine.epoch_of(0) == 1
@@ -342,7 +341,7 @@ def test_a_snapshot_is_not_used_before_the_results_of_all_that_is_in_it_are_here
         snapshot = pool.submit(job.coordinator.snapshot)
         assert taken.wait(60)
         # Were a shard to forget everything now, nobody would compute the closure again, and nobody would have its result.
-        assert (snapshot.done(), job.engine.snapshots.newest.version) == (False, 0)
+        assert (snapshot.done(), job.engine.newest.version) == (False, 0)
         answers.set()
         assert snapshot.result(60).version == 2
         assert np.isfinite(pending.wait(60)[0])
@@ -376,7 +375,7 @@ class TestAShardThatIsGone:
     def test_a_coordinator_that_begins_without_it_says_so(self):
         with Job(2, 1) as job:
             job.schedule().wait(60)
-            job.engine.close()
+            job.coordinator.close()
             job.servers["ps1"].stop()
             with pytest.raises(ShardLostError, match="the parameter server ps1 does not answer: unavailable"):
                 job.begin(generation=2)
@@ -509,9 +508,8 @@ def test_when_much_has_come_while_a_snapshot_was_taken_the_next_one_is_due(monke
 def test_functions_without_a_state_leave_nothing_behind():
     worker = WorkerServer(lambda address: None)
     server = FakeServer("worker", worker.methods())
-    engine = Engine([lambda: FakeChannel(server)], [], addresses=[], times=TIMES)
-    job = Coordinator(engine)
-    engine.begin([], [])
+    job = Coordinator([lambda: FakeChannel(server)], [], addresses=[], times=TIMES)
+    job.begin([], [])
     try:
         spec = jax.ShapeDtypeStruct((), np.int32)
         function = FunctionPlan(arguments=(spec_of(spec),), outputs=(spec_of(spec),))
@@ -519,9 +517,9 @@ def test_functions_without_a_state_leave_nothing_behind():
         found = [job.schedule(number, [np.int32(i)]) for i in range(1200)]  # more than make a snapshot due
         job.join(60)
         assert [int(p.wait(0)[0]) for p in found] == list(range(1, 1201))
-        assert (len(engine.closures), engine.closures._void) == (0, set())
+        assert (len(job.engine.closures), job.engine.closures._void) == (0, set())
     finally:
-        engine.close()
+        job.close()
 
 
 def test_a_step_that_was_cancelled_has_no_effect_and_a_rollback_does_not_bring_it_back():

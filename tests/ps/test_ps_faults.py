@@ -242,7 +242,7 @@ class TestAServer:
         job.schedule(50)
         engine = job.coordinator.engine
         with engine.lock:
-            engine.snapshots.due()
+            job.coordinator.snapshots.due()
         cluster.await_killed(("ps", 0))
         cluster.start(("ps", 0), failpoints=["replace=in:kill"])
         cluster.await_killed(("ps", 0))

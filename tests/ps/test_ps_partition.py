@@ -49,13 +49,13 @@ def test_sizes_differ_by_one_at_most_the_larger_first():
 
 
 def test_four_variables_on_three_ps():
-    assert [p.ps for p in place([((2,), F32)] * 4, num_ps=3, partitioner=fixed_shards(1))] == [0, 1, 2, 0]
+    assert [ps for ps, _ in place([((2,), F32)] * 4, num_ps=3, partitioner=fixed_shards(1))] == [0, 1, 2, 0]
 
 
 def test_pieces_cover_each_leaf_and_go_on_round_the_servers():
     leaves = [((5, 2), F32), ((), F32), ((3,), F32)]
     pieces = place(leaves, num_ps=2, partitioner=fixed_shards(3), whole=[False, False, True])
-    assert [(p.leaf, p.start, p.stop, p.ps) for p in pieces] == [
+    assert [(rows.of, rows.start, rows.stop, ps) for ps, rows in pieces] == [
         (0, 0, 2, 0),
         (0, 2, 4, 1),
         (0, 4, 5, 0),
@@ -66,7 +66,7 @@ def test_pieces_cover_each_leaf_and_go_on_round_the_servers():
 
 def test_by_bytes_each_goes_where_least_is():
     leaves = [((100,), F32), ((10,), F32), ((20,), F32), ((100,), F32)]
-    assert [p.ps for p in place(leaves, num_ps=2, partitioner=fixed_shards(1), placement="bytes")] == [0, 1, 1, 1]
+    assert [ps for ps, _ in place(leaves, num_ps=2, partitioner=fixed_shards(1), placement="bytes")] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jdist
-from jdist.errors import BatchError, NonFiniteError, StepError, StrategyError
+from jdist.errors import BatchError, BoundaryError, NonFiniteError, StepError, StrategyError
 from jdist.train import Checkpointer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -313,6 +313,33 @@ def test_keys_are_arguments_of_a_step(strategy):
         return float(metrics["loss"]), strategy.fetch(state)
 
     near(*under(strategy, do))
+
+
+class TestAKeyOfTheStateThatTheBatchChanges:
+    @staticmethod
+    def step(state, batch):
+        loss, grads = jdist.value_and_grad(lambda w: jdist.mean((batch["x"] @ w - 1) ** 2))(state["w"])
+        key = jax.random.fold_in(state["key"], batch["rows"].sum())
+        return {"w": state["w"] - 0.1 * grads, "key": key}, {"loss": loss}
+
+    def do(self, strategy):
+        train = jdist.distribute(self.step, strategy)
+        state = strategy.init(lambda: {"w": jnp.zeros(2), "key": jax.random.key(1)})
+        for i in range(3):
+            state, _ = train(state, {"x": np.ones((4, 2), np.float32), "rows": np.full(4, i, np.int32)})
+        found = strategy.fetch(state)
+        return found["w"], jax.random.key_data(found["key"])
+
+    def test_is_what_one_device_makes_of_it(self, strategy):
+        near(*under(strategy, self.do))
+
+    def test_in_synchronous_mode_is_refused(self):
+        strategy = jdist.parameter_server(local_workers=1, local_ps=1, mode="sync")
+        try:
+            with pytest.raises(BoundaryError, match=r"\['key'\], a PRNG key, from the batch"):
+                self.do(strategy)
+        finally:
+            strategy.coordinator.close()
 
 
 def test_a_state_of_other_servers_is_refused_with_how_to_take_it(strategy):

@@ -1,32 +1,136 @@
-"""The coordinator, as the program has it: functions are scheduled, and their results waited for."""
+"""The coordinator of one state: schedules functions on workers, has shards updated, and waits for results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, ClosureError
 from jdist.ps.coordinator.closures import MOST_QUEUED, Combine
 from jdist.ps.coordinator.dataset_pass import RemoteBatch
 from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.interrupts import uninterrupted
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
+from jdist.ps.coordinator.replica_watch import Copies, ReplicaWatch
+from jdist.ps.coordinator.shard_calls import ShardCalls
+from jdist.ps.coordinator.shard_watch import ShardWatch
 from jdist.ps.coordinator.snapshot import ClusterSnapshot
+from jdist.ps.coordinator.snapshots import Snapshots
+from jdist.ps.coordinator.worker_link import Briefing, WorkerLink
 from jdist.ps.program.function_plan import FunctionPlan
-from jdist.ps.protocol.scheduler_events import Parted, Scheduled
+from jdist.ps.protocol.scheduler_events import Assign, Decide, Parted, Rollback, Scheduled, Tell
+from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.protocol.times import Times
+from jdist.ps.transport.interface import Channel
+from jdist.ps.transport.shard_client import ShardClient, Together
+from jdist.ps.transport.threads import Threads
 
 
 class Coordinator:
-    """Schedules closures of functions, over the workers and shards of an engine.
+    """Schedules closures of functions over workers and shards, and waits for them.
 
     Args:
-        engine: it; not yet begun.
+        workers: makes a channel to each worker.
+        shards: the shards that keep the state, not yet restored.
+        addresses: theirs, by which workers reach them.
+        times: how long it waits.
+        depth: closures that a worker gets at a time.
+        rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
+        copies: of each shard, where its two copies are; none where it has one.
+        on_replaced: is called when another coordinator has taken over.
+
+    Attributes:
+        engine: what is scheduled, and its lock.
+        shards: the shards.
+        snapshots: takes snapshots.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(
+        self,
+        workers: Sequence[Callable[[], Channel]],
+        shards: Sequence[ShardClient],
+        *,
+        addresses: Sequence[str],
+        times: Times,
+        depth: int = 16,
+        rounds: Rounds | None = None,
+        copies: Sequence[Copies] = (),
+        on_replaced: Callable[[], None] = lambda: None,
+    ):
+        self.shards, self._times, self._copies = Together(shards), times, tuple(copies)
+        self.engine = engine = Engine(len(workers), len(shards), times=times, depth=depth, rounds=rounds)
+        briefing = Briefing(shards, addresses, copies, times)
+        self._links = [WorkerLink(n, connect, engine, briefing, times) for n, connect in enumerate(workers)]
+        self._calls = ShardCalls(self.shards, engine, times)
+        self._deciding = Threads(1, "jdist-decide")
+        self.snapshots = Snapshots(self.shards, engine, briefing.routes, give_up_s=2 * times.ps_timeout_s)
+        self._watches = [ShardWatch(n, client, engine, times) for n, client in enumerate(shards) if not copies]
+        self._watches += [ReplicaWatch(n, found, engine, times) for n, found in enumerate(copies)]
+        engine.executors[Assign] = lambda command: self._links[command.worker].assign(command)
+        engine.executors[Tell] = self._calls.tell
+        engine.executors[Decide] = lambda command: self._deciding.submit(engine.decide, command.closures) and None
+        engine.snapshot_due, engine.on_replaced, engine.on_end = self.snapshots.due, on_replaced, self._end_links
+
+    def begin(
+        self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
+    ) -> None:
+        """Gives the shards their state and starts the workers.
+
+        Args:
+            kept: each shard's arrays.
+            programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
+            first: the first closure's number.
+            generation: the least number of the history that begins.
+
+        Raises:
+            ShardLostError: a shard does not answer.
+        """
+        atexit.register(self._end_if_replaced)  # runs after `close`, and after what the program registers from here on
+        # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
+        atexit.register(self.close)
+        self.engine.begin(ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept), programs)
+        for watch in self._watches:  # first, as a shard with a backup takes nothing before it was told who leads
+            watch.start()
+        self.engine.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
+        for link in self._links:
+            link.start()
+
+    def highest_generation(self) -> int:
+        """Returns the highest history that any shard, or copy of one, has seen; asked before `begin`.
+
+        Raises:
+            ShardLostError: a shard does not answer.
+        """
+        timeout_s = self._times.lost_after_s
+        found = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
+        found = found or [client.status() for client in self.shards.clients]
+        return max((status["generation"] for status in found), default=0)
+
+    def close(self) -> None:
+        """Ends all threads and connections; what is in the queue is cancelled."""
+        atexit.unregister(self.close)
+        if self.engine.replaced_by is None:
+            atexit.unregister(self._end_if_replaced)
+        self.engine.end(ClosureCancelledError("the coordinator was closed"))
+        self.shards.close()
+        self._calls.close()
+        self.snapshots.close()
+        self._deciding.close()
+        for thread in (*self._watches, *self._links, self._calls, self.snapshots, self._deciding):
+            thread.join(self._times.lost_after_s)
+
+    def _end_links(self) -> None:
+        for link in self._links:
+            link.end()
+
+    def _end_if_replaced(self) -> None:
+        exit_status.end_with(
+            exit_status.USAGE, self.engine.replaced_by
+        )  # no launcher starts it again: two would take turns
 
     def add(self, function: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
         """Makes a function known, to be installed on each worker that gets a closure of it.
@@ -96,7 +200,7 @@ class Coordinator:
         """
         self.join()
         with self.engine.lock:
-            self.engine.handle(Parted(kept=self.engine.snapshots.newest.settled))
+            self.engine.handle(Parted(kept=self.engine.newest.settled))
 
     def _wait_for_room(self) -> None:
         self.engine.raise_error()
@@ -152,10 +256,9 @@ class Coordinator:
             if not self.engine.lock.wait_for(
                 lambda: self.done or self.engine.closed.is_set() or self.engine.is_a_shard_lost, timeout_s
             ):
-                left = self.engine.dispatch.scheduled - self.engine.dispatch.settled + self.engine.to_come
                 raise TimeoutError(
-                    f"up to {left:,} closures are not done after {timeout_s:g} s; they go on. Wait longer, "
-                    "or without `timeout_s`."
+                    f"up to {self.engine.num_unfinished:,} closures are not done after {timeout_s:g} s; they go on. Wait "
+                    "longer, or without `timeout_s`."
                 )
             self.engine.raise_error()
 
@@ -165,7 +268,7 @@ class Coordinator:
         Raises:
             ShardLostError: a shard does not answer.
         """
-        return self.engine.snapshots.take()
+        return self.snapshots.take()
 
     def state(self) -> ClusterSnapshot:
         """Waits until every closure is done; the state of all shards after all of them.

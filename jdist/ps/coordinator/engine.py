@@ -1,67 +1,52 @@
-"""What carries out the coordinator's decisions.
+"""The coordinator's machine with its lock, its closures and its errors.
 
-`dispatch.handle` decides; here are the lock, and those who do what it says: closures go to the workers' links, messages to
-those who tell shards, results to those who wait. What the links and the watches over shards hear comes back as events.
+`scheduler.handle` decides. What it decides about closures is done here; what workers and shards are to hear goes to whom
+`Coordinator` has connected: `worker_link`, `shard_calls`. What these and the watches over shards hear comes back as events.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, ClosureError, JDistError, JobReplacedError, ShardLostError
+from jdist.ps.coordinator.attendance import Attendance
 from jdist.ps.coordinator.closures import Batch, Closures, Installable, decide
 from jdist.ps.coordinator.remote_value import Pending
-from jdist.ps.coordinator.replica_watch import Copies, ReplicaWatch
-from jdist.ps.coordinator.shard_calls import ShardCalls
-from jdist.ps.coordinator.shard_watch import ShardWatch
 from jdist.ps.coordinator.snapshot import ClusterSnapshot
-from jdist.ps.coordinator.snapshots import Snapshots
-from jdist.ps.coordinator.worker_link import Attendance, Briefing, WorkerLink
 from jdist.ps.protocol import scheduler as machine
 from jdist.ps.protocol.messages import Commit
 from jdist.ps.protocol.scheduler import Dispatch
 from jdist.ps.protocol.scheduler_events import (
     Assign,
     Cancelled,
-    Decide,
     Decided,
     Event,
     Finish,
     Reported,
     Rerun,
     Rollback,
-    Tell,
 )
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
-from jdist.ps.transport.interface import Channel, Header
-from jdist.ps.transport.shard_client import ShardClient, Together
-from jdist.ps.transport.threads import Threads
 
 _LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Drives functions over workers and shards, as `Coordinator` has it.
+    """Holds what is scheduled and what became of it. Every thread of the coordinator reads and changes it.
 
     Args:
-        workers: makes a channel to each worker.
-        shards: the shards that keep the state, not yet restored.
-        addresses: theirs, by which workers reach them.
+        num_workers: how many workers there are.
+        num_shards: how many shards keep the state.
         times: how long it waits.
         depth: closures that a worker gets at a time.
         rounds: how many closures make an update, in synchronous mode; None in asynchronous mode.
-        copies: of each shard, where its two copies are; none where it has one.
-        on_replaced: is called when another coordinator has taken over.
 
     Attributes:
         lock: is held by whoever reads or changes what is here; notified of the end, of idleness, and of every event that is
@@ -72,116 +57,56 @@ class Engine:
         closures: those that may have to be computed.
         to_come: how many closures wait for arguments.
         attendance: which workers there are.
-        shards: the shards.
-        snapshots: the newest snapshot, and further ones.
+        newest: the snapshot to which all shards go back when one of them loses its memory.
+        programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
+        executors: what carries out a command of the machine, by the command's class.
+        snapshot_due: is called when a snapshot should be taken.
+        on_end: is called at the end, with the lock held.
+        on_replaced: is called when another coordinator has taken over.
+        replaced_by: what is raised from then on.
     """
 
     def __init__(
-        self,
-        workers: Sequence[Callable[[], Channel]],
-        shards: Sequence[ShardClient],
-        *,
-        addresses: Sequence[str],
-        times: Times,
-        depth: int = 16,
-        rounds: Rounds | None = None,
-        copies: Sequence[Copies] = (),
-        on_replaced: Callable[[], None] = lambda: None,
+        self, num_workers: int, num_shards: int, *, times: Times, depth: int = 16, rounds: Rounds | None = None
     ):
-        self._times, self.shards, self._copies = times, Together(shards), tuple(copies)
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)
         self._is_awaited = False
         self.closed = threading.Event()
-        self.dispatch = Dispatch(num_shards=len(shards), depth=depth if rounds is None else 1, rounds=rounds)
-        self.closures = Closures(have_a_state=bool(shards))
-        self.to_come = 0  # closures that wait for arguments
+        self.dispatch = Dispatch(num_shards=num_shards, depth=depth if rounds is None else 1, rounds=rounds)
+        self.closures = Closures(have_a_state=num_shards > 0)
+        self.attendance = Attendance(num_workers, times)
+        self.newest = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=[])
+        self.programs: Sequence[Sequence[bytes]] = ()
+        self.executors: dict[type, Callable[[Any], None]] = {Finish: self._finish, Rerun: _log_rerun}
+        self.snapshot_due: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_replaced: Callable[[], None] = lambda: None
+        self.replaced_by: JobReplacedError | None = None
+        self.to_come = 0
         self._error: JDistError | None = None
-        self._replaced: JobReplacedError | None = None
-        self._on_replaced = on_replaced
-        self._went_on_s = time.monotonic()  # when a closure last finished, or all were done
-        self._stands = False  # whether it was told that none has for long
         self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
         self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
         self._rounds_skipped = 0
-        self._programs: Sequence[Sequence[bytes]] = ()
-        self.attendance = Attendance(len(workers), times.no_worker_timeout_s)
-        self._briefing = Briefing(shards, addresses, copies, times)
-        self._links = [WorkerLink(n, connect, self, self._briefing, times) for n, connect in enumerate(workers)]
-        self._telling = ShardCalls(self.shards, self, times)
-        self._deciding = Threads(1, "jdist-decide")
-        nothing = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=[])
-        self.snapshots = Snapshots(self.shards, self, nothing, give_up_s=2 * times.ps_timeout_s)
-        self._watches = [ShardWatch(n, client, self, times) for n, client in enumerate(shards) if not copies]
-        self._watches += [ReplicaWatch(n, found, self, times) for n, found in enumerate(copies)]
 
-    def begin(
-        self, kept: Sequence[Sequence[Any]], programs: Sequence[Sequence[bytes]], *, first: int = 0, generation: int = 0
-    ) -> None:
-        """Gives the shards their state and starts the workers.
-
-        Args:
-            kept: each shard's arrays.
-            programs: of each shard, packed, for each of its views; empty for a step that updates nothing.
-            first: the first closure's number.
-            generation: the least number of the history that begins.
-
-        Raises:
-            ShardLostError: a shard does not answer.
-        """
-        atexit.register(self._end_if_replaced)  # runs after `close`, and after what the program registers from here on
-        # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
-        atexit.register(self.close)
-        self._programs = programs
-        self.snapshots.newest = ClusterSnapshot(settled=first, applied=frozenset(), version=0, kept=kept)
-        self.dispatch = dataclasses.replace(self.dispatch, scheduled=first, next=first)
-        self.closures.next_number = first
-        for watch in self._watches:  # first, as a shard with a backup takes nothing before it was told who leads
-            watch.start()
-        self.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
-        for link in self._links:
-            link.start()
+    def begin(self, snapshot: ClusterSnapshot, programs: Sequence[Sequence[bytes]]) -> None:
+        """Takes in the state with which the shards begin."""
+        self.programs, self.newest = programs, snapshot
+        self.dispatch = dataclasses.replace(self.dispatch, scheduled=snapshot.settled, next=snapshot.settled)
+        self.closures.next_number = snapshot.settled
 
     @property
     def generation(self) -> int:
         """The shards' present history."""
         return self.dispatch.generation
 
-    def highest_generation(self) -> int:
-        """The highest that any shard, or copy of one, has seen; asked before `begin`.
-
-        Raises:
-            ShardLostError: a shard does not answer.
-        """
-        timeout_s = self._times.lost_after_s
-        found = [s for copies in self._copies for s in copies.statuses(timeout_s) if s is not None]
-        found = found or [client.status() for client in self.shards.clients]
-        return max((status["generation"] for status in found), default=0)
-
-    def _end_if_replaced(self) -> None:
-        exit_status.end_with(exit_status.USAGE, self._replaced)  # no launcher starts it again: two would take turns
-
-    def close(self) -> None:
-        """Ends all threads and connections; what is in the queue is cancelled."""
-        atexit.unregister(self.close)
-        if self._replaced is None:
-            atexit.unregister(self._end_if_replaced)
-        self._end(ClosureCancelledError("the coordinator was closed"))
-        self.shards.close()
-        self._telling.close()
-        self.snapshots.close()
-        self._deciding.close()
-        for thread in (*self._watches, *self._links, self._telling, self.snapshots, self._deciding):
-            thread.join(self._times.lost_after_s)
-
-    def _end(self, error: JDistError) -> None:
-        """Nothing is begun any more, and what is waited for fails."""
+    def end(self, error: JDistError) -> None:
+        """Begins nothing any more, and fails what is waited for."""
         with self.lock:
             self.closed.set()
             waiting = self.closures.clear()
             self.lock.notify_all()
-            for link in self._links:
-                link.end()
+            self.on_end()
         for pending in waiting:
             pending.arrive([], error)
 
@@ -212,21 +137,14 @@ class Engine:
     def _carry_out(self, event: Event) -> None:
         self.dispatch, commands = machine.handle(self.dispatch, event)
         for command in commands:
-            match command:
-                case Assign():
-                    self._links[command.worker].assign(command)
-                case Tell():
-                    self._telling.tell(command)
-                case Finish():
-                    self._went_on_s, self._stands = time.monotonic(), False
-                    if self.closures.finish(command, self._error):
-                        self.snapshots.due()
-                case Rerun():
-                    _LOG.warning("%d closures run again", command.count)
-                case Decide():
-                    self._deciding.submit(self._decide, command.closures)
+            self.executors[type(command)](command)
 
-    def _decide(self, numbers: tuple[int, ...]) -> None:
+    def _finish(self, command: Finish) -> None:
+        self.attendance.finished()
+        if self.closures.finish(command, self._error):
+            self.snapshot_due()
+
+    def decide(self, numbers: tuple[int, ...]) -> None:
         """Says whether closures become an update, and keeps what that needs besides."""
         with self.lock:
             found = self.closures.of(numbers)
@@ -269,8 +187,8 @@ class Engine:
 
     def raise_error(self) -> None:
         """Raises what the user is to be told, once nothing is under way any more; called with the lock held."""
-        if self._replaced is not None:
-            raise self._replaced
+        if self.replaced_by is not None:
+            raise self.replaced_by
         if self._error is not None:
             self.lock.wait_for(lambda: self.is_idle or self.closed.is_set() or bool(self._lost))
         for lost in self._lost.values():
@@ -289,7 +207,7 @@ class Engine:
     def memory_lost(self, shard: int) -> None:
         """A shard has begun anew, and is empty: all shards go back to the snapshot, and what was done since runs again."""
         with self.lock:
-            found = self.snapshots.newest
+            found = self.newest
             _LOG.warning("parameter server %d lost its memory", shard)
             done = self.closures.go_back(found)
             self.handle(Rollback(settled=found.settled, applied=done, version=found.version))
@@ -304,14 +222,14 @@ class Engine:
         with self.lock:
             if self.closed.is_set():
                 return
-            self._replaced = JobReplacedError(
+            self.replaced_by = JobReplacedError(
                 f"another coordinator ({begun_by or 'unknown'}) has taken over the parameter servers: their history is number "
                 f"{generation}, and this process's was {self.generation}. What is on them is not this job's any more. Start "
                 "one coordinator for them, or give each job servers of its own."
             )
-            self._end(self._replaced)
-        _LOG.error("%s", self._replaced)
-        self._on_replaced()
+            self.end(self.replaced_by)
+        _LOG.error("%s", self.replaced_by)
+        self.on_replaced()
 
     def shard_lost(self, shard: int, error: ShardLostError) -> None:
         """A shard is given up: what no worker has is cancelled, and until the shard answers nobody waits for the rest."""
@@ -338,7 +256,7 @@ class Engine:
 
     def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]:
         """What a shard begins with: its arrays, and a program for each of its views."""
-        return self.snapshots.newest.kept[shard], self._programs[shard]
+        return self.newest.kept[shard], self.programs[shard]
 
     def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]:
         """Of an update that is committed: which step's it is, and what it needs besides the mean."""
@@ -403,12 +321,8 @@ class Engine:
             known = self.dispatch.workers.get(worker)
         return 0 if known is None else known.epoch
 
-    def routes(self) -> Header:
-        """Where the leader of each shard is."""
-        return self._briefing.routes()
-
     def quarantine(self, worker: int, why: str) -> None:
-        """A worker is not used any more."""
+        """Excludes a worker for the rest of the job."""
         _LOG.warning("%s. It is not used any more.", why)
         with self.lock:
             self.attendance.quarantine(worker, why)
@@ -418,27 +332,16 @@ class Engine:
     def check_workers(self) -> None:
         """Fails what is scheduled if there has been no worker for long; says for whom all wait if no closure finishes."""
         with self.lock:
-            self._tell_of_standstill()
-            error = self.attendance.missing(self.dispatch.workers.values(), is_idle=self.is_idle)
+            self.attendance.warn_of_standstill(self.dispatch, is_idle=self.is_idle)
+            error = self.attendance.missing(self.dispatch, is_idle=self.is_idle)
             if error is not None and self._error is None:
                 self.fail(error)
 
-    def _tell_of_standstill(self) -> None:
-        now_s, known = time.monotonic(), self.dispatch.workers
-        if self.is_idle:
-            self._went_on_s = now_s
-        if self._stands or now_s - self._went_on_s < self._times.standstill_s:
-            return
-        self._stands = True
-        waits = [f"parameter server {shard} to take the state" for shard in sorted(self.dispatch.restoring)]
-        waits += [
-            f"worker {w} at {self._links[w].address}, {'which has' if each.state == 'ready' else 'which was lost with'} "
-            f"{len(each.closures)} closures, the first of them {min(each.closures)}"
-            for w, each in sorted(known.items())
-            if each.closures
-        ]
-        _LOG.warning(
-            "no closure has finished for %.0f s; waiting for %s",
-            now_s - self._went_on_s,
-            "; ".join(waits) or "a worker to come",
-        )
+    @property
+    def num_unfinished(self) -> int:
+        """How many closures are not done; called with the lock held."""
+        return self.dispatch.scheduled - self.dispatch.settled + self.to_come
+
+
+def _log_rerun(command: Rerun) -> None:
+    _LOG.warning("%d closures run again", command.count)

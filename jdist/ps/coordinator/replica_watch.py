@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jdist.errors import ShardLostError
-from jdist.ps.coordinator.shard_watch import Hub, lost_error, refuses
+from jdist.ps.coordinator.engine import Engine
+from jdist.ps.coordinator.shard_watch import lost_error, refuses
 from jdist.ps.protocol import leadership as machine
 from jdist.ps.protocol.leadership import Command, Cut, Event, Forgotten, Heard, Lead, Leadership, Leads, Silent
 from jdist.ps.protocol.times import Times
@@ -89,13 +90,13 @@ class ReplicaWatch:
     Args:
         number: the shard's.
         copies: where they are.
-        hub: the coordinator.
+        engine: what is scheduled.
         times: how often it asks, and how long it waits.
     """
 
-    def __init__(self, number: int, copies: Copies, hub: Hub, times: Times):
+    def __init__(self, number: int, copies: Copies, engine: Engine, times: Times):
         self.number = number
-        self._copies, self._hub, self._times = copies, hub, times
+        self._copies, self._engine, self._times = copies, engine, times
         self._lock = threading.Condition()
         self._replicas = Leadership()
         self._in_step_at: float | None = time.monotonic()  # None once its absence was told
@@ -124,7 +125,7 @@ class ReplicaWatch:
             thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its end, once the hub is closed."""
+        """Waits for its end, once the engine is closed."""
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s)
@@ -137,9 +138,9 @@ class ReplicaWatch:
             return self._lock.wait_for(lambda: is_so(self._replicas), timeout_s)
 
     def _watch(self, copy: int) -> None:
-        hub, times, channel = self._hub, self._times, self._channels[copy]
+        engine, times, channel = self._engine, self._times, self._channels[copy]
         last, refusals, told = time.monotonic(), 0, False
-        while not hub.closed.is_set():
+        while not engine.closed.is_set():
             try:
                 header, _ = channel.call("status", {}, timeout_s=times.ping_s)
             except CallFailed as exc:
@@ -152,13 +153,13 @@ class ReplicaWatch:
                     self._tell(copy, exc, silent_s)
             else:
                 if told:
-                    self._hub.shard_found(self.number)
+                    self._engine.shard_found(self.number)
                 last, refusals, told = time.monotonic(), 0, False
-                hub.heard_of(header["generation"], header["begun_by"])
+                engine.heard_of(header["generation"], header["begun_by"])
                 self._happened(_heard(copy, header))
                 if header["leads"] and header["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
                     self._look_at_the_link(copy, header["term"])
-            hub.closed.wait(times.ping_s)
+            engine.closed.wait(times.ping_s)
 
     def _look_at_the_link(self, copy: int, term: int) -> None:
         """Does without the backup if its leader does not reach it, although it answers here."""
@@ -185,11 +186,11 @@ class ReplicaWatch:
         if copy != replicas.leader:
             return
         more = f", and shard {self.number} has no other copy"
-        self._hub.shard_lost(self.number, lost_error(exc.peer, exc, silent_s, more))
+        self._engine.shard_lost(self.number, lost_error(exc.peer, exc, silent_s, more))
 
     def _happened(self, event: Event) -> None:
         with self._lock:
-            if self._hub.closed.is_set():
+            if self._engine.closed.is_set():
                 return
             self._replicas, commands = machine.handle(self._replicas, event)
             self._carry_out(commands)
@@ -220,7 +221,7 @@ class ReplicaWatch:
         for command in commands:
             match command:
                 case Forgotten():
-                    self._hub.memory_lost(self.number)
+                    self._engine.memory_lost(self.number)
                 case Lead():
                     self._lead(command)
                 case Leads():

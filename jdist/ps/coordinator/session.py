@@ -16,7 +16,6 @@ from jdist.errors import StrategyError
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.dataset_pass import RemoteBatch
 from jdist.ps.coordinator.datasets import WorkerDataset, name_of_function
-from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.options import PsOptions, Servers
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
@@ -150,9 +149,8 @@ class Session:
         """
         with self._lock:
             if self._coordinator is None:
-                engine = self._engine([])
-                engine.begin([], [])
-                self._coordinator = Coordinator(engine)
+                self._coordinator = self._make_coordinator([])
+                self._coordinator.begin([], [])
             return self._coordinator.schedule(self._number(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
@@ -211,7 +209,7 @@ class Session:
         """Ends the workers' threads, the connections and what was started."""
         coordinator = self._coordinator
         if coordinator is not None:  # whoever has the lock may wait for it
-            coordinator.engine.close()
+            coordinator.close()
         with self._lock:
             if self._is_closed:
                 return
@@ -223,7 +221,7 @@ class Session:
     def _leave(self) -> None:
         if self._coordinator is not None:
             self._skipped_before += self._coordinator.engine.num_skipped
-            self._coordinator.engine.close()
+            self._coordinator.close()
         self._coordinator = self._layout = self._state = None
         self._functions.clear()
         self._mixed.clear()
@@ -250,18 +248,18 @@ class Session:
             is_sync=options.is_sync,
         )
         programs = [[self._program(layout, shard, step) for step in range(len(steps))] for shard in layout.shards]
-        engine = self._engine(layout.shards)
+        coordinator = self._make_coordinator(layout.shards)
         try:
-            generation = 1 + engine.highest_generation()
-            engine.begin(layout.split_leaves(state.leaves), programs, first=first, generation=generation)
+            generation = 1 + coordinator.highest_generation()
+            coordinator.begin(layout.split_leaves(state.leaves), programs, first=first, generation=generation)
         except BaseException:
-            engine.close()  # the state is here still, and comes to the servers with the next call
+            coordinator.close()  # the state is here still, and comes to the servers with the next call
             raise
-        self._coordinator, self._layout, self._state = Coordinator(engine), layout, state
+        self._coordinator, self._layout, self._state = coordinator, layout, state
         kept = {rows.of for shard in layout.shards for rows in shard.rows}
         state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
 
-    def _engine(self, plans: Sequence[ShardPlan]) -> Engine:
+    def _make_coordinator(self, plans: Sequence[ShardPlan]) -> Coordinator:
         servers = self.servers
         addresses = [servers.ps[plan.server] for plan in plans]
         copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
@@ -270,7 +268,7 @@ class Session:
             ShardClient(channel, plan, give_up_s=self.options.times.ps_timeout_s)
             for channel, plan in zip(channels, plans, strict=True)
         ]
-        return Engine(
+        return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
             addresses=addresses,

@@ -1,17 +1,13 @@
-"""What the coordinator's machine wants shards to be told, told: each message again and again until it is answered."""
+"""Delivers the scheduler's messages to shards, retrying until each is answered."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
-
-import numpy as np
 
 from jdist.errors import ShardLostError
+from jdist.ps.coordinator.engine import Engine
 from jdist.ps.protocol.messages import Answer, Commit, Held, Refused, Restore
-from jdist.ps.protocol.scheduler_events import Answered, Event, Tell
+from jdist.ps.protocol.scheduler_events import Answered, Tell
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.shard_client import Together, whose
@@ -20,35 +16,21 @@ from jdist.ps.transport.threads import Threads
 MOST_REFUSALS = 5
 
 
-class Hub(Protocol):
-    """What is needed of the coordinator; see there."""
-
-    closed: threading.Event
-
-    @property
-    def generation(self) -> int: ...
-    def handle(self, event: Event) -> None: ...
-    def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
-    def replaced(self, generation: int, begun_by: str) -> None: ...
-    def state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]: ...
-    def scalars_of(self, commit: Commit) -> tuple[int, list[np.ndarray] | None]: ...
-
-
 class ShardCalls:
-    """Tells shards, on threads of its own.
+    """Delivers messages to shards, on threads of its own.
 
     Args:
         shards: the shards.
-        hub: the coordinator.
+        engine: what is scheduled.
         times: how long it waits.
     """
 
-    def __init__(self, shards: Together, hub: Hub, times: Times):
-        self._shards, self._hub, self._times = shards, hub, times
+    def __init__(self, shards: Together, engine: Engine, times: Times):
+        self._shards, self._engine, self._times = shards, engine, times
         self._threads = Threads(2 * len(shards.clients) + 2, "jdist-tell")
 
     def tell(self, command: Tell) -> None:
-        """Begins to tell a shard something; the hub gets an `Answered`."""
+        """Sends a message; the engine gets an `Answered`."""
         self._threads.submit(self._until_answered, command)
 
     def close(self) -> None:
@@ -56,47 +38,47 @@ class ShardCalls:
         self._threads.close()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the end of its threads, once the hub is closed."""
+        """Waits for the end of its threads, once the engine is closed."""
         self._threads.join(timeout_s)
 
     def _until_answered(self, command: Tell) -> None:
         """How long a shard may take for it, its watch says; a message of an old history is of no interest any more."""
-        hub, refusals = self._hub, 0
-        while not hub.closed.is_set() and command.message.generation == hub.generation:
+        engine, refusals = self._engine, 0
+        while not engine.closed.is_set() and command.message.generation == engine.generation:
             try:
                 answer = self._answer_to(command)
             except ShardLostError as exc:
                 refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
                 # What it begins with is not to its liking. What else it cannot do leaves it empty: its watch will hear of it.
                 if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
-                    return hub.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
-                hub.closed.wait(self._times.ping_s)
+                    return engine.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
+                engine.closed.wait(self._times.ping_s)
                 continue
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
-                hub.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
+                engine.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
                 raise
             if _is_behind(answer, command):
                 # It has lost its memory, or is about to begin this history; taken for an answer, "it has nothing" would be
                 # said of what it only does not know.
-                hub.closed.wait(self._times.ping_s)
+                engine.closed.wait(self._times.ping_s)
                 continue
             if (
                 isinstance(command.message, Restore)
                 and isinstance(answer, Refused)
-                and hub.generation == answer.generation
+                and engine.generation == answer.generation
             ):
                 begun_by = self._shards.clients[command.shard].status()["begun_by"]
                 if begun_by != whose():  # it began at the same time; else only the first answer was lost
-                    return hub.replaced(answer.generation, begun_by)
-            return hub.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+                    return engine.replaced(answer.generation, begun_by)
+            return engine.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
     def _answer_to(self, command: Tell) -> Answer:
         client, message = self._shards.clients[command.shard], command.message
         if isinstance(message, Restore):
-            return client.restore(message, *self._hub.state_of(command.shard))
+            return client.restore(message, *self._engine.state_of(command.shard))
         scalars = None
         if isinstance(message, Commit) and message.as_one:
-            view, scalars = self._hub.scalars_of(message)
+            view, scalars = self._engine.scalars_of(message)
             message = dataclasses.replace(message, view=view)
         (answer,), _, results = client.say([message], scalars)
         return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
 
 from jdist.errors import ShardLostError
+from jdist.ps.coordinator.engine import Engine
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.shard_client import ShardClient
-
-
-class Hub(Protocol):
-    """What a watch needs of the coordinator; see there."""
-
-    closed: threading.Event
-
-    def memory_lost(self, shard: int) -> None: ...
-    def shard_lost(self, shard: int, error: ShardLostError) -> None: ...
-    def shard_found(self, shard: int) -> None: ...
-    def heard_of(self, generation: int, begun_by: str) -> None: ...
 
 
 class ShardWatch:
@@ -32,13 +21,13 @@ class ShardWatch:
     Args:
         number: the shard's.
         client: how to reach it.
-        hub: the coordinator.
+        engine: what is scheduled.
         times: how often it asks, and how long it waits.
     """
 
-    def __init__(self, number: int, client: ShardClient, hub: Hub, times: Times):
+    def __init__(self, number: int, client: ShardClient, engine: Engine, times: Times):
         self.number = number
-        self._client, self._hub, self._times = client, hub, times
+        self._client, self._engine, self._times = client, engine, times
         self._incarnation: str | None = None
         self._thread = threading.Thread(target=self._watch, name=f"jdist-watch-{number}", daemon=True)
 
@@ -52,15 +41,15 @@ class ShardWatch:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its end, once the hub is closed."""
+        """Waits for its end, once the engine is closed."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def _watch(self) -> None:
-        hub, times, last = self._hub, self._times, time.monotonic()
+        engine, times, last = self._engine, self._times, time.monotonic()
         told = False
         while True:
-            if hub.closed.wait(times.ping_s):
+            if engine.closed.wait(times.ping_s):
                 return
             try:
                 status = self._client.status(times.ping_s)
@@ -68,15 +57,15 @@ class ShardWatch:
                 silent_s = time.monotonic() - last
                 if (refuses(exc) or silent_s > times.ps_timeout_s) and not told:
                     told = True
-                    hub.shard_lost(self.number, lost_error(self._client.channel.peer, exc, silent_s))
+                    engine.shard_lost(self.number, lost_error(self._client.channel.peer, exc, silent_s))
                 continue
             if told:
-                hub.shard_found(self.number)
+                engine.shard_found(self.number)
             last, told = time.monotonic(), False
-            hub.heard_of(status["generation"], status["begun_by"])
+            engine.heard_of(status["generation"], status["begun_by"])
             if status["incarnation"] != self._incarnation:
                 self._incarnation = status["incarnation"]
-                hub.memory_lost(self.number)
+                engine.memory_lost(self.number)
 
 
 def refuses(exc: CallFailed) -> bool:

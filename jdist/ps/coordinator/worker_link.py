@@ -6,16 +6,14 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
-
-from jdist.errors import ClosureError, NonFiniteClosureError, NoWorkersError
-from jdist.ps.coordinator.closures import WITH_OUTPUTS, Batch, Installable
+from jdist.errors import ClosureError, NonFiniteClosureError
+from jdist.ps.coordinator.closures import WITH_OUTPUTS, Installable
+from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.replica_watch import Copies
-from jdist.ps.protocol.scheduler import Worker
-from jdist.ps.protocol.scheduler_events import Assign, Event, Lost, Registered, Reported
+from jdist.ps.protocol.scheduler_events import Assign, Lost, Registered, Reported
 from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import to_plain
 from jdist.ps.transport.interface import CallFailed, Channel, Header
@@ -25,40 +23,20 @@ _LOG = logging.getLogger(__name__)
 WAITS_S = 3.0  # for a server; then the worker is asked which it reaches
 
 
-class Hub(Protocol):
-    """What a link needs of the coordinator; see there."""
-
-    mutex: threading.RLock  # of which `lock` is a condition
-    lock: threading.Condition
-    closed: threading.Event
-
-    def handle(self, event: Event) -> None: ...
-    def fail(self, error: ClosureError) -> None: ...
-    def installable(self, number: int) -> Installable: ...
-    def batch(self, assigned: Assign, numbers: Sequence[int]) -> Batch: ...
-    def quarantine(self, worker: int, why: str) -> None: ...
-    def check_workers(self) -> None: ...
-    def arrived(self, number: int, leaves: list[np.ndarray], error: ClosureError | None) -> None: ...
-    def is_present(self, worker: int, epoch: int, generation: int) -> bool: ...
-    def skipped(self, number: int) -> None: ...
-    def ended(self, number: int, pipeline: int, count: int) -> None: ...
-    def epoch_of(self, worker: int) -> int: ...
-
-
 class WorkerLink:
     """One worker, as the coordinator has it.
 
     Args:
         number: the worker's.
         connect: makes a channel to it.
-        hub: the coordinator.
+        engine: what is scheduled.
         briefing: tells it what it has to know.
         times: how long it waits.
     """
 
-    def __init__(self, number: int, connect: Callable[[], Channel], hub: Hub, briefing: Briefing, times: Times):
+    def __init__(self, number: int, connect: Callable[[], Channel], engine: Engine, briefing: Briefing, times: Times):
         self.number = number
-        self._connect, self._hub, self._briefing, self._times = connect, hub, briefing, times
+        self._connect, self._engine, self._briefing, self._times = connect, engine, briefing, times
         self._registered, self._lost_at = False, collections.deque[float]()
         self._gave_up = False  # whether it was lost only in so far as it gave its closures up
         self._told = False  # of a loss
@@ -66,44 +44,37 @@ class WorkerLink:
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
-        self._address = "an address not tried yet"
         # One for each link: what one is assigned, the others need not hear of.
-        self._news = threading.Condition(hub.mutex)
+        self._news = threading.Condition(engine.mutex)
         self._thread = threading.Thread(target=self._drive, name=f"jdist-worker-{number}", daemon=True)
-
-    @property
-    def address(self) -> str:
-        """Where the worker is, once it was first reached for."""
-        return self._address
 
     def start(self) -> None:
         """Starts its thread."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its end, once the hub is closed."""
+        """Waits for its end, once the engine is closed."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def assign(self, command: Assign) -> None:
-        """Takes closures to be sent; called with the hub's lock held."""
+        """Takes closures to be sent; called with the engine's lock held."""
         self._assigned.append(command)
         self._news.notify()
 
     def end(self) -> None:
-        """Ends what is under way, once the hub is closed; called with its lock held."""
+        """Ends what is under way, once the engine is closed; called with its lock held."""
         self._news.notify_all()
         if (channel := self._channel) is not None:
             channel.close()
 
     def _drive(self) -> None:
-        hub = self._hub
         while True:
             channel, hopeless = self._connect(), False
-            self._address = channel.peer
             try:
-                with hub.lock:
-                    if hub.closed.is_set():
+                with self._engine.lock:
+                    self._engine.attendance.addresses[self.number] = channel.peer
+                    if self._engine.closed.is_set():
                         return
                     self._channel = channel
                 self._briefing.attach(channel)
@@ -118,30 +89,30 @@ class WorkerLink:
                 if self._told:
                     _LOG.warning("worker %d is there again", self.number)
                     self._told = False
-                hub.handle(Registered(worker=self.number))
+                self._engine.handle(Registered(worker=self.number))
                 self._serve(channel)
             except CallFailed as exc:
-                if not hub.closed.is_set():
+                if not self._engine.closed.is_set():
                     level = self._level(exc)
                     self._told = self._told or level == logging.WARNING
                     why = f"{channel.peer}: {self._cut}" if self._cut else exc
                     _LOG.log(level, "worker %d was lost; what it had runs again: %s", self.number, why)
                     hopeless = self._is_hopeless(exc)
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
-                if hub.closed.is_set():
+                if self._engine.closed.is_set():
                     return
-                hub.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
+                self._engine.fail(ClosureError(f"worker {self.number} cannot be driven: {exc}"))
                 raise
             finally:
                 self._channel = None
                 channel.close()
-            with hub.lock:
+            with self._engine.lock:
                 self._assigned.clear()
-                hub.handle(Lost(worker=self.number, epoch=hub.epoch_of(self.number)))
-                hub.check_workers()
+                self._engine.handle(Lost(worker=self.number, epoch=self._engine.epoch_of(self.number)))
+                self._engine.check_workers()
             if hopeless:
                 return
-            hub.closed.wait(self._times.reconnect_s)
+            self._engine.closed.wait(self._times.reconnect_s)
 
     def _missing_ways(self, channel: Channel) -> tuple[str, bool]:
         """What is to be said of servers that the worker does not reach, and whether they answer here; "" if it reaches all."""
@@ -163,7 +134,7 @@ class WorkerLink:
         return logging.WARNING if lost or (self._refused and not refused_before) else logging.INFO
 
     def _is_hopeless(self, exc: CallFailed) -> bool:
-        """Whether the worker is not used any more: it was lost, or refused what it was asked, too often. Tells the hub."""
+        """Whether the worker is not used any more: it was lost, or refused what it was asked, too often. Tells the engine."""
         now = time.monotonic()
         if self._registered or exc.reason == "refused":
             self._lost_at.append(now)
@@ -172,23 +143,23 @@ class WorkerLink:
             self._lost_at.popleft()
         if len(self._lost_at) < self._times.max_losses:
             return False
-        self._hub.quarantine(
+        self._engine.quarantine(
             self.number,
             f"worker {self.number} at {exc.peer} was lost {len(self._lost_at)} times; the last time: {exc.reason}",
         )
         return True
 
     def _serve(self, channel: Channel) -> None:
-        hub, lost, names, opened = self._hub, threading.Event(), dict[int, str](), set[int]()
+        lost, names, opened = threading.Event(), dict[int, str](), set[int]()
         pinging = threading.Thread(
             target=self._ping, args=(channel, lost), name=f"jdist-ping-{self.number}", daemon=True
         )
         pinging.start()
         try:
             while True:
-                with hub.lock:
-                    self._news.wait_for(lambda: bool(self._assigned) or hub.closed.is_set() or lost.is_set())
-                    if hub.closed.is_set():
+                with self._engine.lock:
+                    self._news.wait_for(lambda: bool(self._assigned) or self._engine.closed.is_set() or lost.is_set())
+                    if self._engine.closed.is_set():
                         return
                     if lost.is_set():
                         raise CallFailed(channel.peer, "unavailable", "it does not answer")
@@ -216,18 +187,17 @@ class WorkerLink:
         Returns:
             Those that have to be sent again, as what they were to read is not there.
         """
-        hub = self._hub
-        batch = hub.batch(newest, numbers)
+        batch = self._engine.batch(newest, numbers)
         if not batch.closures:
             return []
         for function in batch.functions:
             if function not in names:
-                names[function] = self._briefing.install(channel, function, hub.installable(function))
+                names[function] = self._briefing.install(channel, function, self._engine.installable(function))
         for name in batch.batches:
             if name is not None and name[0] not in opened:
                 opened.add(name[0])
                 if (error := self._briefing.open_dataset(channel, batch.datasets[name[0]])) is not None:
-                    hub.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
+                    self._engine.fail(ClosureError(f"a worker cannot open {batch.datasets[name[0]]['name']}: {error}"))
         said = {"epoch": newest.epoch, "generation": newest.generation}
         closures: dict[str, Any] = {"closures": batch.closures, "functions": [names[f] for f in batch.functions]}
         if any(batch.batches):
@@ -249,22 +219,22 @@ class WorkerLink:
             if how == "abandoned":
                 continue
             if how == "declined" and name is not None:
-                hub.ended(closure, name[2], outcome["batches"])
+                self._engine.ended(closure, name[2], outcome["batches"])
                 again.append(closure)
                 continue
             leaves = [next(arrays) for _ in outputs] if how in WITH_OUTPUTS else []
             error = _error_of(outcome)
-            with hub.lock:
-                if not hub.is_present(self.number, **said):
+            with self._engine.lock:
+                if not self._engine.is_present(self.number, **said):
                     continue  # a rollback has discarded what this was computed from, or the worker counts as lost
-                hub.arrived(closure, leaves, error)
+                self._engine.arrived(closure, leaves, error)
                 if how == "done" and not outcome.get("is_finite", True):
-                    hub.skipped(closure)
+                    self._engine.skipped(closure)
                 how = "read" if how == "done" and not updates else how
                 base = outcome.get("base", 0)
-                hub.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=base))
+                self._engine.handle(Reported(worker=self.number, **said, closure=closure, outcome=how, base=base))
                 if error is not None:
-                    hub.fail(error)
+                    self._engine.fail(error)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
             # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
             self._gave_up = True
@@ -280,7 +250,7 @@ class WorkerLink:
                     said, _ = channel.call("status", self._briefing.routes(), timeout_s=self._times.ping_s)
                     last = time.monotonic()
                     is_lost = said["waiting_s"] > WAITS_S and self._is_cut_off(channel)
-                    self._hub.check_workers()
+                    self._engine.check_workers()
                 except CallFailed:
                     is_lost = time.monotonic() - last > self._times.lost_after_s
                     if is_lost:
@@ -288,7 +258,7 @@ class WorkerLink:
                 if is_lost:
                     lost.set()
                     busy.close()
-                    with self._hub.lock:
+                    with self._engine.lock:
                         self._news.notify_all()
         finally:
             channel.close()
@@ -298,48 +268,6 @@ def _error_of(outcome: dict[str, Any]) -> ClosureError | None:
     if outcome["outcome"] == "void" and not outcome.get("is_finite", True):
         return NonFiniteClosureError(outcome["closure"])
     return ClosureError(f"closure {outcome['closure']}: {outcome['error']}") if outcome.get("error") else None
-
-
-class Attendance:
-    """Takes note of which workers are there.
-
-    Args:
-        num_workers: how many there are.
-        no_worker_timeout_s: without any worker, after which the job fails.
-    """
-
-    def __init__(self, num_workers: int, no_worker_timeout_s: float):
-        self._num_workers, self._timeout_s = num_workers, no_worker_timeout_s
-        self._quarantined: dict[int, str] = {}
-        self._seen_at = time.monotonic()
-
-    def quarantine(self, worker: int, why: str) -> None:
-        """A worker is not used any more."""
-        self._quarantined[worker] = why
-
-    def none_left(self) -> NoWorkersError | None:
-        """What to raise if no worker is used any more."""
-        if len(self._quarantined) < self._num_workers:
-            return None
-        return NoWorkersError(f"no worker is left: {'; '.join(self._quarantined.values())}")
-
-    def missing(self, workers: Iterable[Worker], *, is_idle: bool) -> NoWorkersError | None:
-        """What to raise if there is work, and no worker has been there for long.
-
-        Args:
-            workers: what is known of them.
-            is_idle: whether nobody waits for any.
-        """
-        now = time.monotonic()
-        if is_idle or any(known.state == "ready" for known in workers):
-            self._seen_at = now
-        silent_s = now - self._seen_at
-        if silent_s <= self._timeout_s:
-            return None
-        return NoWorkersError(
-            f"no worker has been there for {silent_s:.0f} s. What the servers have is whole: fetch the state and save it, or "
-            "start workers and go on."
-        )
 
 
 REACH_S = 3.0  # within which a server answers whoever there is a way from

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jdist.jaxpr.affine import AffineRule, Slope, wide
 from jdist.jaxpr.split import Split
 from jdist.step.microbatches import Gradients, Plan, microbatches
+from jdist.support.arrays import is_key
 
 PyTree = Any
 
@@ -59,7 +60,9 @@ class Carrying:
     own_places: tuple[int, ...]
 
     def pushed(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree, made: Gradients) -> list[Any]:
-        """What can be pushed: the new values, then offsets, then slopes; traced on the worker, behind the phases.
+        """Returns what can be pushed: the new values, keys as their data, then offsets, then slopes.
+
+        Traced on the worker, behind the phases.
 
         Args:
             plan: the step.
@@ -80,11 +83,17 @@ class Carrying:
                 offsets.append(jnp.where(value == kept, jnp.zeros_like(value), offset))
             else:
                 offsets.append(value - kept)
-        return [*new, *offsets, *slopes]
+        return [*(jax.random.key_data(x) if is_key(x) else x for x in new), *offsets, *slopes]
 
-    def own(self, pushed: Sequence[Any]) -> list[Any]:
-        """The leaves that microbatches wrote, among what was pushed."""
-        return [pushed[place] for place in self.own_places]
+    def own(self, pushed: Sequence[Any], impls: Sequence[Any]) -> list[Any]:
+        """Returns the leaves that microbatches wrote, among what was pushed.
+
+        Args:
+            pushed: what `pushed` gave.
+            impls: the implementation of each leaf of the state that is a PRNG key, None of the others.
+        """
+        written = [(pushed[place], impls[self.leaves[place]]) for place in self.own_places]
+        return [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in written]
 
     def applied(self, state: Sequence[Any], new: Sequence[Any], pushed: Sequence[Any]) -> list[Any]:
         """The new leaves of a state.

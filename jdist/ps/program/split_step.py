@@ -263,7 +263,7 @@ def _traced(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree, c
         with tracing(ReplicaTrace(strategy)):
             combined_here = [next(rest) for _ in combined]
             pushed = list(rest)
-            new, results = parts.update(state, others, combined_here, carrying.own(pushed))
+            new, results = parts.update(state, others, combined_here, carrying.own(pushed, impls))
         new = jax.tree.leaves(check_same_state(state, jax.tree.unflatten(parts.state_treedef, new)))
         new = carrying.applied(old, new, pushed)
         kept = [before if x is typed else x for x, typed, before in zip(new, old, values, strict=False)]

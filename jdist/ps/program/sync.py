@@ -61,6 +61,7 @@ class SyncParts:
         self.parts, self._n, self._treedef, self._num_rows = parts, closures, treedef, num_batch_leaves
         self._accumulate = parts.spec.options.accumulate
         self._plan, self._found = parts.traced.plan, parts.traced
+        self._check_keys()
         self._check_phases()
         *self._before, self._main = self._plan.parts.phases
         ops = [cut.collective.op for cut in self._main.cuts for _ in cut.shapes]
@@ -112,6 +113,21 @@ class SyncParts:
         """
         scalars, finite, outputs = jax.device_get(self._combine([list(each) for each in reported]))
         return Combined(scalars, bool(finite), outputs)
+
+    def _check_keys(self) -> None:
+        impls = self._found.impls
+        state = jax.tree.unflatten(self._found.treedef, range(len(impls)))
+        keys = [
+            jax.tree_util.keystr(path) or "it"
+            for path, i in jax.tree_util.tree_leaves_with_path(state)
+            if i in self._found.carrying.leaves and impls[i] is not None
+        ]
+        if keys:
+            raise BoundaryError(
+                f"the step computes {', '.join(keys)}, a PRNG key, from the batch. In synchronous mode each worker has rows of "
+                "its own, and servers average what workers push, which keys cannot be: fold in the step's number or what "
+                "else is the same for all workers, or use asynchronous mode."
+            )
 
     def _check_phases(self) -> None:
         phases = self._plan.parts.phases

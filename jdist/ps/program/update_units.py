@@ -205,7 +205,10 @@ def sort_update(closed: Any, num_leaves: int) -> Update:
         dict.fromkeys(
             v
             for v in _read(closed, [new[i] for i in moving])
-            if v in of_arrays and v not in of_state and not v.aval.shape
+            if v in of_arrays
+            and v not in of_state
+            and not v.aval.shape
+            and not jax.numpy.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
         )
     )
     _, reads_of_servers = graph.needed(closed, [new[i] for i in moving], set(scalars))

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN
-from jdist.cluster.listen import check_free, check_reachable, listen, resolved, watch_port
+from jdist.cluster.listen import check_free, check_reachable, listen, numeric_address, watch_port
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
@@ -73,7 +73,7 @@ def ports(spec: ClusterSpec, environ: Mapping[str, str]) -> list[Finding]:
     )
     for what, number, attempt in tries:
         try:
-            attempt(resolved(host, environ))
+            attempt(numeric_address(host, environ))
         except ClusterError as exc:
             found.append(failed("ports", str(exc), "Choose another port, or end what holds it."))
             continue

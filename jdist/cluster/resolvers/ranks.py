@@ -1,4 +1,4 @@
-"""The cluster of a program that a launcher has started as a rank: its variables have rank and count, and some the rest."""
+"""The spec of a rank, from a launcher's variables: rank, count, and often both of this host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from jdist.cluster.resolvers.jax_env import (
     DEVICES,
     MOST,
     chosen_coordinator,
-    chosen_devices,
     chosen_port,
     derived_port,
+    workers_spec,
 )
-from jdist.cluster.resolvers.slurm import is_task
+from jdist.cluster.resolvers.slurm import VISIBLE, is_task
 from jdist.cluster.spec import ClusterSpec
-
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +50,9 @@ class Launcher:
     shows_all: bool = False
 
     def is_there(self, environ: Mapping[str, str]) -> bool:
-        """Whether it has started this process; not if srun has, whose variables say where process 0 is as well."""
-        told = [environment.text(environ, name) for name in (self.count, self.rank)]
-        return any(told) and not is_task(environ, *told)
+        """Whether it has started this process; not if srun has, whose variables also say where process 0 is."""
+        count, rank = (environment.text(environ, name) for name in (self.count, self.rank))
+        return bool(count or rank) and not is_task(environ, count, rank)
 
     @property
     def mend(self) -> str:
@@ -65,13 +63,13 @@ class Launcher:
 def ranked(
     environ: Mapping[str, str], launcher: Launcher, first: Callable[[], tuple[str, str] | None] = lambda: None
 ) -> ClusterSpec:
-    """The spec of a rank.
+    """Make the spec of a rank.
 
     Args:
         environ: the environment.
         launcher: whose variables are read.
-        first: finds the address of process 0, and the variables that it is from; None: it is not known. It is asked only
-            where the ranks are on several hosts and JAX_COORDINATOR_ADDRESS is not set.
+        first: finds the address of process 0 and its variables, None if it is not known; called only where the ranks are on
+            several hosts and JAX_COORDINATOR_ADDRESS is not set.
 
     Raises:
         ClusterConfigError: a number is missing or is none, or process 0's host is not known.
@@ -85,14 +83,16 @@ def ranked(
     coordinator, sources = _first(environ, launcher, first, everyone_here=local_count == count)
     addresses, addresses_from = chosen_coordinator(environ, [coordinator] + [None] * (count - 1), *sources)
     gpus = _one_gpu(environ, launcher, local_count, local_index)
-    devices, devices_from = chosen_devices(environ, gpus, None if gpus is None else launcher.local_rank)
-    return ClusterSpec(
-        jobs={"worker": addresses},
-        task_type="worker",
-        task_index=index,
-        resolver=launcher.resolver,
-        origins={"jobs": addresses_from, "task_type": launcher.count, "task_index": launcher.rank, **devices_from},
-        local_device_ids=devices,
+    return workers_spec(
+        environ,
+        launcher.resolver,
+        addresses,
+        index,
+        jobs_from=addresses_from,
+        count_from=launcher.count,
+        index_from=launcher.rank,
+        gpus=gpus,
+        gpus_from=None if gpus is None else launcher.local_rank,
     )
 
 
@@ -124,8 +124,9 @@ def _first(
         job = zlib.crc32(environ.get(named, "").encode("utf-8", "replace"))
         port, port_from = chosen_port(environ, derived_port(job), named)
         return join("localhost", port), (launcher.local_count, port_from, launcher.count)
-    if (found := first()) is not None:
-        return found[0], (found[1], launcher.count)
+    if (rank_0 := first()) is not None:
+        address, address_from = rank_0
+        return address, (address_from, launcher.count)
     raise refused(
         ADDRESS,
         None,
@@ -141,7 +142,7 @@ def _one_gpu(
     """The GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
     if local_index is None or local_count == 1:
         return None
-    visible = next((found for name in VISIBLE if (found := environment.text(environ, name)) is not None), None)
+    visible = next((value for name in VISIBLE if (value := environment.text(environ, name)) is not None), None)
     if visible is not None and not (launcher.shows_all and len(visible.split(",")) >= (local_count or 2)):
         return None
     if local_count is None and environment.text(environ, DEVICES) is None:

@@ -1,4 +1,4 @@
-"""The launcher's state, the events that change it, and the commands that come of them: plain values."""
+"""The launcher's state, the events that change it, and the commands that follow: plain values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jdist.launcher.exit_cause import End, Task
+from jdist.launcher.exit_cause import Attempt, End, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What does not change during a launch.
+    """The settings of a launch.
 
     Attributes:
         smallest: fewest workers to go on with.
@@ -38,17 +38,8 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """A process and all that it had started are gone."""
-
-    at: float
-    task: Task
-    code: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The user, or the cluster, sent the launcher SIGINT or SIGTERM."""
+    """The launcher was sent SIGINT or SIGTERM."""
 
     at: float
     signal: signal.Signals
@@ -61,7 +52,8 @@ class Tick:
     at: float
 
 
-Event = Ended | Asked | Tick
+# An `End` as an event: a process and all that it had started are gone.
+Event = End | Asked | Tick
 
 
 @dataclass(frozen=True)
@@ -87,27 +79,7 @@ class Say:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What became of one attempt; as a command: report it.
-
-    Attributes:
-        number: counted from 0.
-        size: its workers.
-        duration_s: from its start until all its processes were gone.
-        ends: in the order of their ends.
-        guilty: the end that explains the others; None if nothing failed.
-        outcome: "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more).
-    """
-
-    number: int
-    size: int
-    duration_s: float
-    ends: tuple[End, ...]
-    guilty: End | None
-    outcome: str
-
-
+# An `Attempt` as a command: report it.
 Command = Start | Send | Say | Attempt
 Commands = tuple[Command, ...]
 
@@ -129,19 +101,19 @@ Plan = tuple[tuple[float, signal.Signals | None], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """All that a launcher remembers.
+    """The state of a launch.
 
     Attributes:
-        settings: what does not change.
+        settings: of the launch.
         phase: where it stands.
-        attempt: which attempt, counted from 0.
+        attempt: counted from 0.
         size: workers of this attempt, or of the next one while waiting.
         grown: this attempt is a trial of more workers than the one before.
         started_at: when the attempt began.
         running: processes that are not gone yet.
         ends: of this attempt.
-        told: the last signal that each process was sent.
-        plan: what is still to be done to those that are running: (time, signal), None to give up.
+        sent: the last signal that each process was sent.
+        plan: signals still to be sent to those that are running: (time, signal), None to give up.
         wake_at: when to start the next attempt, or to try to grow.
         regrow_s: how long the next smaller attempt runs before it tries to grow.
         restarts: how many were used.
@@ -161,7 +133,7 @@ class State:
     started_at: float = 0.0
     running: frozenset[Task] = frozenset()
     ends: tuple[End, ...] = ()
-    told: Mapping[Task, signal.Signals] = field(default_factory=dict)
+    sent: Mapping[Task, signal.Signals] = field(default_factory=dict)
     plan: Plan = ()
     wake_at: float | None = None
     regrow_s: float

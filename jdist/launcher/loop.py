@@ -1,4 +1,4 @@
-"""The launcher's loop: a thin shell of processes, pipes and signals round `state.py`."""
+"""The launcher's loop: a thin shell of processes, pipes and signals round `supervisor`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,10 @@ from jdist.cluster.environment import RECORD_FOLDER, TOKEN
 from jdist.cluster.exit_status import PEER_LOST
 from jdist.launcher.console import Console
 from jdist.launcher.environment import child_environment, free_ports
-from jdist.launcher.events import (
-    Asked,
-    Attempt,
-    Command,
-    Ended,
-    Event,
-    Phase,
-    Say,
-    Send,
-    Settings,
-    Start,
-    State,
-    Tick,
-)
-from jdist.launcher.exit_cause import EVALUATOR, WORKER, Task, cause
+from jdist.launcher.events import Asked, Command, Event, Phase, Say, Send, Settings, Start, State, Tick
+from jdist.launcher.exit_cause import EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary
 from jdist.launcher.process import LogFile, Process, Stream
-from jdist.launcher.report import failure, summary
-from jdist.launcher.servers import Restarts
-from jdist.launcher.supervisor import begin, step
+from jdist.launcher.supervisor import Restarts, begin, step
 
 _ROOM_POLL_S = 0.05
 _CANNOT_BE_STARTED = 126
@@ -46,16 +31,16 @@ class Launcher:
     """Runs one launch; `run` may be called once.
 
     Args:
-        settings: how many, how often, how long.
-        command: what each process runs.
+        settings: of the launch.
+        command: the command line of each process.
         environ: the environment to derive theirs from.
         devices_per_process: virtual CPU devices of each.
-        log_dir: where logs go.
+        log_dir: the folder of the logs.
         console: where to write.
-        prefixes: what the lines of each process begin with, at standard output and at standard error.
+        prefixes: of each process's lines, at standard output and at standard error.
         servers: tasks that run `jdist serve` beside the command, until it ends.
         timeout_s: seconds after which all are asked to stop, as by SIGTERM; None for never.
-        explains: say why an attempt failed; else it is only in `failure`.
+        explains: print why an attempt failed; else it is only in `failure`.
 
     Attributes:
         timed_out: whether the time was over.
@@ -76,12 +61,12 @@ class Launcher:
         timeout_s: float | None = None,
         explains: bool = True,
     ) -> None:
-        # Processes that show another token, of a user of the same machine for instance, are not taken in.
+        # Processes with another token, of another user of the machine for instance, are refused.
         self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
         self._devices, self._log_dir, self._console, self._prefixes = devices_per_process, log_dir, console, prefixes
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Task, Process] = {}
-        self._last_words: dict[Task, str] = {}
+        self._stderr: dict[Task, str] = {}
         self._causes: dict[int, str] = {}
         self._events: deque[Event] = deque()
         self._reading: dict[int, tuple[Process, Stream]] = {}
@@ -94,11 +79,7 @@ class Launcher:
         self.timed_out, self.failure = False, ""
 
     def run(self) -> State:
-        """Run to the end; no process is left then, also after an exception.
-
-        Returns:
-            The last state.
-        """
+        """Runs to the end, and returns the last state; no process is left then, also after an exception."""
         with self._selector, _signals() as asked:
             self._selector.register(asked[0], selectors.EVENT_READ, "signals")
             try:
@@ -121,12 +102,12 @@ class Launcher:
         return state
 
     def say(self, text: str) -> None:
-        """Tell the user, on standard error."""
+        """Writes to the user, on standard error."""
         lines = "".join(f"[launch] {line}\n" for line in text.splitlines())
         self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
 
     def _wait(self, state: State, asked: tuple[int, int]) -> None:
-        """Handle what has come by the time the next thing is due."""
+        """Waits until something has come or is due, and handles it."""
         self._pause_if_full()
         times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
@@ -151,7 +132,7 @@ class Launcher:
             self._events.append(Tick(at=time.monotonic()))
 
     def _hear(self, numbers: bytes, others: int) -> None:
-        """Takes the signals that have arrived; the numbers of those that are not the launcher's go on to `others`."""
+        """Takes in signals; the numbers of those that are not the launcher's go on to the pipe `others`."""
         for number in numbers:
             if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
                 number = signal.SIGTERM
@@ -167,14 +148,14 @@ class Launcher:
             self._stop_reading(stream.pipe)
         code, at = process.finish(time.monotonic())
         del self._processes[process.task]
-        self._last_words[process.task] = process.stderr
+        self._stderr[process.task] = process.stderr
         if process.log.problem is not None:
             self.say(f"the log {process.log.path} is not whole: {process.log.problem}")
         if not process.task.serves:
-            self._events.append(Ended(at=at, task=process.task, code=code))
-        elif said := self._servers.ended(process.task, code, time.monotonic()):
+            self._events.append(End(at=at, task=process.task, code=code))
+        elif text := self._servers.ended(process.task, code, time.monotonic()):
             why = cause(process.stderr)
-            self.say(f"{said}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
+            self.say(f"{text}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
 
     def _obey(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -189,7 +170,7 @@ class Launcher:
                 self._report(command)
 
     def _start(self, command: Start) -> None:
-        self._last_words.clear()
+        self._stderr.clear()
         self._attempt = command.attempt
         try:
             self._choose_ports(command.tasks)
@@ -201,10 +182,10 @@ class Launcher:
             self.say(f"attempt {command.attempt} cannot be started: {exc}")
             for task in command.tasks:
                 if task not in self._processes:
-                    self._events.append(Ended(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
+                    self._events.append(End(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
 
     def _choose_ports(self, tasks: Sequence[Task]) -> None:
-        """New ones for each attempt; but servers keep theirs, and then the chief does."""
+        """Chooses new ports for each attempt; servers keep theirs, and then the chief does, too."""
         if self._cluster and self._servers.tasks:
             return
         named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
@@ -217,8 +198,8 @@ class Launcher:
             try:
                 self._spawn(task, [sys.executable, "-m", "jdist", "serve"])
             except OSError as exc:
-                said = self._servers.ended(task, PEER_LOST, time.monotonic())
-                self.say(f"{said}: {exc}")
+                text = self._servers.ended(task, PEER_LOST, time.monotonic())
+                self.say(f"{text}: {exc}")
 
     def _spawn(self, task: Task, line: Sequence[str]) -> None:
         attempt = self._attempt
@@ -247,14 +228,14 @@ class Launcher:
     def _report(self, attempt: Attempt) -> None:
         assert attempt.guilty is not None
         task = attempt.guilty.task
-        stderr = self._last_words.get(task, "")
+        stderr = self._stderr.get(task, "")
         self._causes[attempt.number] = cause(stderr)
         self.failure = failure(attempt, lambda each: self._log_path(each, attempt.number), stderr)
         if self._explains:
             self.say(self.failure)
 
     def _pause_if_full(self) -> None:
-        """Read no output while too much of it waits to be shown; the processes then wait, too."""
+        """Stops reading output while too much of it waits to be shown; the processes then wait, too."""
         if self._console.is_full == self._paused:
             return
         self._paused = not self._paused
@@ -271,7 +252,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[int, int]]:
-    """A pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; empty outside the main thread.
+    """Opens a pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; none do outside the main thread.
 
     The interpreter itself writes the number, whichever thread takes the signal: a handler in Python would wait for the
     main thread, which waits for the pipe.

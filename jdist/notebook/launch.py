@@ -10,15 +10,13 @@ from typing import Any
 
 from jdist.cluster.exit_status import FINISHED
 from jdist.errors import LaunchError, ProcessFailedError
-from jdist.launcher.environment import check_cpu_devices
 from jdist.launcher.events import Settings
 from jdist.launcher.launch import Launched, make_log_dir, run
-from jdist.launcher.options import check_at_least, check_positive
+from jdist.launcher.options import check_cpu_devices, check_positive, whole_number
 from jdist.notebook import values
 from jdist.notebook.child import returned_file
 from jdist.notebook.program import Program
 from jdist.strategies import libtpu
-from jdist.support.checks import as_int
 
 
 def notebook_launch(
@@ -69,9 +67,7 @@ def notebook_launch(
         >>> jdist.notebook_launch("platform:python_implementation", processes=1)
         'CPython'
     """
-    if as_int(processes) is None:
-        raise LaunchError(f"processes={processes!r} is not a number of processes. Give one from 1 on.")
-    check_at_least("processes", processes, 1)
+    processes = whole_number("processes", processes, least=1)
     if not isinstance(args, list | tuple):
         raise LaunchError(f"`args` is {values.kind(args)}; give a tuple with one entry for each argument: args=(x,).")
     check_positive("grace_s", grace_s)

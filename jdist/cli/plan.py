@@ -45,12 +45,12 @@ def plan(
     from jdist.experiment.load import load
     from jdist.experiment.validate import validate
     from jdist.plan.sweep import parse_sweep
-    from jdist.plan.target import parse_target, settle
+    from jdist.plan.target import configure_platform, parse_target
 
     target = parse_target(topology)
     batches = None if sweep is None else parse_sweep(sweep)
-    settle(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
+    configure_platform(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
 
-    from jdist.plan.command import plan_command
+    from jdist.plan.sweep import plan_command
 
     return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json)

@@ -1,10 +1,11 @@
-"""All checks in their order, and their report."""
+"""All checks in their order, and the report of their findings."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,15 @@ _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL"
 
 
 def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
-    """Makes all checks, and gives each finding as soon as it is there: whatever ends the process later, it was told.
+    """Makes all checks, and yields each finding as soon as it is there, so that it is printed even if a later check crashes.
 
     Args:
-        alone: leave out what needs the other processes of the cluster.
+        alone: leave out the checks that need the other processes of the cluster.
         timeout_s: how long to wait for them.
     """
-    yield from _found("packages", machine.versions)
-    yield from _found("disk", lambda: machine.disk(Path("runs")))
-    yield from _found("shared memory", machine.memory)
+    yield from _findings("packages", machine.versions)
+    yield from _findings("disk", lambda: machine.disk(Path("runs")))
+    yield from _findings("shared memory", machine.memory)
     specs: list[ClusterSpec] = []
 
     def described() -> list[Finding]:
@@ -36,15 +37,15 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
         specs.extend([] if spec is None else [spec])
         return lines
 
-    yield from _found("cluster", described)
+    yield from _findings("cluster", described)
     if not specs:
         return
     (spec,) = specs
-    if spec.num_ps:  # its processes do not train in step, and so have nothing to do together
+    if spec.num_ps:  # its processes do not train in step, so none of the joint checks apply
         from jdist.doctor.servers import servers
 
-        yield from _found("names", lambda: network.names(spec))
-        yield from _found("servers", lambda: servers(spec, os.environ, alone=alone, timeout_s=timeout_s))
+        yield from _findings("names", lambda: network.names(spec))
+        yield from _findings("servers", lambda: servers(spec, os.environ, alone=alone, timeout_s=timeout_s))
         return
     failures = 0
     for name, check in {
@@ -52,13 +53,13 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
         "ports": lambda: network.ports(spec, os.environ),
         "security": lambda: network.security(spec),
     }.items():
-        lines = _found(name, check)
+        lines = _findings(name, check)
         failures += sum(each.status == "fail" for each in lines)
         yield from lines
     if (alone and spec.num_processes > 1) or spec.task_type not in ("chief", "worker"):
         return
     if failures and spec.num_processes > 1:
-        return  # it would wait for what cannot come
+        return  # the others cannot come
     yield from _together(timeout_s)
 
 
@@ -67,11 +68,11 @@ def _together(timeout_s: float) -> Iterator[Finding]:
     strategies: list[Strategy] = []
 
     def joined() -> list[Finding]:
-        strategy, lines = together.joined(timeout_s)
+        strategy, lines = together.join(timeout_s)
         strategies.extend([] if strategy is None else [strategy])
         return lines
 
-    yield from _found("together", joined)
+    yield from _findings("together", joined)
     for strategy in strategies:
         for name, check in {
             "clocks": lambda: together.clocks(strategy, timeout_s),  # noqa: B023 # called in this very turn
@@ -79,13 +80,13 @@ def _together(timeout_s: float) -> Iterator[Finding]:
             "devices": lambda: together.devices(strategy, timeout_s),  # noqa: B023
             "all-reduce": lambda: together.all_reduce(strategy),  # noqa: B023
         }.items():
-            lines = _found(name, check)
+            lines = _findings(name, check)
             yield from lines
             if any(each.status == "fail" for each in lines):
                 return  # the others would be waited for in vain
 
 
-def _found(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+def _findings(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except Exception as exc:  # noqa: BLE001 # whatever a driver raises is what this report is for
@@ -94,25 +95,21 @@ def _found(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:
-    """Prints findings, each as soon as it is there; as JSON all at the end.
-
-    Returns:
-        The exit code: 1 if a check failed, else 0.
-    """
-    found: list[Finding] = []
+    """Prints findings, each as soon as it is there; as JSON all at the end. Returns the exit code, 1 if a check failed."""
+    printed: list[Finding] = []
     if as_json:
-        found += findings
-        print(json.dumps([each.as_dict() for each in found], indent=2))
+        printed += findings
+        print(json.dumps([asdict(each) for each in printed], indent=2))
     else:
         from rich.console import Console
         from rich.text import Text
 
         console = Console(soft_wrap=True, highlight=False)
         for each in findings:
-            found.append(each)
+            printed.append(each)
             mark, colour = _MARKS[each.status]
             console.print(Text.assemble((mark, colour), f"  {each.check:<14}{each.text}"))
             if each.remedy:
                 console.print(Text(f"      {'':<14}-> {each.remedy}"))
             console.file.flush()
-    return int(any(each.status == "fail" for each in found))
+    return int(any(each.status == "fail" for each in printed))

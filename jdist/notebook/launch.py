@@ -33,11 +33,10 @@ def notebook_launch(
 
     Each process is a fresh Python, whatever this one has done with JAX. It runs the source of `fn` and of what `fn` uses: the
     notebook's imports, its functions and classes (with the defaults and public class attributes that they have now), and plain
-    values as they are now. All else (models, strategies, arrays
-    of JAX) is made inside of `fn`, or comes in `args`; what cannot go along is refused by name. `jdist.multi_worker()` in `fn`
-    finds the processes.
+    values as they are now. All else (models, strategies, arrays of JAX) is made inside of `fn`, or comes in `args`; anything
+    that cannot go along is refused by name. `jdist.multi_worker()` in `fn` finds the processes.
 
-    What they print is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
+    Their output is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
     them to end and kills those that have not after `grace_s`; the notebook itself goes on, and `fn` may catch the
     KeyboardInterrupt and return what it has. (Python hears of interrupts in its main thread, where cells run.)
 
@@ -98,16 +97,7 @@ def notebook_launch(
 
 
 def _check_tpu(processes: int, platforms: str, *, has_tpu: bool) -> None:
-    """Refuses processes that would wait for each other's TPU.
-
-    Args:
-        processes: how many.
-        platforms: JAX_PLATFORMS.
-        has_tpu: whether this machine has one.
-
-    Raises:
-        LaunchError: they would.
-    """
+    """Refuses, by a LaunchError, processes that would wait for each other's TPU; `platforms` is JAX_PLATFORMS."""
     if not has_tpu or (platforms and "tpu" not in platforms.split(",")):
         return
     here = "Call the function in this notebook, with `jdist.tpu()`, which uses all chips"

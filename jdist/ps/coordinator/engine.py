@@ -159,7 +159,9 @@ class Engine:
         return max((status["generation"] for status in found), default=0)
 
     def _end_if_replaced(self) -> None:
-        exit_status.exit_if_uncaught(self._replaced, exit_status.USAGE)  # no launcher starts it again: two would take turns
+        exit_status.exit_if_uncaught(
+            self._replaced, exit_status.USAGE
+        )  # no launcher starts it again: two would take turns
 
     def close(self) -> None:
         """Ends all threads and connections; what is in the queue is cancelled."""

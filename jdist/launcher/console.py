@@ -67,3 +67,17 @@ def _write(file: IO[str], lines: bytes) -> None:
     else:  # a notebook's
         file.write(lines.decode(errors="replace"))
     file.flush()
+
+
+def prefix(label: str, file: IO[str], colour: str) -> bytes:
+    """Makes the prefix of a process's lines, in colour where they go to a terminal."""
+    text = f"[{label}] "
+    if not file.isatty():
+        return text.encode()
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
+    with rich.capture() as captured:
+        rich.print(Text(text, style=colour), end="")
+    return captured.get().encode()

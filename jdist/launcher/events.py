@@ -12,17 +12,12 @@ from jdist.launcher.exit_cause import Attempt, End, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a launch.
+    """The settings of a launch; see `launch` for those of its names.
 
     Attributes:
         smallest: fewest workers to go on with.
         largest: workers to start with.
-        evaluator: whether one more process evaluates.
         chief: whether the one process is the chief of a parameter server.
-        max_restarts: how often all may be started again after a failure.
-        grace_s: how long others get to end by themselves after a failure, and then again after SIGTERM.
-        stop_timeout_s: how long processes that were asked to stop may take to save.
-        regrow_s: how long to go on with fewer than `largest` before trying to grow.
         seed: of the backoff's jitter.
     """
 

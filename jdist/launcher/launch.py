@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shlex
-import signal
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from jdist.errors import LaunchError
-from jdist.launcher.console import Console
 from jdist.launcher.events import Settings
-from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, Task
-from jdist.launcher.loop import Launcher
+from jdist.launcher.exit_cause import WORKER, Task
+from jdist.launcher.loop import Launched, Launcher
 from jdist.launcher.options import (
     check_cpu_devices,
     check_positive,
@@ -30,29 +24,6 @@ from jdist.launcher.options import (
 from jdist.launcher.supervisor import PS
 
 RESTARTS_OF_A_RANGE = 3
-_CONSOLE_S = 30.0  # how long a terminal may stand still at the end before the rest is left to the logs
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """How a launch ended.
-
-    Attributes:
-        exit_code: 0 if all ended well; else see `jdist.cluster.exit_status`, or 128 plus a signal's number.
-        attempts: how each attempt ended.
-        log_dir: the folder with attempt_A/process_I.log.
-        stop: the signal by which the user, or the time limit, asked all to stop; None if nobody did.
-        timed_out: whether it was the time limit.
-        failure: of the last attempt that failed, the guilty process and its traceback or last lines; "" if none failed.
-    """
-
-    exit_code: int
-    attempts: tuple[Attempt, ...]
-    log_dir: Path
-    stop: signal.Signals | None = None
-    timed_out: bool = False
-    failure: str = ""
 
 
 def launch(
@@ -128,66 +99,10 @@ def launch(
         num_workers, num_ps = counts
         which = f"a chief, {num_workers} worker{'s' if num_workers > 1 else ''} and {num_ps} ps"
     which += " and an evaluator" if evaluator else ""
-    return run(
-        settings,
-        line,
-        what=f"{which} of {shlex.join(command)}",
-        devices_per_process=devices_per_process,
-        log_dir=make_log_dir(log_dir),
-        servers=servers,
+    launcher = Launcher(
+        settings, line, log_dir=make_log_dir(log_dir), devices_per_process=devices_per_process, servers=servers
     )
-
-
-def run(
-    settings: Settings,
-    line: Sequence[str],
-    *,
-    what: str,
-    log_dir: Path,
-    devices_per_process: int | None = None,
-    servers: Sequence[Task] = (),
-    timeout_s: float | None = None,
-    explains: bool = True,
-) -> Launched:
-    """Runs a command line in several processes, as `launch` does with checked arguments.
-
-    Args:
-        settings: of the launch.
-        line: program and arguments.
-        what: the first line of the launcher, in words.
-        log_dir: a folder that is there.
-        devices_per_process: virtual CPU devices of each.
-        servers: tasks that run `jdist serve` beside it.
-        timeout_s: seconds after which all are asked to stop, as by SIGTERM.
-        explains: print at once why an attempt failed; else it is only in the result.
-    """
-    console = Console()
-    try:
-        launcher = Launcher(
-            settings,
-            line,
-            os.environ,
-            devices_per_process=devices_per_process,
-            log_dir=log_dir,
-            console=console,
-            prefixes=_prefixes(settings, servers),
-            servers=servers,
-            timeout_s=timeout_s,
-            explains=explains,
-        )
-        launcher.say(f"{what}; logs: {log_dir}")
-        state = launcher.run()
-    finally:
-        console.close(_CONSOLE_S)
-    assert state.exit_code is not None
-    return Launched(
-        exit_code=state.exit_code,
-        attempts=state.history,
-        log_dir=log_dir,
-        stop=state.stop,
-        timed_out=launcher.timed_out,
-        failure=launcher.failure,
-    )
+    return launcher.run(f"{which} of {shlex.join(command)}")
 
 
 def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
@@ -216,29 +131,3 @@ def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
 
 def _servers(workers: int, ps: int) -> tuple[Task, ...]:
     return tuple(Task(job, i, serves=True) for job, count in ((WORKER, workers), (PS, ps)) for i in range(count))
-
-
-def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
-    """Makes the prefixes of each process's lines at standard output and error, in colour where that is a terminal."""
-    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
-    if settings.evaluator:
-        tasks.append(Task(EVALUATOR, 0))
-    tasks += servers
-    colours = itertools.cycle(_COLOURS)
-    return {
-        task: (_prefix(task, sys.stdout, colour), _prefix(task, sys.stderr, colour))
-        for task, colour in zip(tasks, colours, strict=False)
-    }
-
-
-def _prefix(task: Task, file: IO[str], colour: str) -> bytes:
-    text = f"[{task.label}] "
-    if not file.isatty():
-        return text.encode()
-    from rich.console import Console as RichConsole
-    from rich.text import Text
-
-    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
-    with rich.capture() as captured:
-        rich.print(Text(text, style=colour), end="")
-    return captured.get().encode()

@@ -11,7 +11,8 @@ from typing import Any
 from jdist.cluster.exit_status import FINISHED
 from jdist.errors import LaunchError, ProcessFailedError
 from jdist.launcher.events import Settings
-from jdist.launcher.launch import Launched, make_log_dir, run
+from jdist.launcher.launch import make_log_dir
+from jdist.launcher.loop import Launched, Launcher
 from jdist.launcher.options import check_cpu_devices, check_positive, whole_number
 from jdist.notebook import values
 from jdist.notebook.child import returned_file
@@ -82,15 +83,15 @@ def notebook_launch(
     returned = returned_file(script)
     returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
     which = f"{processes} process{'es' if processes > 1 else ''}"
-    launched = run(
+    launcher = Launcher(
         Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
         [sys.executable, str(script)],
-        what=f"{which} of {script}",
         log_dir=folder,
         devices_per_process=devices_per_process,
         timeout_s=timeout_s,
         explains=False,
     )
+    launched = launcher.run(f"{which} of {script}")
     if launched.exit_code == FINISHED:
         return values.read(returned) if returned.exists() else None
     raise _error(launched, which, timeout_s)

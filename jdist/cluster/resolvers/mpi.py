@@ -12,12 +12,9 @@ from jdist.cluster.resolvers.jax_env import ADDRESS, chosen_port, derived_port
 from jdist.cluster.resolvers.ranks import Launcher, ranked
 from jdist.cluster.spec import ClusterSpec
 
-_BATCH_JOBS = ("PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
-
 _FLUX_NODES = "FLUX_JOB_NNODES"
 FLUX = Launcher(
     name="Flux",
-    resolver="mpi",
     count="FLUX_JOB_SIZE",
     rank="FLUX_TASK_RANK",
     local_count=f"FLUX_JOB_SIZE / {_FLUX_NODES}",  # no variable of its own
@@ -30,42 +27,35 @@ LAUNCHERS = (
     FLUX,
     Launcher(
         name="MVAPICH2's mpirun_rsh",
-        resolver="mpi",
         count="MV2_COMM_WORLD_SIZE",
         rank="MV2_COMM_WORLD_RANK",
         local_count="MV2_COMM_WORLD_LOCAL_SIZE",
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        jobs=_BATCH_JOBS,
         command="mpirun_rsh ... JAX_COORDINATOR_ADDRESS=HOST:PORT python train.py",
     ),
     Launcher(
         name="PALS' mpiexec",
-        resolver="mpi",
         count="PMI_SIZE",
         rank="PALS_RANKID",
         local_count="PALS_LOCAL_SIZE",
         local_rank="PALS_LOCAL_RANKID",
-        jobs=("PALS_APID", *_BATCH_JOBS),
+        jobs=("PALS_APID", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID"),
         command="mpiexec --env JAX_COORDINATOR_ADDRESS=HOST:PORT",
     ),
     Launcher(
         name="LSF's jsrun",
-        resolver="mpi",
         count="JSM_NAMESPACE_SIZE",
         rank="JSM_NAMESPACE_RANK",
         local_count="JSM_NAMESPACE_LOCAL_SIZE",
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        jobs=_BATCH_JOBS,
         command="jsrun -E JAX_COORDINATOR_ADDRESS=HOST:PORT",
     ),
     Launcher(
         name="hydra, the mpiexec of MPICH and Intel MPI",
-        resolver="mpi",
         count="PMI_SIZE",
         rank="PMI_RANK",
         local_count="MPI_LOCALNRANKS",
         local_rank="MPI_LOCALRANKID",
-        jobs=_BATCH_JOBS,
         command="mpiexec -genv JAX_COORDINATOR_ADDRESS HOST:PORT",
     ),
 )
@@ -74,7 +64,7 @@ LAUNCHERS = (
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Read rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
 
-    None of them tells where rank 0 runs. When all ranks are on one host, that is localhost; else say where it is, by
+    None of them sets where rank 0 runs. When all ranks are on one host, that is localhost; else say where it is, by
     JAX_COORDINATOR_ADDRESS. Several ranks of a host share its GPUs as under Open MPI.
 
     Returns:

@@ -23,29 +23,29 @@ from jdist.cluster.spec import ClusterSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables in which a launcher tells each rank its place.
+    """The variables in which a launcher gives each rank its place.
 
     Attributes:
         name: the launcher, for messages.
-        resolver: the spec's `resolver`.
-        count: how many ranks there are.
+        count: number of ranks.
         rank: which of them this is.
-        local_count: how many are on this host.
+        local_count: number of ranks on this host.
         local_rank: which of these this is.
-        jobs: what tells jobs of one host apart; the first that is set gives process 0's port.
         command: how to hand a variable on to all ranks.
-        needs_local: whether it always tells the two.
+        jobs: the first of them that is set gives process 0's port, another one for each job of a host.
+        resolver: the spec's `resolver`.
+        needs_local: whether it always sets both local variables.
         shows_all: whether its ranks all see the same GPUs, also where a variable says which.
     """
 
     name: str
-    resolver: str
     count: str
     rank: str
     local_count: str
     local_rank: str
-    jobs: tuple[str, ...]
     command: str
+    jobs: tuple[str, ...] = ("PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
+    resolver: str = "mpi"
     needs_local: bool = False
     shows_all: bool = False
 

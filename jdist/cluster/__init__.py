@@ -1,7 +1,7 @@
 """Many processes as one job: finding the cluster, joining it, watching it.
 
 Start at `spec.ClusterSpec`, which `resolvers` read from the environment, and at `runtime.Runtime`, this
-process's part in the job. `watch` tells which processes are alive and where they are; `stop` ends all after
+process's part in the job. `watch` knows which processes are alive and where they are; `stop` ends all after
 the same step; `exit_status` is what a launcher reads.
 
 May import: support, errors.

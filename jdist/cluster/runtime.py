@@ -36,7 +36,7 @@ _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
 _CALLS, _ENOUGH_CALLS = 200, 20  # of a step, from which it is known how long one takes
 _LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 60.0, 1800.0
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
-_MOST_LETTERS = 2000  # of an error that the others are told
+_MOST_LETTERS = 2000  # of an error that goes to the others
 _log = logging.getLogger(__name__)
 
 
@@ -260,14 +260,14 @@ class Runtime:
     def _end_after_loss(self, lost: PeerLostError) -> None:
         """Records that a process was lost, and ends this one: its main thread may be blocked for ever."""
         assert self._hard_exit is not None
-        own, folder = self.process_index, self._records
-        words = [lambda: lost_peer.print_record(lost, own)]
+        process, folder = self.process_index, self._records
+        words = [lambda: lost_peer.print_record(lost, process)]
         if folder is not None:
-            words.append(lambda: lost_peer.write_record(lost, own, folder))
+            words.append(lambda: lost_peer.write_record(lost, process, folder))
         if self._server is not None:
             self._server.wait_until_alone(_PARTING_S)
         # A process that ended while others need it is to blame, and a launcher has to see that.
-        is_to_blame = self._ended and lost.process == own
+        is_to_blame = self._ended and lost.process == process
         self._hard_exit.exit(exit_status.FAILED if is_to_blame else exit_status.PEER_LOST, *words)
 
 

@@ -107,8 +107,8 @@ class ClusterSpec:
     @property
     def address(self) -> str | None:
         """This process's own address; None if it is not known."""
-        own = self.jobs.get(self.task_type, ())
-        return own[self.task_index] if self.task_index < len(own) else None
+        addresses = self.jobs.get(self.task_type, ())
+        return addresses[self.task_index] if self.task_index < len(addresses) else None
 
     @property
     def coordinator_address(self) -> str:

@@ -59,7 +59,7 @@ def _own_name(host: str, numeric: str, spec: ClusterSpec, good: Finding) -> list
     return [good] if wrong is None else [warned("names", wrong, "It does no harm where all are on this machine.")]
 
 
-def ports(spec: ClusterSpec, environ: Mapping[str, str]) -> list[Finding]:
+def ports(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Checks on process 0 that its two ports are free, by a socket on each for a moment."""
     if spec.num_processes == 1 or spec.task_type not in ("chief", "worker") or spec.process_index != 0:
         return []

@@ -106,12 +106,12 @@ def all_reduce(strategy: Strategy) -> list[Finding]:
     def make() -> jax.Array:
         return jnp.full((elements,), jax.lax.axis_index(axes) + 1, jnp.float32)
 
-    whole, own = PartitionSpec(), PartitionSpec(axes)
-    mapped = jax.jit(jax.shard_map(make, mesh=strategy.mesh, in_specs=(), out_specs=own, check_vma=False))
+    whole, per_replica = PartitionSpec(), PartitionSpec(axes)
+    mapped = jax.jit(jax.shard_map(make, mesh=strategy.mesh, in_specs=(), out_specs=per_replica, check_vma=False))
     values = mapped()
     reduce = jax.jit(
         jax.shard_map(
-            lambda x: jax.lax.psum(x, axes), mesh=strategy.mesh, in_specs=own, out_specs=whole, check_vma=False
+            lambda x: jax.lax.psum(x, axes), mesh=strategy.mesh, in_specs=per_replica, out_specs=whole, check_vma=False
         )
     )
     total = reduce(values).block_until_ready()  # compiles

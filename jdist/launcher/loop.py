@@ -311,7 +311,7 @@ def _signals() -> Iterator[tuple[int, int]]:
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGINT, signal.SIGTERM] if in_main else []
-    if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup said that it does not matter
+    if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup has turned it off
         numbers.append(signal.SIGHUP)
     woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
     before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}

@@ -194,14 +194,14 @@ def _module_of(value: object) -> str:
 
 def _import_of(value: object, name: str) -> str | None:
     """Makes the line that imports a function or class under a name; None if it is of no module."""
-    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(own, str) or module == "__main__":
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualified, str) or module == "__main__":
         return None
     parts = module.split(".")
     for count in range(1, len(parts) + 1):  # `from optax import adam`, although it is defined in optax._src.alias
         package = ".".join(parts[:count])
-        if getattr(sys.modules.get(package), own, None) is value:
-            return f"from {package} import {own}" + ("" if own == name else f" as {name}")
+        if getattr(sys.modules.get(package), qualified, None) is value:
+            return f"from {package} import {qualified}" + ("" if qualified == name else f" as {name}")
     return None
 
 

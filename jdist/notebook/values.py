@@ -91,10 +91,10 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: boo
         raise NotPlain(path, value)
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         array, name = np.asarray(value), f"array_{len(arrays)}"
-        own = array.dtype.isbuiltin == 2  # bfloat16 and other types that NumPy can only write as their bytes
-        arrays[name] = array.reshape(-1).view(np.uint8) if own else array
+        is_registered = array.dtype.isbuiltin == 2  # bfloat16 and other types that NumPy can only write as their bytes
+        arrays[name] = array.reshape(-1).view(np.uint8) if is_registered else array
         where = {"array": name, "is": "array" if isinstance(value, np.ndarray) else "scalar"}
-        return where | ({"dtype": array.dtype.name, "shape": list(array.shape)} if own else {})
+        return where | ({"dtype": array.dtype.name, "shape": list(array.shape)} if is_registered else {})
     raise NotPlain(path, value)
 
 

@@ -165,7 +165,7 @@ def estimate(
 def _crossing(exchanged: Sequence[Collective], joined: int, domains: int) -> float:
     """Bytes that a chip sends over the network to other domains, of `joined` chips each."""
     messages = [c for c in exchanged if c.kind.endswith(BETWEEN_SLICES)]
-    if messages:  # the program was compiled for several slices, and the compiler has said what crosses
+    if messages:  # the program was compiled for several slices, and the compiler has listed what crosses
         return sum(_factor(c.kind.removesuffix(BETWEEN_SLICES), domains) * c.bytes for c in messages)
     return sum(_factor(c.kind, domains) * c.bytes / (1 if c.kind in _DIRECT else joined) for c in exchanged)
 

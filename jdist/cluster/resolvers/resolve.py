@@ -65,7 +65,7 @@ _FOR_SEVERAL = (
 
 
 def unplaced(environ: Mapping[str, str]) -> None:
-    """Refuse an environment in which this process was started as one of several, and is not told where they are.
+    """Refuse an environment in which this process was started as one of several, without their addresses.
 
     It never finds a cluster.
 
@@ -81,11 +81,11 @@ def allocation(environ: Mapping[str, str]) -> None:
     A strategy of one process, in a notebook of an allocation for instance, has nothing to do with it. It never finds a cluster.
 
     Raises:
-        ClusterConfigError: a coordinator's address alone; a pod of an Indexed Job that is told nothing else, or of an MPIJob
+        ClusterConfigError: a coordinator's address alone; a pod of an Indexed Job without more variables, or of an MPIJob
             outside mpirun; an allocation of Slurm's or LSF's outside srun and blaunch.
     """
-    if (found := environment.text(environ, ADDRESS)) is not None:
-        raise refused(ADDRESS, found, f"set together with {COUNT} and {INDEX}", "Set all three, or none.")
+    if (address := environment.text(environ, ADDRESS)) is not None:
+        raise refused(ADDRESS, address, f"set together with {COUNT} and {INDEX}", "Set all three, or none.")
     index = environment.text(environ, COMPLETION_INDEX)
     if index is not None and environment.text(environ, POD) is not None:
         mend = f"Set {ADDRESS} and {COUNT} in the manifest, as configs/cluster/jobset.yaml does. {_ALONE}"
@@ -103,9 +103,9 @@ def allocation(environ: Mapping[str, str]) -> None:
 
 def _refuse_first(environ: Mapping[str, str], signs: tuple[tuple[str, str | None, str], ...]) -> None:
     for variable, alone, mend in signs:
-        found = environment.text(environ, variable)
-        if found is not None and found != alone:
-            raise refused(variable, found, "unset here" if alone is None else f"{alone} here", mend)
+        value = environment.text(environ, variable)
+        if value is not None and value != alone:
+            raise refused(variable, value, "unset here" if alone is None else f"{alone} here", mend)
 
 
 # First what somebody has written for this job, then what a launcher sets for each process, then what a platform sets on its

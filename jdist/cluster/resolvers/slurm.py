@@ -166,13 +166,13 @@ def _assigned(
             "Correct them, or srun's --ntasks.",
         )
     members: dict[str, tuple[str | None, ...]] = {}
-    own, start = ("", 0), 0
+    job, index, start = "", 0, 0
     for name in sorted(jobs):
         members[name] = tuple(addresses[start : start + jobs[name]])
         if start <= rank < start + jobs[name]:
-            own = (name, rank - start)
+            job, index = name, rank - start
         start += jobs[name]
-    return members, *own
+    return members, job, index
 
 
 ON_NODE = "SLURM_GPUS_ON_NODE"

@@ -36,24 +36,24 @@ _exchanging: set[int] = set()  # threads that wait for values of other processes
 @contextlib.contextmanager
 def awaiting(thread: int | None) -> Iterator[None]:
     """Notes that this thread waits for another one of this process, as for a batch."""
-    own = threading.get_ident()
+    waiting = threading.get_ident()
     if thread is not None:
-        _awaited[own] = thread
+        _awaited[waiting] = thread
     try:
         yield
     finally:
-        _awaited.pop(own, None)
+        _awaited.pop(waiting, None)
 
 
 @contextlib.contextmanager
 def exchanging() -> Iterator[None]:
     """Notes that this thread waits for values of other processes."""
-    own = threading.get_ident()
-    _exchanging.add(own)
+    waiting = threading.get_ident()
+    _exchanging.add(waiting)
     try:
         yield
     finally:
-        _exchanging.discard(own)
+        _exchanging.discard(waiting)
 
 
 def is_exchanging(thread: int) -> bool:
@@ -77,14 +77,14 @@ def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]
     frames = [] if frame is None else [*traceback.walk_stack(frame)]
     phase = busy or next((name for each, _ in frames if (name := _long_phase(each)) is not None), None)
     stack = [f"{each.f_code.co_filename}:{line} {each.f_code.co_name}"[-_MOST_LETTERS:] for each, line in frames]
-    own = [
+    of_program = [
         line for line, (each, _) in zip(stack, frames, strict=True) if not each.f_code.co_filename.startswith(_OTHERS)
     ]
     return {
         "phase": phase or (WAITING if waits else HOST),
         # A process that saves or evaluates and waits for the others meanwhile does not keep them waiting.
         "may_last": phase is not None and (busy is not None or not waits or phase in _ALONE),
-        "where": next(iter(own or stack), "no frame"),
+        "where": next(iter(of_program or stack), "no frame"),
         "stack": stack[:_MOST_FRAMES][::-1],
     }
 

@@ -120,11 +120,9 @@ class HardExit:
         threading.Thread(target=self._write, name="jdist-last-words", daemon=True).start()
 
     def exit(self, code: int, *last_words: Callable[[], object]) -> NoReturn:
-        """Ends the process with `code` now, without JAX's own shutdown, which would wait for the others.
+        """Ends the process with `code` after `last_words`, which get 2 s.
 
-        Args:
-            code: the exit code.
-            *last_words: what to do before; given up after 2 s.
+        JAX's own shutdown, which would wait for the other processes, is left out.
         """
         written = threading.Event()
         for words in (*last_words, sys.stdout.flush, sys.stderr.flush, written.set):

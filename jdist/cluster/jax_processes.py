@@ -50,13 +50,10 @@ def is_started() -> bool:
 def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
     """Starts JAX's runtime in this process of a cluster; returns once all have.
 
-    Args:
-        spec: the cluster.
-        bind_address: the coordinator's numeric address on process 0, None on others.
-        timeout_s: how long to wait for the others.
+    `bind_address` is the coordinator's numeric address on process 0, and None on others.
 
     Raises:
-        jax.errors.JaxRuntimeError: not all came.
+        jax.errors.JaxRuntimeError: not all came in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.

@@ -10,19 +10,12 @@ Status = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        status: "pass", "warn" (a job runs, but perhaps not as wished) or "fail" (it does not run).
-        check: its name, "ports".
-        text: the result.
-        remedy: what to do; "" for nothing.
-    """
-
-    status: Status
-    check: str
-    text: str
-    remedy: str = ""
+    status: Status  # "pass", "warn" (a job runs, but perhaps not as wished) or "fail" (it does not run)
+    check: str  # its name, "ports"
+    text: str  # the result
+    remedy: str = ""  # what to do; "" for nothing
 
 
 def passed(check: str, text: str) -> Finding:

@@ -17,12 +17,7 @@ _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL"
 
 
 def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
-    """Makes all checks, and yields each finding as soon as it is there, so that it is printed even if a later check crashes.
-
-    Args:
-        alone: leave out the checks that need the other processes of the cluster.
-        timeout_s: how long to wait for them.
-    """
+    """Makes all checks, or with `alone` those of this process, and yields each finding at once, as a later one may crash it."""
     yield from _findings("packages", machine.versions)
     yield from _findings("disk", machine.disk, Path("runs"))
     yield from _findings("shared memory", machine.memory)

@@ -29,14 +29,14 @@ def child_environment(
     attempt: int,
     devices_per_process: int | None = None,
 ) -> dict[str, str]:
-    """Makes the whole environment of one process.
+    """Makes the whole environment of one process from the launcher's own.
 
     Args:
-        environ: the launcher's own.
+        environ: the launcher's.
         task: the process; the evaluator is not among those of the cluster.
         cluster: for each job the addresses, host:port.
-        attempt: counted from 0; in JDIST_LAUNCH_ATTEMPT.
-        devices_per_process: virtual CPU devices to make; None leaves the devices as they are.
+        attempt: counted from 0.
+        devices_per_process: virtual CPU devices; None leaves the devices as they are.
     """
     variables = {name: value for name, value in environ.items() if name not in _REMOVED}
     variables["TF_CONFIG"] = json.dumps(

@@ -12,24 +12,17 @@ from jdist.launcher.exit_cause import Attempt, End, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a launch; see `launch` for those of its names.
+    """The settings of a launch; see `launch` for those of its names."""
 
-    Attributes:
-        smallest: fewest workers to go on with.
-        largest: workers to start with.
-        chief: whether the one process is the chief of a parameter server.
-        seed: of the backoff's jitter.
-    """
-
-    smallest: int
-    largest: int
+    smallest: int  # fewest workers to go on with
+    largest: int  # workers to start with
     evaluator: bool = False
-    chief: bool = False
+    chief: bool = False  # whether the one process is the chief of a parameter server
     max_restarts: int = 0
     grace_s: float = 10.0
     stop_timeout_s: float = 300.0
     regrow_s: float = 300.0
-    seed: int = 0
+    seed: int = 0  # of the backoff's jitter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,49 +89,27 @@ Plan = tuple[tuple[float, signal.Signals | None], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a launch.
+    """The state of a launch."""
 
-    Attributes:
-        settings: of the launch.
-        phase: where it stands.
-        attempt: counted from 0.
-        size: workers of this attempt, or of the next one while waiting.
-        grown: this attempt is a trial of more workers than the one before.
-        started_at: when the attempt began.
-        running: processes that are not gone yet.
-        ends: of this attempt.
-        sent: the last signal that each process was sent.
-        plan: signals still to be sent to those that are running: (time, signal), None to give up.
-        wake_at: when to start the next attempt, or to try to grow.
-        regrow_s: how long the next smaller attempt runs before it tries to grow.
-        restarts: how many were used.
-        quick: attempts in a row that failed soon after their start.
-        stop: the signal by which the user asked to stop.
-        asked_at: when that came last.
-        forced: the user asked twice.
-        history: attempts that are over.
-        exit_code: of the launcher, once it is done.
-    """
-
-    settings: Settings
-    phase: Phase = Phase.WAITING
-    attempt: int = -1
-    size: int
-    grown: bool = False
-    started_at: float = 0.0
-    running: frozenset[Task] = frozenset()
-    ends: tuple[End, ...] = ()
-    sent: Mapping[Task, signal.Signals] = field(default_factory=dict)
-    plan: Plan = ()
-    wake_at: float | None = None
-    regrow_s: float
-    restarts: int = 0
-    quick: int = 0
-    stop: signal.Signals | None = None
-    asked_at: float = 0.0
-    forced: bool = False
-    history: tuple[Attempt, ...] = ()
-    exit_code: int | None = None
+    settings: Settings  # of the launch
+    phase: Phase = Phase.WAITING  # where it stands
+    attempt: int = -1  # counted from 0
+    size: int  # workers of this attempt, or of the next one while waiting
+    grown: bool = False  # this attempt is a trial of more workers than the one before
+    started_at: float = 0.0  # when the attempt began
+    running: frozenset[Task] = frozenset()  # processes that are not gone yet
+    ends: tuple[End, ...] = ()  # of this attempt
+    sent: Mapping[Task, signal.Signals] = field(default_factory=dict)  # the last signal that each process was sent
+    plan: Plan = ()  # signals still to be sent to those that are running: (time, signal), None to give up
+    wake_at: float | None = None  # when to start the next attempt, or to try to grow
+    regrow_s: float  # how long the next smaller attempt runs before it tries to grow
+    restarts: int = 0  # how many were used
+    quick: int = 0  # attempts in a row that failed soon after their start
+    stop: signal.Signals | None = None  # the signal by which the user asked to stop
+    asked_at: float = 0.0  # when that came last
+    forced: bool = False  # the user asked twice
+    history: tuple[Attempt, ...] = ()  # attempts that are over
+    exit_code: int | None = None  # of the launcher, once it is done
 
     @property
     def due(self) -> float | None:

@@ -20,17 +20,11 @@ _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """One place in the job, as TF_CONFIG names it.
+    """One place in the job, as TF_CONFIG names it."""
 
-    Attributes:
-        type: "worker", "evaluator" or "chief"; of a server "worker" or "ps".
-        index: counted from 0 within its type.
-        serves: whether it runs `jdist serve`.
-    """
-
-    type: str
-    index: int
-    serves: bool = False
+    type: str  # "worker", "evaluator" or "chief"; of a server "worker" or "ps"
+    index: int  # counted from 0 within its type
+    serves: bool = False  # whether it runs `jdist serve`
 
     @property
     def label(self) -> str:
@@ -47,19 +41,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How one process ended.
+    """How one process ended."""
 
-    Attributes:
-        task: the process.
-        code: its exit code; minus the signal's number if a signal ended it.
-        at: seconds of the launcher's clock.
-        sent: the last signal that the launcher had sent it before.
-    """
-
-    task: Task
-    code: int
-    at: float
-    sent: signal.Signals | None = None
+    task: Task  # the process
+    code: int  # its exit code; minus the signal's number if a signal ended it
+    at: float  # seconds of the launcher's clock
+    sent: signal.Signals | None = None  # the last signal that the launcher had sent it before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,13 +226,7 @@ def _message(lines: list[str], header: int) -> int:
 
 
 def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> str:
-    """Reports a failed attempt: its guilty process, how that ended, its log, and its traceback or last lines.
-
-    Args:
-        attempt: one that failed.
-        log_of: from a process to its log file.
-        stderr: the end of the guilty process's standard error.
-    """
+    """Reports a failed attempt: its guilty process, how that ended, its log, and its traceback or last lines, from `stderr`."""
     end = attempt.guilty
     if end is None:
         return ""
@@ -262,12 +243,7 @@ def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> 
 
 
 def summary(history: Sequence[Attempt], causes: Mapping[int, str]) -> str:
-    """Reports each attempt in a line, and a crash loop; "" after only one attempt.
-
-    Args:
-        history: the attempts.
-        causes: by the number of an attempt that failed, see `cause`.
-    """
+    """Reports each attempt in a line, with its `cause` if it failed, and a crash loop; "" after only one attempt."""
     if len(history) == 1:  # its failure has been reported
         return ""
     return "\n".join([*(_line(attempt, causes) for attempt in history), *_crash_loop(history, causes)])

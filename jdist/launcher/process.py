@@ -108,15 +108,7 @@ class Stream:
 
 
 class Process:
-    """Starts a process under its guard, and reads its output.
-
-    Args:
-        task: its place in the job.
-        command: program and arguments.
-        environ: its whole environment.
-        log: where its output is kept.
-        prefixes: of the lines that are shown at standard output, and at standard error.
-        console: where they are shown.
+    """Starts a process under its guard; logs its output, and shows it with `prefixes` at standard output and error.
 
     Raises:
         OSError: the guard cannot be started.

@@ -69,12 +69,10 @@ def step(state: State, event: Event) -> tuple[State, Commands]:
 
 
 def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
-    """Computes the seconds to wait before an attempt: 1, 2, 4 ... 60, each less a random part of up to a half.
+    """Computes the seconds to wait after `quick` attempts in a row that failed soon after their start.
 
-    Args:
-        quick: attempts in a row that failed soon after their start.
-        seed: of the launcher, so that several that failed together do not restart together.
-        attempt: the one that failed.
+    They are 1, 2, 4 ... 60, each less a random part of up to a half, so that launchers (of another `seed`) that failed
+    together do not restart together.
     """
     longest = min(LONGEST_BACKOFF_S, 2.0 ** min(max(quick - 1, 0), 10))
     return longest * random.Random(f"{seed} {attempt}").uniform(0.5, 1.0)
@@ -291,12 +289,7 @@ def _names(tasks: frozenset[Task]) -> str:
 
 
 class Restarts:
-    """The servers of a parameter server: each is restarted alone, later each time.
-
-    Args:
-        tasks: the servers.
-        seed: of the backoff's jitter.
-    """
+    """The servers of a parameter server: each is restarted alone, later each time."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int):
         self.tasks, self._seed = tuple(tasks), seed

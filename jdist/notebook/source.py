@@ -30,23 +30,15 @@ class NoSource(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The source of one definition.
+    """The source of one definition."""
 
-    Attributes:
-        text: the source, decorators included.
-        at_once: names that the definition itself uses: in decorators, defaults, base classes, a class's body.
-        later: names that are used when it is called.
-        attributes: dotted names, "jax.numpy.zeros".
-        is_decorated: whether it has decorators.
-        node: the source, parsed.
-    """
-
-    text: str
+    text: str  # the source, decorators included
+    # names that the definition itself uses: in decorators, defaults, base classes, a class's body
     at_once: tuple[str, ...]
-    later: tuple[str, ...]
-    attributes: frozenset[str]
-    is_decorated: bool
-    node: ast.stmt
+    later: tuple[str, ...]  # names that are used when it is called
+    attributes: frozenset[str]  # dotted names, "jax.numpy.zeros"
+    is_decorated: bool  # whether it has decorators
+    node: ast.stmt  # the source, parsed
 
 
 def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
@@ -118,10 +110,7 @@ def _of_class(name: str, cells: Sequence[str]) -> str:
 def changes(definition: FunctionType | type, node: ast.stmt, namespace: Mapping[str, object]) -> Changes:
     """Finds the plain values that a definition has now and its source may not give.
 
-    Args:
-        definition: a function, or a class.
-        node: its source.
-        namespace: the names that its source uses, as they are now.
+    `node` is its source, `namespace` the names that this uses, as they are now.
 
     Raises:
         NoSource: a value differs from the source, and is not plain.

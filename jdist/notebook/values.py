@@ -29,12 +29,7 @@ class NotPlain(Exception):
 
 
 def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
-    """Writes a value into an .npz file.
-
-    Args:
-        file: the file.
-        value: see `PLAIN`.
-        jax_arrays: whether arrays of JAX are allowed, too; they are read as NumPy's.
+    """Writes a plain value into an .npz file, with `jax_arrays` also arrays of JAX, which are read as NumPy's.
 
     Raises:
         NotPlain: part of it is something else.

@@ -52,9 +52,7 @@ class Collective:
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled program, equal ones together, the largest first.
 
-    Args:
-        module: the program.
-        mesh_shape: devices along each mesh axis, in the order of the mesh.
+    `mesh_shape` has the devices along each mesh axis, in the order of the mesh.
     """
     totals: dict[tuple[str, str, int, int, bool], Counter[str]] = {}
     starts = _starts(module)

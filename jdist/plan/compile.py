@@ -67,21 +67,13 @@ class TooLarge:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A step that the compiler took.
+    """A step that the compiler took."""
 
-    Attributes:
-        memory: of one device.
-        bytes_moved: between a device and its memory in one call; the compiler's count, times `_loops`.
-        module: the program.
-        compile_s: seconds to lower and compile it.
-        compiled: JAX's own object.
-    """
-
-    memory: Memory
-    bytes_moved: float
-    module: Module
-    compile_s: float
-    compiled: jax.stages.Compiled
+    memory: Memory  # of one device
+    bytes_moved: float  # between a device and its memory in one call; the compiler's count, times `_loops`
+    module: Module  # the program
+    compile_s: float  # seconds to lower and compile it
+    compiled: jax.stages.Compiled  # JAX's own object
 
 
 def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:

@@ -16,40 +16,25 @@ _CALLED_SEVERAL = re.compile(r"\b(?:branch_computations|called_computations)=\{(
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: as other lines refer to it.
-        shape: of its result as XLA writes it, a tuple in parentheses.
-        opcode: "all-reduce", "fusion", ...
-        operands: names of the instructions it reads.
-        arguments: the text in the parentheses after the opcode.
-        attributes: the rest of the line.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    arguments: str
-    attributes: str
+    name: str  # as other lines refer to it
+    shape: str  # of its result as XLA writes it, a tuple in parentheses
+    opcode: str  # "all-reduce", "fusion",
+    operands: tuple[str, ...]  # names of the instructions it reads
+    arguments: str  # the text in the parentheses after the opcode
+    attributes: str  # the rest of the line
 
 
 @dataclass(kw_only=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        header: the line with its aliases and layout.
-        entry: name of the computation that a call runs.
-        computations: instructions by name, by computation.
-        roots: each computation's result.
-    """
-
-    header: str = ""
-    entry: str = ""
+    header: str = ""  # the line with its aliases and layout
+    entry: str = ""  # name of the computation that a call runs
+    # instructions by name, by computation
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
-    roots: dict[str, Instruction] = field(default_factory=dict)
+    roots: dict[str, Instruction] = field(default_factory=dict)  # each computation's result
 
     @property
     def num_devices(self) -> int:
@@ -65,19 +50,12 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Executed:
-    """An instruction and how often one call of the program runs it.
+    """An instruction and how often one call of the program runs it."""
 
-    Attributes:
-        computation: name of its computation.
-        instruction: the instruction.
-        times: how often; in a branch of a conditional as if the branch were taken.
-        certain: False in a loop whose number of trips cannot be read: `times` then takes one.
-    """
-
-    computation: str
-    instruction: Instruction
-    times: int
-    certain: bool
+    computation: str  # name of its computation
+    instruction: Instruction  # the instruction
+    times: int  # how often; in a branch of a conditional as if the branch were taken
+    certain: bool  # False in a loop whose number of trips cannot be read: `times` then takes one
 
 
 def parse(text: str) -> Module:

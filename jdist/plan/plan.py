@@ -57,11 +57,8 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
 def make_plan(config: Config, document: Document, target: Target, *, check: bool = True) -> Plan:
     """Compiles a config's step for a target and reads what it needs; on the devices themselves nothing is allocated.
 
-    Args:
-        config: the checked config.
-        document: its source.
-        target: the devices to compile for; `configure_platform` was called for it.
-        check: where the devices are here, also make one step and compare its memory with the prediction.
+    `configure_platform` was called for the target. With `check`, and devices that are here, one step is made to compare its
+    memory with the prediction.
 
     Raises:
         ConfigError: the config names something that is not there, or a global batch beyond all limits.

@@ -22,19 +22,12 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """A step with the shapes of its arguments.
+    """A step with the shapes of its arguments."""
 
-    Attributes:
-        step: the config's train step.
-        state: shapes of the state.
-        batch: shapes of the global batch of one call, over all replicas, padding and mask included.
-        flops: operations of the matrix products and convolutions of one optimiser step on one device.
-    """
-
-    step: DistributedStep
-    state: PyTree
-    batch: PyTree
-    flops: float
+    step: DistributedStep  # the config's train step
+    state: PyTree  # shapes of the state
+    batch: PyTree  # shapes of the global batch of one call, over all replicas, padding and mask included
+    flops: float  # operations of the matrix products and convolutions of one optimiser step on one device
 
     @property
     def state_bytes(self) -> int:

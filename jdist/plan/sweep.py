@@ -30,9 +30,9 @@ def plan_command(
     Args:
         config: the YAML file.
         overrides: `key=value` each.
-        target: what to compile for; `configure_platform` was called for it.
+        target: see `make_plan`.
         batches: global batches to try, in rising order; None for the config's own.
-        check: where the devices are here, compare the memory with that of a real step.
+        check: see `make_plan`.
         as_json: print JSON instead of a table.
 
     Returns:

@@ -23,17 +23,11 @@ KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The devices to compile for.
+    """The devices to compile for."""
 
-    Attributes:
-        name: the argument, "v5p:8x8x8".
-        platform: "tpu", "cpu" or "gpu".
-        count: number of devices; None for all that are here, or for a TPU, whose topology has it.
-    """
-
-    name: str
-    platform: str
-    count: int | None = None
+    name: str  # the argument, "v5p:8x8x8"
+    platform: str  # "tpu", "cpu" or "gpu"
+    count: int | None = None  # number of devices; None for all that are here, or for a TPU, whose topology has it
 
     @property
     def is_here(self) -> bool:
@@ -69,12 +63,7 @@ def parse_target(name: str) -> Target:
 
 
 def configure_platform(target: Target, section: PlatformSection) -> None:
-    """Configures JAX before it starts: virtual CPU devices, or no wait for an accelerator.
-
-    Args:
-        target: the devices to compile for; they replace `cpu_devices` of the config's `platform`.
-        section: the config's `platform`.
-    """
+    """Configures JAX before it starts, by a config's `platform` section, with the target's number of virtual CPU devices."""
     if target.platform == "gpu":
         apply_platform(section.model_copy(update={"cpu_devices": None}))
     elif "jax" not in sys.modules or not _started_with(target):
@@ -118,14 +107,7 @@ def find_target_devices(target: Target) -> tuple[Device, ...]:
 def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **options: Any) -> Strategy:
     """Makes a config's strategy on a target's devices instead of those that it would find.
 
-    Args:
-        target: the devices to compile for.
-        devices: the same.
-        name: the strategy.
-        **options: of that strategy; those that name devices are left out.
-
-    Returns:
-        The strategy; where the devices are not here, one that can only be compiled for.
+    Options that name devices are left out. Where the devices are not here, the strategy can only be compiled for.
 
     Raises:
         StrategyError: the strategy cannot be built on chosen devices, or an option is not right.

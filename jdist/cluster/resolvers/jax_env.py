@@ -87,16 +87,7 @@ def workers_spec(
 ) -> ClusterSpec:
     """Make the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`.
 
-    Args:
-        environ: for the GPUs in JAX_LOCAL_DEVICE_IDS.
-        resolver: the spec's `resolver`.
-        addresses: of all workers.
-        index: of this one.
-        jobs_from: of the addresses.
-        count_from: of the number of workers.
-        index_from: of the index.
-        gpus: see `chosen_devices`.
-        gpus_from: see `chosen_devices`.
+    The GPUs are those of `chosen_devices`, by default `gpus`.
     """
     devices, devices_from = chosen_devices(environ, gpus, gpus_from)
     return ClusterSpec(
@@ -154,13 +145,8 @@ def chosen_devices(
 ) -> tuple[tuple[int, ...] | None, dict[str, str]]:
     """Take the GPUs from JAX_LOCAL_DEVICE_IDS ("0,1"), else the default.
 
-    Args:
-        environ: the environment.
-        default: None: all.
-        default_from: the variable of the default, if it has one.
-
     Returns:
-        The numbers, None for all; and the spec's `origins` of them.
+        The numbers, None for all; and the spec's `origins` of them, with `default_from` for the default.
 
     Raises:
         ClusterConfigError: something other than whole numbers, or one twice.

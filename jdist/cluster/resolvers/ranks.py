@@ -23,31 +23,19 @@ from jdist.cluster.spec import ClusterSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables in which a launcher gives each rank its place.
+    """The variables in which a launcher gives each rank its place."""
 
-    Attributes:
-        name: the launcher, for messages.
-        count: number of ranks.
-        rank: which of them this is.
-        local_count: number of ranks on this host.
-        local_rank: which of these this is.
-        command: how to hand a variable on to all ranks.
-        jobs: the first of them that is set gives process 0's port, another one for each job of a host.
-        resolver: the spec's `resolver`.
-        needs_local: whether it always sets both local variables.
-        shows_all: whether its ranks all see the same GPUs, also where a variable says which.
-    """
-
-    name: str
-    count: str
-    rank: str
-    local_count: str
-    local_rank: str
-    command: str
+    name: str  # the launcher, for messages
+    count: str  # number of ranks
+    rank: str  # which of them this is
+    local_count: str  # number of ranks on this host
+    local_rank: str  # which of these this is
+    command: str  # how to hand a variable on to all ranks
+    # the first of them that is set gives process 0's port, another one for each job of a host
     jobs: tuple[str, ...] = ("PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
-    resolver: str = "mpi"
-    needs_local: bool = False
-    shows_all: bool = False
+    resolver: str = "mpi"  # the spec's `resolver`
+    needs_local: bool = False  # whether it always sets both local variables
+    shows_all: bool = False  # whether its ranks all see the same GPUs, also where a variable says which
 
     def is_there(self, environ: Mapping[str, str]) -> bool:
         """Whether it has started this process; not if srun has, whose variables also say where process 0 is."""
@@ -67,7 +55,7 @@ def ranked(
 
     Args:
         environ: the environment.
-        launcher: whose variables are read.
+        launcher: names the variables.
         first: finds the address of process 0 and its variables, None if it is not known; called only where the ranks are on
             several hosts and JAX_COORDINATOR_ADDRESS is not set.
 

@@ -182,16 +182,11 @@ _NONE = ("-1", "NoDevFiles")  # they stand for no GPU
 
 
 def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
-    """The numbers of this task's GPUs among those that it sees, and their variables.
-
-    Args:
-        environ: the environment.
-        tasks: number of tasks on this node.
-        local: this task's number among them.
+    """Share the GPUs of this node among its `tasks`, of which this is number `local`.
 
     Returns:
-        None for all that it sees: it is alone, or Slurm has shown each task its own, or there is none. Otherwise an equal
-        share.
+        The numbers of this task's GPUs among those that it sees, and their variables; None for all that it sees, where it is
+        alone, or Slurm has shown each task its own, or there is none.
 
     Raises:
         ClusterConfigError: all tasks see all GPUs, and their number cannot be shared equally.

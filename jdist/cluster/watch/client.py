@@ -32,21 +32,14 @@ _BROKEN = "its connection broke: it was killed, or has crashed"
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who this process is, and where it finds process 0.
+    """Who this process is, and where it finds process 0."""
 
-    Attributes:
-        process: its index.
-        addresses: of all processes, by index, "host:port"; None: process 0 sees where it comes from.
-        host: process 0's host.
-        port: the port that process 0 watches on.
-        token: shared by all processes of the job; "" for none.
-    """
-
-    process: int
+    process: int  # its index
+    # of all processes, by index, "host:port"; None: process 0 sees where it comes from
     addresses: tuple[str | None, ...]
-    host: str
-    port: int
-    token: str
+    host: str  # process 0's host
+    port: int  # the port that process 0 watches on
+    token: str  # shared by all processes of the job; "" for none
 
     def label(self, process: int) -> str:
         """A process for people: its number, and its address if that is known."""

@@ -17,10 +17,7 @@ Message = dict[str, Any]
 class Exchanges:
     """The exchanges that a process takes part in: each says a value under a key, and hears everyone's.
 
-    Any thread may say, hear and forget.
-
-    Args:
-        send: sends a message to process 0.
+    Any thread may say, hear and forget. `send` sends a message to process 0.
     """
 
     def __init__(self, send: Callable[[Message], None]):

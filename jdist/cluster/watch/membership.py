@@ -43,66 +43,41 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A process that has come.
+    """A process that has come."""
 
-    Attributes:
-        address: its address.
-        heard_s: when it was last heard of.
-        step: the step in its last beat.
-        waits_s, patience_s: how long it has waited for others at that step, and how long that may be.
-        place: its phase and stack; None until it has answered the last "where".
-        passed: the last step after which it went on, sent once all are to stop; it goes past no other until it knows
-            when to stop.
-        left: whether its program has come to an end.
-        gone: whether it has parted from the others.
-    """
-
-    address: str
-    heard_s: float
-    step: int = 0
-    waits_s: float = 0.0
+    address: str  # its address
+    heard_s: float  # when it was last heard of
+    step: int = 0  # the step in its last beat
+    waits_s: float = 0.0  # how long it has waited for others at that step, and how long that may be
     patience_s: float = math.inf
-    place: Message | None = None
+    place: Message | None = None  # its phase and stack; None until it has answered the last "where"
+    # the last step after which it went on, sent once all are to stop; it goes past no other until it knows when to
+    # stop
     passed: int | None = None
-    left: bool = False
-    gone: bool = False
+    left: bool = False  # whether its program has come to an end
+    gone: bool = False  # whether it has parted from the others
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """The state of the job, as process 0 knows it.
+    """The state of the job, as process 0 knows it."""
 
-    Attributes:
-        count: number of processes.
-        silence_s: a process that was not heard of for so long is lost.
-        start_by_s: by when all have to come.
-        awake_s: when process 0 itself was last seen to run.
-        members: the processes that have come.
-        values: of each open exchange, the values by process.
-        forgotten: prefixes of keys, and the processes that take no part in such exchanges any more; until nobody does.
-        stopping: why all are to stop; None if nobody wishes it.
-        stop_at: the step after which they do; None until all have sent which one they passed.
-        asked_s: when all were asked where they are.
-        lost: the process that was lost first; all ends with it.
-        given_up: whether not all came in time.
-        refused: which connections were refused and why, each once.
-        misnumbered: whether one was started for a job of another size: a restart would end the same.
-    """
-
-    count: int
-    silence_s: float
-    start_by_s: float
-    awake_s: float
-    members: Mapping[int, Member] = field(default_factory=dict)
+    count: int  # number of processes
+    silence_s: float  # a process that was not heard of for so long is lost
+    start_by_s: float  # by when all have to come
+    awake_s: float  # when process 0 itself was last seen to run
+    members: Mapping[int, Member] = field(default_factory=dict)  # the processes that have come
+    # of each open exchange, the values by process
     values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    # prefixes of keys, and the processes that take no part in such exchanges any more; until nobody does
     forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    stopping: str | None = None
-    stop_at: int | None = None
-    asked_s: float = -math.inf
-    lost: int | None = None
-    given_up: bool = False
-    refused: tuple[str, ...] = ()
-    misnumbered: bool = False
+    stopping: str | None = None  # why all are to stop; None if nobody wishes it
+    stop_at: int | None = None  # the step after which they do; None until all have sent which one they passed
+    asked_s: float = -math.inf  # when all were asked where they are
+    lost: int | None = None  # the process that was lost first; all ends with it
+    given_up: bool = False  # whether not all came in time
+    refused: tuple[str, ...] = ()  # which connections were refused and why, each once
+    misnumbered: bool = False  # whether one was started for a job of another size: a restart would end the same
 
     @property
     def absent(self) -> list[int]:

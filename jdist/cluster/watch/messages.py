@@ -42,10 +42,7 @@ class Reader:
 class Connection:
     """A socket that never blocks: unsent bytes are kept until the other end takes them in.
 
-    Args:
-        connection: the socket.
-        most_bytes: the longest message that is received.
-        most_unsent_bytes: how much is kept for the other end; it has to read, or is given up.
+    It receives messages of at most `most_bytes`, and gives up an end that leaves more than `most_unsent_bytes` unread.
     """
 
     def __init__(self, connection: socket.socket, *, most_bytes: int, most_unsent_bytes: int):

@@ -33,14 +33,9 @@ class _Peer(Connection):
 
 
 class WatchServer:
-    """Receives the processes' messages, and sends the answers of the membership.
+    """Receives the messages of `count` processes, and sends the answers of the membership.
 
-    Args:
-        server: a socket that listens.
-        count: how many processes there are.
-        silence_s: a process that was not heard of for so long is lost.
-        start_timeout_s: how long to wait until all have come.
-        token: what a hello must show.
+    `server` is a listening socket; each hello must have the `token`. For the times see `Watch`.
     """
 
     def __init__(self, server: socket.socket, count: int, *, silence_s: float, start_timeout_s: float, token: str):

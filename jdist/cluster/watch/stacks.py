@@ -62,12 +62,7 @@ def is_exchanging(thread: int) -> bool:
 
 
 def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]:
-    """Describes what a thread does, for JSON.
-
-    Args:
-        thread: its identifier.
-        busy: the argument of `Runtime.busy`, if the program is busy.
-        waits: whether it waits for other processes.
+    """Describes what a thread does, for JSON; `busy` is the argument of `Runtime.busy`.
 
     Returns:
         `phase`, in words; `may_last`, whether that may take long; `where`, the innermost frame of the program's own code;

@@ -120,16 +120,9 @@ def _parse(part: str) -> Failure:
     match = _FORM.fullmatch(part)
     points = {point.value: point for point in Point}
     if match is None or match[3] not in points or match[4] not in _ACTIONS or match[5] == "0":
-        raise refused(
-            VARIABLE,
-            part,
-            "process=N:POINT:kill or process=N:POINT:stop (or term), then @n for the nth time",
-            f"POINT is one of {', '.join(points)}.",
-        )
+        allowed = "process=N:POINT:kill or process=N:POINT:stop (or term), then @n for the nth time"
+        raise refused(VARIABLE, part, allowed, f"POINT is one of {', '.join(points)}.")
+    process, attempt, point, action, nth = match.groups()
     return Failure(
-        process=int(match[1]),
-        attempt=int(match[2] or 0),
-        point=points[match[3]],
-        signal=_ACTIONS[match[4]],
-        nth=int(match[5] or 1),
+        process=int(process), attempt=int(attempt or 0), point=points[point], signal=_ACTIONS[action], nth=int(nth or 1)
     )

@@ -32,12 +32,9 @@ def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
     if port is None and coordinator_port < 65535:
         return coordinator_port + 1
     if port is None or port == coordinator_port:
-        raise refused(
-            WATCH_PORT,
-            port,
-            f"a port from 1 to 65535 other than the coordinator's, {coordinator_port}",
-            "jdist watches the processes on a port of its own; without the variable it is the one after the coordinator's.",
-        )
+        allowed = f"a port from 1 to 65535 other than the coordinator's, {coordinator_port}"
+        mend = "jdist watches the processes on a port of its own; without the variable it is the one after the coordinator's."
+        raise refused(WATCH_PORT, port, allowed, mend)
     return port
 
 

@@ -280,11 +280,7 @@ def start(
 ) -> Runtime:
     """Joins this process to its cluster; a second call with the same cluster returns the same, with the times of the first.
 
-    Args:
-        spec: the cluster.
-        timeout_s: a process that is not heard of for so long is lost; this one then ends, with exit code 75.
-        start_timeout_s: how long to wait until all processes have come.
-        progress_timeout_s: how long processes wait for one that is alive and does not go on; see `CommunicationOptions`.
+    For the times see `CommunicationOptions`.
 
     Raises:
         ClusterTimeoutError: not all came in time.

@@ -183,11 +183,11 @@ def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str 
     checked: dict[str, tuple[str | None, ...]] = {}
     for name, addresses in jobs.items():
         if name not in JOBS:
-            mend = f"Rename the job.{did_you_mean(name, JOBS)}"
-            raise refused(origin, name, f"one of {', '.join(JOBS)}", mend, field="job")
+            rename = f"Rename the job.{did_you_mean(name, JOBS)}"
+            raise refused(origin, name, f"one of {', '.join(JOBS)}", rename, field="job")
         if not isinstance(addresses, list | tuple):
-            mend = f'Write ["{name}0:2222", ...].'
-            raise refused(origin, addresses, f"a list of addresses {ALLOWED}", mend, field=name)
+            write = f'Write ["{name}0:2222", ...].'
+            raise refused(origin, addresses, f"a list of addresses {ALLOWED}", write, field=name)
         for i, address in enumerate(addresses):
             _check_address(address, f"{name}[{i}]", origin)
         checked[name] = tuple(addresses)
@@ -242,20 +242,20 @@ def _check_task(
 ) -> None:
     """Checks that this process is one of the cluster's; an evaluator may be left out of it."""
     if task_type not in JOBS:
-        mend = f"Say which job this process is.{did_you_mean(task_type, JOBS)}"
-        raise refused(type_from, task_type, f"one of {', '.join(JOBS)}", mend, field="task_type")
+        say = f"Say which job this process is.{did_you_mean(task_type, JOBS)}"
+        raise refused(type_from, task_type, f"one of {', '.join(JOBS)}", say, field="task_type")
     index = as_int(task_index, least=0)
     if index is None:
-        mend = "Number each job's tasks from 0."
-        raise refused(index_from, task_index, "a whole number of at least 0", mend, field="task_index")
+        number = "Number each job's tasks from 0."
+        raise refused(index_from, task_index, "a whole number of at least 0", number, field="task_index")
     job = str(task_type)
     tasks = len(jobs.get(job, ()))
     if job == "evaluator" and not tasks:
         tasks = 1
     if not tasks:
         there = ", ".join(name for name, addresses in jobs.items() if addresses)
-        mend = "Add this process's own address to the cluster, or correct its type."
-        raise refused(type_from, task_type, f"a job of the cluster, which has {there}", mend, field="task_type")
+        add = "Add this process's own address to the cluster, or correct its type."
+        raise refused(type_from, task_type, f"a job of the cluster, which has {there}", add, field="task_type")
     if index >= tasks:
         allowed = f"from 0 to {tasks - 1}, as the cluster has {tasks} {job}"
         mend = "Add this process's own address to the cluster, or correct the index."

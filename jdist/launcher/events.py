@@ -91,12 +91,12 @@ Plan = tuple[tuple[float, signal.Signals | None], ...]
 class State:
     """The state of a launch."""
 
-    settings: Settings  # of the launch
+    settings: Settings
     phase: Phase = Phase.WAITING  # where it stands
     attempt: int = -1  # counted from 0
     size: int  # workers of this attempt, or of the next one while waiting
     grown: bool = False  # this attempt is a trial of more workers than the one before
-    started_at: float = 0.0  # when the attempt began
+    started_at: float = 0.0  # of the attempt
     running: frozenset[Task] = frozenset()  # processes that are not gone yet
     ends: tuple[End, ...] = ()  # of this attempt
     sent: Mapping[Task, signal.Signals] = field(default_factory=dict)  # the last signal that each process was sent

@@ -28,25 +28,15 @@ _MESSAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Collectives of a program that are alike.
+    """Collectives of a program that are alike."""
 
-    Attributes:
-        kind: "all-reduce", "all-gather", ...; "all-reduce between slices" for messages over the data-centre network.
-        axes: the mesh axes of the exchange; "?" if the groups are not those of any axes.
-        groups: number of groups of devices that exchange among themselves.
-        group_size: devices in a group.
-        count: runs in one call of the program, loop trips included.
-        bytes: payload of all `count` together on one device: the operand of a reduction, the result of a gather.
-        certain: False in a loop whose number of trips cannot be read; one trip is then counted.
-    """
-
-    kind: str
-    axes: str
-    groups: int
-    group_size: int
-    count: int
-    bytes: int
-    certain: bool
+    kind: str  # "all-reduce", "all-gather", ...; "all-reduce between slices" for messages over the data-centre network
+    axes: str  # the mesh axes of the exchange; "?" if the groups are not those of any axes
+    groups: int  # number of groups of devices that exchange among themselves
+    group_size: int  # devices in a group
+    count: int  # runs in one call of the program, loop trips included
+    bytes: int  # payload of all `count` together on one device: the operand of a reduction, the result of a gather
+    certain: bool  # False in a loop whose number of trips cannot be read; one trip is then counted
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:

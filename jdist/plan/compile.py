@@ -23,23 +23,14 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one device for a step, in bytes.
+    """The memory of one device for a step, in bytes."""
 
-    Attributes:
-        arguments: state, batch and token.
-        outputs: new state, metrics and token.
-        aliased: part of the outputs that takes the place of donated arguments.
-        temporaries: activations, gradients, buffers of collectives.
-        code: the program itself; 0 where the compiler does not say.
-        host: arguments, outputs and temporaries in the host's memory.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-    host: int
+    arguments: int  # state, batch and token
+    outputs: int  # new state, metrics and token
+    aliased: int  # part of the outputs that takes the place of donated arguments
+    temporaries: int  # activations, gradients, buffers of collectives
+    code: int  # the program itself; 0 where the compiler does not say
+    host: int  # arguments, outputs and temporaries in the host's memory
 
     @property
     def total(self) -> int:
@@ -50,19 +41,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class TooLarge:
-    """The compiler's refusal of a step that does not fit.
+    """The compiler's refusal of a step that does not fit."""
 
-    Attributes:
-        message: its first sentence.
-        needed: bytes it would need; None if the message does not say.
-        available: bytes there are; None if the message does not say.
-        partly: whether `needed` leaves out arguments and results, and is temporaries alone.
-    """
-
-    message: str
-    needed: int | None
-    available: int | None
-    partly: bool
+    message: str  # its first sentence
+    needed: int | None  # bytes it would need; None if the message does not say
+    available: int | None  # bytes there are; None if the message does not say
+    partly: bool  # whether `needed` leaves out arguments and results, and is temporaries alone
 
 
 @dataclass(frozen=True, kw_only=True)

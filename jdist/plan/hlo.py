@@ -20,7 +20,7 @@ class Instruction:
 
     name: str  # as other lines refer to it
     shape: str  # of its result as XLA writes it, a tuple in parentheses
-    opcode: str  # "all-reduce", "fusion",
+    opcode: str  # "all-reduce"
     operands: tuple[str, ...]  # names of the instructions it reads
     arguments: str  # the text in the parentheses after the opcode
     attributes: str  # the rest of the line

@@ -25,31 +25,18 @@ _DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # nothing i
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """The maker's figures of a chip; peaks, not measurements.
+    """The maker's figures of a chip; peaks, not measurements."""
 
-    Attributes:
-        name: "v5p", "H100", ...
-        kinds: JAX's names of the device.
-        hbm_bytes: memory.
-        hbm_bytes_per_s: its bandwidth.
-        flops_per_s: dense bfloat16.
-        link_bytes_per_s: of a chip to others of its domain, one way, over all its links together.
-        domain_chips: most chips that these links join; beyond it there is the network.
-        network_bytes_per_s: of a chip over the network; None: nothing is published.
-        host_bytes_per_s: between a chip and its host, each way; None: nothing is published.
-        source: of the figures.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    hbm_bytes: int
-    hbm_bytes_per_s: float
-    flops_per_s: float
-    link_bytes_per_s: float
-    domain_chips: int
-    network_bytes_per_s: float | None
-    host_bytes_per_s: float | None
-    source: str
+    name: str  # "v5p"
+    kinds: tuple[str, ...]  # JAX's names of the device
+    hbm_bytes: int  # memory
+    hbm_bytes_per_s: float  # its bandwidth
+    flops_per_s: float  # dense bfloat16
+    link_bytes_per_s: float  # of a chip to others of its domain, one way, over all its links together
+    domain_chips: int  # most chips that these links join; beyond it there is the network
+    network_bytes_per_s: float | None  # of a chip over the network; None: nothing is published
+    host_bytes_per_s: float | None  # between a chip and its host, each way; None: nothing is published
+    source: str  # of the figures
 
 
 def load_chips() -> dict[str, Chip]:
@@ -86,21 +73,13 @@ def chip_of(device_kind: str) -> Chip | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The modelled times on one number of chips.
+    """The modelled times on one number of chips."""
 
-    Attributes:
-        chips: how many, one replica each.
-        device_s: time of the chip's own work, seconds.
-        exchange_s: time of communication; None where the network's figure is not published.
-        host_s: time of copies between the chip and its host; None where the link's figure is not published.
-        bound: the limit of the computation, "compute" or "memory".
-    """
-
-    chips: int
-    device_s: float
-    exchange_s: float | None
-    host_s: float | None
-    bound: str
+    chips: int  # how many, one replica each
+    device_s: float  # time of the chip's own work, seconds
+    exchange_s: float | None  # time of communication; None where the network's figure is not published
+    host_s: float | None  # time of copies between the chip and its host; None where the link's figure is not published
+    bound: str  # the limit of the computation, "compute" or "memory"
 
     @property
     def step_s(self) -> float | None:

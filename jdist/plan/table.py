@@ -115,7 +115,7 @@ def show(plan: Plan) -> str:
         lines += ["", section.title]
         lines += [f"  {line}" for line in [*(_aligned(rows) if rows else ()), *section.notes]]
     if plan.memory is not None:
-        lines += ["", _compiled(plan)]
+        lines += ["", f"compiled in {plan.compile_s:.1f} s"]
     return "\n".join(lines)
 
 
@@ -127,7 +127,7 @@ def show_html(plan: Plan) -> str:
         parts.append(
             table(section.rows, header=section.header, title=section.title) + (paragraph(notes) if notes else "")
         )
-    return "".join(parts) + (paragraph(_compiled(plan)) if plan.memory is not None else "")
+    return "".join(parts) + (paragraph(f"compiled in {plan.compile_s:.1f} s") if plan.memory is not None else "")
 
 
 def _sections(plan: Plan) -> list[_Section]:
@@ -135,10 +135,6 @@ def _sections(plan: Plan) -> list[_Section]:
         return [_memory(plan)]
     checks = [_checks(plan)] if plan.checks else []
     return [_memory(plan), _work(plan), _collectives(plan), _model(plan), *checks]
-
-
-def _compiled(plan: Plan) -> str:
-    return f"compiled in {plan.compile_s:.1f} s"
 
 
 def show_sweep(plans: Sequence[Plan]) -> str:
@@ -244,7 +240,9 @@ def _model(plan: Plan) -> _Section:
     rows = []
     for e in plan.estimates:
         times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.device_s)]
-        bound = max(times, key=lambda named: named[1] or 0.0)[0]
+        bound, _ = max(times, key=lambda named: named[1] or 0.0)
+        if e.step_s is None:
+            bound = "no public figure of the " + ("network" if e.exchange_s is None else "host's link")
         exchange, host, step = ("?" if s is None else duration(s) for s in (e.exchange_s, e.host_s, e.step_s))
         rows.append(
             (
@@ -254,7 +252,7 @@ def _model(plan: Plan) -> _Section:
                 host,
                 step,
                 "?" if e.exchange_share is None else f"{e.exchange_share:.1%}",
-                bound if e.step_s is not None else "no public figure of the " + _unknown(e),
+                bound,
             )
         )
     formula = textwrap.wrap(roofline.FORMULA, 108)
@@ -275,10 +273,6 @@ def _model(plan: Plan) -> _Section:
 def _host_link(plan: Plan) -> str:
     link = None if plan.chip is None else plan.chip.host_bytes_per_s
     return "" if link is None or not plan.host_bytes else f", to the host {link / 1e9:,.0f} GB/s each way"
-
-
-def _unknown(estimate: roofline.Estimate) -> str:
-    return "network" if estimate.exchange_s is None else "host's link"
 
 
 def _checks(plan: Plan) -> _Section:

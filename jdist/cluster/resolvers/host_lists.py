@@ -122,12 +122,9 @@ def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
     if sum(slots.values()) == 1 or (len(slots) == 1 and written_task == "1"):
         return None  # perhaps the job's own program
     if set(slots.values()) != {1}:
-        raise refused(
-            LSF_HOSTS,
-            listed,
-            "hosts of one slot each, as LSF does not say how many tasks blaunch has started",
-            f'Ask for them by bsub -R "span[ptile=1]", or set {ADDRESS}, {COUNT} and {INDEX} for each task.',
-        )
+        allowed = "hosts of one slot each, as LSF does not say how many tasks blaunch has started"
+        mend = f'Ask for them by bsub -R "span[ptile=1]", or set {ADDRESS}, {COUNT} and {INDEX} for each task.'
+        raise refused(LSF_HOSTS, listed, allowed, mend)
     hosts = list(slots)
     task = environment.needed(environ, _LSF_TASK, _LSF_MEND, least=1)
     if task > len(hosts):

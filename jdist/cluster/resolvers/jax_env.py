@@ -35,19 +35,11 @@ def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
     """
     if environment.text(environ, COUNT) is None and environment.text(environ, INDEX) is None:
         return None
-    return counted(
-        environ,
-        resolver="jax_env",
-        coordinator=environment.address(environ, ADDRESS),
-        address_variable=ADDRESS,
-        count_variable=COUNT,
-        index_variable=INDEX,
-    )
+    return counted(environ, "jax_env", environment.address(environ, ADDRESS), ADDRESS, COUNT, INDEX)
 
 
 def counted(
     environ: Mapping[str, str],
-    *,
     resolver: str,
     coordinator: str | None,
     address_variable: str,

@@ -54,23 +54,10 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     if not is_set(POD):
         return None
     if is_set(COUNT) or is_set(INDEX):
-        return counted(
-            environ,
-            resolver="kubernetes",
-            coordinator=environment.address(environ, ADDRESS),
-            address_variable=ADDRESS,
-            count_variable=COUNT,
-            index_variable=next(filter(is_set, (INDEX, COMPLETION_INDEX, WORKER)), INDEX),
-        )
+        index_variable = next(filter(is_set, (INDEX, COMPLETION_INDEX, WORKER)), INDEX)
+        return counted(environ, "kubernetes", environment.address(environ, ADDRESS), ADDRESS, COUNT, index_variable)
     if all(map(is_set, (_HOST, _PORT, _COUNT, _INDEX))):
-        return counted(
-            environ,
-            resolver="kubernetes",
-            coordinator=_joined(environ),
-            address_variable=_HOST,
-            count_variable=_COUNT,
-            index_variable=_INDEX,
-        )
+        return counted(environ, "kubernetes", _joined(environ), _HOST, _COUNT, _INDEX)
     return None
 
 
@@ -111,11 +98,4 @@ def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
         if (wrong := host_problem(leader)) is not None:
             raise refused(LEADER, leader, "the leader's host", wrong)
         coordinator = join(leader, chosen_port(environ, LEADER_PORT, "")[0])
-    return counted(
-        environ,
-        resolver="leader_worker_set",
-        coordinator=coordinator,
-        address_variable=LEADER,
-        count_variable=GROUP_SIZE,
-        index_variable=WORKER,
-    )
+    return counted(environ, "leader_worker_set", coordinator, LEADER, GROUP_SIZE, WORKER)

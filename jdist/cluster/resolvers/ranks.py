@@ -115,13 +115,9 @@ def _first(
     if (rank_0 := first()) is not None:
         address, address_from = rank_0
         return address, (address_from, launcher.count)
-    raise refused(
-        ADDRESS,
-        None,
-        f"the address of rank 0, host:port, as the ranks are on several hosts and {launcher.name} does not tell which is "
-        "rank 0's",
-        f"Say where rank 0 runs: {launcher.command}.",
-    )
+    why = f"the ranks are on several hosts and {launcher.name} does not tell which is rank 0's"
+    allowed = f"the address of rank 0, host:port, as {why}"
+    raise refused(ADDRESS, None, allowed, f"Say where rank 0 runs: {launcher.command}.")
 
 
 def _one_gpu(
@@ -134,11 +130,7 @@ def _one_gpu(
     if visible is not None and not (launcher.shows_all and len(visible.split(",")) >= (local_count or 2)):
         return None
     if local_count is None and environment.text(environ, DEVICES) is None:
-        raise refused(
-            launcher.local_count,
-            None,
-            f"the number of ranks on this host: {launcher.local_rank} alone does not tell whether a rank has all GPUs of its "
-            "host or one of them",
-            f"Set it, or {DEVICES} to the indices of each rank's GPUs.",
-        )
+        why = f"{launcher.local_rank} alone does not tell whether a rank has all GPUs of its host or one of them"
+        mend = f"Set it, or {DEVICES} to the indices of each rank's GPUs."
+        raise refused(launcher.local_count, None, f"the number of ranks on this host: {why}", mend)
     return (local_index,)

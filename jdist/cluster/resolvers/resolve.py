@@ -93,12 +93,8 @@ def allocation(environ: Mapping[str, str]) -> None:
     _refuse_first(environ, _FOR_SEVERAL)
     listed = environment.text(environ, LSF_HOSTS)
     if listed is not None and len(lsf_slots(listed)) > 1:
-        raise refused(
-            LSF_HOSTS,
-            listed,
-            "one host here",
-            f"Start one process on each host by blaunch, or by jsrun or mpirun. {_ALONE}",
-        )
+        start = f"Start one process on each host by blaunch, or by jsrun or mpirun. {_ALONE}"
+        raise refused(LSF_HOSTS, listed, "one host here", start)
 
 
 def _refuse_first(environ: Mapping[str, str], signs: tuple[tuple[str, str | None, str], ...]) -> None:

@@ -62,13 +62,9 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
         return None
     components = environment.number(environ, HET_SIZE, "Slurm sets it.") or 1
     if components > 1:
-        raise refused(
-            HET_SIZE,
-            components,
-            "1: in a step of a heterogeneous job Slurm's lists have the tasks of one component only",
-            f"In each task set {ADDRESS}=HOST:PORT to where {RANK} is 0, {COUNT} to the number of all tasks, and "
-            f"{INDEX}=${RANK}.",
-        )
+        allowed = "1: in a step of a heterogeneous job Slurm's lists have the tasks of one component only"
+        at, count = f"{ADDRESS}=HOST:PORT to where {RANK} is 0", f"{COUNT} to the number of all tasks"
+        raise refused(HET_SIZE, components, allowed, f"In each task set {at}, {count}, and {INDEX}=${RANK}.")
     nodes = expand_nodes(listed, NODES)
     tasks, tasks_from = _tasks_per_node(environ, len(nodes))
     rank = environment.index(environ, RANK, sum(tasks), tasks_from, _MEND)
@@ -119,9 +115,8 @@ def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[in
     variable = next((name for name in TASKS_PER_NODE if environment.text(environ, name) is not None), None)
     if variable is None:
         if count != num_nodes:
-            raise refused(
-                TASKS_PER_NODE[0], None, f"there, as {NODES} has {num_nodes} nodes for {count_from}={count}", _MEND
-            )
+            allowed = f"there, as {NODES} has {num_nodes} nodes for {count_from}={count}"
+            raise refused(TASKS_PER_NODE[0], None, allowed, _MEND)
         return [1] * num_nodes, count_from
     listed = environ[variable]
     tasks = expand_tasks(listed, variable)
@@ -159,12 +154,8 @@ def _assigned(
         return {"worker": tuple(addresses)}, "worker", rank
     wrong = [name for name in jobs if name not in JOBS]
     if wrong or sum(jobs.values()) != len(addresses) or min(jobs.values()) < 0:
-        raise refused(
-            "jobs",
-            dict(jobs),
-            f"numbers of tasks of {', '.join(sorted(JOBS))} that add up to the step's {len(addresses)}",
-            "Correct them, or srun's --ntasks.",
-        )
+        allowed = f"numbers of tasks of {', '.join(sorted(JOBS))} that add up to the step's {len(addresses)}"
+        raise refused("jobs", dict(jobs), allowed, "Correct them, or srun's --ntasks.")
     members: dict[str, tuple[str | None, ...]] = {}
     job, index, start = "", 0, 0
     for name in sorted(jobs):
@@ -203,12 +194,10 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
     if len(seen) < on_node:
         return None, None
     if on_node % tasks:
-        raise refused(
-            ON_NODE,
-            on_node,
-            f"a multiple of the {tasks} tasks of this node, which all see all its GPUs ({visible}={environ[visible][:80]})",
-            "Start as many tasks as there are GPUs, or one a node, or give each its own by srun --gpus-per-task=1.",
-        )
+        shown = f"{visible}={environ[visible][:80]}"
+        allowed = f"a multiple of the {tasks} tasks of this node, which all see all its GPUs ({shown})"
+        mend = "Start as many tasks as there are GPUs, or one a node, or give each its own by srun --gpus-per-task=1."
+        raise refused(ON_NODE, on_node, allowed, mend)
     share = on_node // tasks
     return tuple(range(local * share, (local + 1) * share)), f"{ON_NODE}, SLURM_LOCALID"
 

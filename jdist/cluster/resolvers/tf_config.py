@@ -42,28 +42,18 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     if not isinstance(config, dict):
         raise refused(VARIABLE, source, "a JSON object", f"Write {_EXAMPLE}.")
     if "sparseCluster" in config:
-        raise refused(
-            VARIABLE,
-            config["sparseCluster"],
-            "absent: all workers must be known",
-            "Set `enableDynamicWorker: false` in the TFJob.",
-            field="sparseCluster",
-        )
+        disable = "Set `enableDynamicWorker: false` in the TFJob."
+        value = config["sparseCluster"]
+        raise refused(VARIABLE, value, "absent: all workers must be known", disable, field="sparseCluster")
     cluster, task = config.get("cluster"), config.get("task")
     if cluster in (None, {}) and task in (None, {}):
         if (job := next((job for job in JOBS if job in config), None)) is not None:
-            raise refused(
-                VARIABLE, config[job], "inside of `cluster`, beside which `task` is", f"Write {_EXAMPLE}.", field=job
-            )
+            allowed = "inside of `cluster`, beside which `task` is"
+            raise refused(VARIABLE, config[job], allowed, f"Write {_EXAMPLE}.", field=job)
         return None
     if cluster in (None, {}):
-        raise refused(
-            VARIABLE,
-            cluster,
-            "there, as `task` is",
-            "Name every process; to train in one process alone, unset TF_CONFIG.",
-            field="cluster",
-        )
+        name = "Name every process; to train in one process alone, unset TF_CONFIG."
+        raise refused(VARIABLE, cluster, "there, as `task` is", name, field="cluster")
     if not isinstance(cluster, dict):
         raise refused(VARIABLE, cluster, "an object from job to addresses", f"Write {_EXAMPLE}.", field="cluster")
     if not isinstance(task, dict):
@@ -121,9 +111,8 @@ def _tasks(job: str, tasks: Any) -> Any:
     for i in range(len(by_index)):
         if i not in by_index:
             there = ", ".join(map(str, sorted(by_index)[:6]))
-            raise refused(
-                VARIABLE, None, f"there, as the tasks are {there}", "Number the tasks from 0.", field=f"{job}[{i}]"
-            )
+            allowed = f"there, as the tasks are {there}"
+            raise refused(VARIABLE, None, allowed, "Number the tasks from 0.", field=f"{job}[{i}]")
     return [by_index[i] for i in range(len(by_index))]
 
 

@@ -61,14 +61,8 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
         return environment.text(environ, name)
 
     if text(TORCHRUN.local_rank) is None and text(NODE_RANK) is not None:  # RANK is then a node's as well
-        return counted(
-            environ,
-            resolver="torchrun",
-            coordinator=environment.address(environ, ADDRESS) or _address(environ, NODES_HOST, NODES_PORT),
-            address_variable=NODES_HOST,
-            count_variable=NODES,
-            index_variable=NODE_RANK,
-        )
+        coordinator = environment.address(environ, ADDRESS) or _address(environ, NODES_HOST, NODES_PORT)
+        return counted(environ, "torchrun", coordinator, NODES_HOST, NODES, NODE_RANK)
     # Scripts set all but the rank for a whole job, whose tasks something else starts.
     if text(TORCHRUN.rank) is None and text(AGENT) is None:
         return None
@@ -77,13 +71,11 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     if text(TORCHRUN.count) == "1":
         tasks = next((value for name in COUNTS if (value := text(name)) is not None), "1")
         if text(AGENT) is not None and text(STEP_NODES) is not None and tasks != "1":
-            raise refused(
-                TORCHRUN.count,
-                1,
-                f"{tasks} or more here, as srun has started torchrun {tasks} times",
+            mend = (
                 f"Give torchrun --nnodes={tasks} and --rdzv-endpoint=HOST:PORT, or start python by srun without it. To train "
-                f"apart in each, use another strategy (mirrored), or unset {STEP_NODES}.",
+                f"apart in each, use another strategy (mirrored), or unset {STEP_NODES}."
             )
+            raise refused(TORCHRUN.count, 1, f"{tasks} or more here, as srun has started torchrun {tasks} times", mend)
         return None
     if not TORCHRUN.is_there(environ):
         return None
@@ -98,12 +90,9 @@ def _rank_0(environ: Mapping[str, str]) -> tuple[str, str] | None:
         return None
     local_count = environment.text(environ, TORCHRUN.local_count)
     if split(address)[0] in _LOOPBACK and local_count is not None:
-        raise refused(
-            HOST,
-            environ[HOST],
-            f"an address that all hosts reach, as {local_count} of the {environ[TORCHRUN.count]} ranks are on this one",
-            "Give torchrun --master-addr, the name of the first host.",
-        )
+        count = environ[TORCHRUN.count]
+        allowed = f"an address that all hosts reach, as {local_count} of the {count} ranks are on this one"
+        raise refused(HOST, environ[HOST], allowed, "Give torchrun --master-addr, the name of the first host.")
     return address, f"{HOST}, {PORT}"
 
 

@@ -321,8 +321,8 @@ class Watch:
                 case {"type": "welcome", "addresses": list(addresses)}:
                     self._addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
-                    text = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
-                    self._no_start = ClusterError(text)
+                    refusal = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
+                    self._no_start = ClusterError(refusal)
                 case {"type": "absent", "processes": list(absent), "refused": list(refused)}:
                     names = ", ".join(map(self.identity.label, absent))
                     came = f" But {'; '.join(map(str, refused))}." if refused else ""

@@ -45,14 +45,13 @@ class Outgoing(NamedTuple):
 class Member:
     """A process that has come."""
 
-    address: str  # its address
+    address: str
     heard_s: float  # when it was last heard of
     step: int = 0  # the step in its last beat
     waits_s: float = 0.0  # how long it has waited for others at that step, and how long that may be
     patience_s: float = math.inf
     place: Message | None = None  # its phase and stack; None until it has answered the last "where"
-    # the last step after which it went on, sent once all are to stop; it goes past no other until it knows when to
-    # stop
+    # the last step that it went past, sent once all are to stop; then it waits at the next until it knows when
     passed: int | None = None
     left: bool = False  # whether its program has come to an end
     gone: bool = False  # whether it has parted from the others
@@ -66,7 +65,7 @@ class Membership:
     silence_s: float  # a process that was not heard of for so long is lost
     start_by_s: float  # by when all have to come
     awake_s: float  # when process 0 itself was last seen to run
-    members: Mapping[int, Member] = field(default_factory=dict)  # the processes that have come
+    members: Mapping[int, Member] = field(default_factory=dict)  # that have come
     # of each open exchange, the values by process
     values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     # prefixes of keys, and the processes that take no part in such exchanges any more; until nobody does

@@ -179,7 +179,8 @@ def _ratio(base_batch: int, global_batch: int) -> float:
 
 def _times(value: Any, factor: float, *, rule: str) -> Any:
     if callable(value):
-        return lambda count: value(count) * factor
+        schedule: optax.Schedule = value
+        return lambda count: schedule(count) * factor
     rate = as_real(value)
     if rate is None:
         raise ScalingError(_no_rate(rule, value))

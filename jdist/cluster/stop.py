@@ -197,14 +197,12 @@ def preemption(
     in_main = threading.current_thread() is threading.main_thread()
     # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
-    before: dict[signal.Signals, Any] = (
-        {each: signal.signal(each, stop._handle) for each in _SIGNALS} if in_main else {}
-    )
+    before: dict[signal.Signals, Any] = {each: signal.signal(each, stop._handle) for each in _SIGNALS if in_main}
     _handlers.append(before)
-    work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(stop._listen, (reader, before_fd))]
+    threads = [threading.Thread(target=stop._listen, args=(reader, before_fd), name="jdist-preemption", daemon=True)]
     if watcher is not None:
-        work.append((stop._poll, (watcher, writer)))
-    threads = [threading.Thread(target=run, args=args, name="jdist-preemption", daemon=True) for run, args in work]
+        poll = threading.Thread(target=stop._poll, args=(watcher, writer), name="jdist-preemption", daemon=True)
+        threads.append(poll)
     for thread in threads:
         thread.start()
     try:

@@ -51,23 +51,14 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How one attempt ended.
+    """How one attempt ended."""
 
-    Attributes:
-        number: counted from 0.
-        size: number of workers.
-        duration_s: from its start until all its processes were gone.
-        ends: in the order of time.
-        guilty: the end that explains the others; None if nothing failed.
-        outcome: "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more).
-    """
-
-    number: int
-    size: int
-    duration_s: float
-    ends: tuple[End, ...]
-    guilty: End | None
-    outcome: str
+    number: int  # counted from 0
+    size: int  # number of workers
+    duration_s: float  # from its start until all its processes were gone
+    ends: tuple[End, ...]  # in the order of time
+    guilty: End | None  # the end that explains the others; None if nothing failed
+    outcome: str  # "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more)
 
 
 class Kind(enum.IntEnum):

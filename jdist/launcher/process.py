@@ -141,9 +141,10 @@ class Process:
                 raise
         assert self._guard.stdout is not None
         assert self._guard.stderr is not None
+        out_prefix, error_prefix = prefixes
         self.streams = [
-            Stream(self._guard.stdout.fileno(), Lines(), sys.stdout, prefixes[0], is_error=False),
-            Stream(self._guard.stderr.fileno(), Lines(), sys.stderr, prefixes[1], is_error=True),
+            Stream(self._guard.stdout.fileno(), Lines(), sys.stdout, out_prefix, is_error=False),
+            Stream(self._guard.stderr.fileno(), Lines(), sys.stderr, error_prefix, is_error=True),
         ]
         for stream in self.streams:
             os.set_blocking(stream.pipe, False)

@@ -57,7 +57,6 @@ class CompiledStep:
     bytes_moved: float  # between a device and its memory in one call; the compiler's count, times `_loops`
     module: Module  # the program
     compile_s: float  # seconds to lower and compile it
-    compiled: jax.stages.Compiled  # JAX's own object
 
 
 def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
@@ -89,7 +88,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
     )
     cost: Any = compiled.cost_analysis()
     moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
-    return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s, compiled=compiled)
+    return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s)
 
 
 def too_large(message: str) -> TooLarge:

@@ -12,7 +12,7 @@ A global batch is what one update sees: the rows of all replicas and of all micr
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 import optax
@@ -179,7 +179,7 @@ def _ratio(base_batch: int, global_batch: int) -> float:
 
 def _times(value: Any, factor: float, *, rule: str) -> Any:
     if callable(value):
-        schedule: optax.Schedule = value
+        schedule = cast(optax.Schedule, value)
         return lambda count: schedule(count) * factor
     rate = as_real(value)
     if rate is None:

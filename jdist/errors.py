@@ -133,7 +133,7 @@ class PeerLostError(ClusterError):
     Attributes:
         process: its index.
         address: where it was, "host:port".
-        last_step: the last step that any process told of.
+        last_step: the last step that any process reported.
         cause: how that was noticed, as a clause.
         places: where one keeps the others waiting: of each process its `process`, `step`, `phase` and `stack`.
     """

@@ -1,7 +1,7 @@
 """Scaling rules: hyperparameters that were tuned at one global batch, for another; and the warm-up that goes with them.
 
-More replicas usually mean a larger global batch. Its gradient has less noise, so a step may be larger; how much larger, the
-rules say, each for an optimiser: `linear` for SGD, `square_root` where the linear rule is too much, `adam` for Adam. All
+More replicas usually mean a larger global batch. Its gradient has less noise, so a step may be larger. Each rule says how
+much larger, for an optimiser: `linear` for SGD, `square_root` where the linear rule is too much, `adam` for Adam. All
 of them count in *examples*: k times the batch makes a k-th of the steps in an epoch. None holds for any batch; the guide
 `docs/learning_rate.md` says when each does.
 
@@ -12,8 +12,7 @@ A global batch is what one update sees: the rows of all replicas and of all micr
 from __future__ import annotations
 
 import math
-import numbers
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 import optax
@@ -26,7 +25,7 @@ Rate = TypeVar("Rate", float, optax.Schedule)
 
 
 def linear(value: Rate, *, base_batch: int, global_batch: int) -> Rate:
-    """The learning rate of SGD for another batch, by the linear scaling rule: k times the batch, k times the rate.
+    """Scales SGD's learning rate to another batch by the linear rule: k times the batch, k times the rate.
 
     Args:
         value: the learning rate at `base_batch`: a number or a schedule.
@@ -49,7 +48,7 @@ def linear(value: Rate, *, base_batch: int, global_batch: int) -> Rate:
 
 
 def square_root(value: Rate, *, base_batch: int, global_batch: int) -> Rate:
-    """The learning rate for another batch by the square root rule: the noise of an update stays what it was.
+    """Scales a learning rate to another batch by the square root rule: the noise of an update stays the same.
 
     Args:
         value: the learning rate at `base_batch`: a number or a schedule.
@@ -80,7 +79,7 @@ def adam(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """Adam's hyperparameters for another batch: with k times the batch its averages span as many examples as before.
+    """Scales Adam's hyperparameters to another batch: its averages span as many examples as before.
 
     Args:
         learning_rate: at `base_batch`: a number or a schedule.
@@ -107,7 +106,8 @@ def adam(
     ratio = _ratio(base_batch, global_batch)
     decays = {"b1": b1, "b2": b2}
     for name, decay in decays.items():
-        if not (isinstance(decay, numbers.Real) and 0 <= decay < 1):
+        number = as_real(decay)
+        if number is None or not 0 <= number < 1:
             raise ScalingError(
                 f"jdist.scaling.adam: `{name}` is {decay!r}; it must be a number of at least 0 and below 1."
             )
@@ -126,10 +126,10 @@ def adam(
 
 
 def gradual_warmup(value: float | optax.Schedule, *, steps: int, init_value: float = 0.0) -> optax.Schedule:
-    """A schedule that begins low: in `steps` equal increments from `init_value` up to `value`, which it then follows.
+    """Makes a schedule that rises in `steps` equal increments from `init_value` to `value`, which it then follows.
 
-    A large rate at the very start, where the parameters change fast, is what the scaling rules do worst with. The schedule
-    that follows is not moved: its step 30 is the run's step 30, and the way up ends at what it has at `steps`.
+    The scaling rules fail first at the very start, where the parameters change fast and a large rate does harm. The schedule
+    that follows is not moved: its step 30 is the run's step 30, and the warm-up ends at its value at `steps`.
 
     Args:
         value: a number, or any schedule of optax.
@@ -178,8 +178,9 @@ def _ratio(base_batch: int, global_batch: int) -> float:
 
 
 def _times(value: Any, factor: float, *, rule: str) -> Any:
-    if _is_schedule(value):
-        return lambda count: value(count) * factor
+    if callable(value):
+        schedule = cast(optax.Schedule, value)
+        return lambda count: schedule(count) * factor
     rate = as_real(value)
     if rate is None:
         raise ScalingError(_no_rate(rule, value))
@@ -188,7 +189,3 @@ def _times(value: Any, factor: float, *, rule: str) -> Any:
 
 def _no_rate(rule: str, value: Any) -> str:
     return f"jdist.scaling.{rule}: the value is {value!r}; it must be a number, or a schedule: a function of the step."
-
-
-def _is_schedule(value: Any) -> TypeGuard[optax.Schedule]:
-    return callable(value)

@@ -1,4 +1,4 @@
-"""Several processes as threads of one, for tests: what they tell each other goes through the real hub, without sockets."""
+"""Several processes as threads of one, for tests: their messages go through the real membership, without sockets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import math
 import threading
 
-from jdist.cluster.watch import membership as hubs
+from jdist.cluster.watch import membership
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.membership import Hub
+from jdist.cluster.watch.membership import Membership
 
 DEADLINE_S = 30
 
@@ -18,21 +18,24 @@ class Network:
     """Exchanges of `count` processes.
 
     Attributes:
-        hub: what process 0 keeps.
+        state: what process 0 keeps.
         exchanges: each process's own.
     """
 
     def __init__(self, count):
-        self.hub, self._lock = Hub(count=count, silence_s=math.inf, start_by_s=math.inf, awake_s=0.0), threading.Lock()
+        self.state, self._lock = (
+            Membership(count=count, silence_s=math.inf, start_by_s=math.inf, awake_s=0.0),
+            threading.Lock(),
+        )
         for process in range(count):
-            self.hub, _ = hubs.joined(self.hub, process, f"host{process}:1", 0.0)
-        self.exchanges = [Exchanges(functools.partial(self.tell, process)) for process in range(count)]
+            self.state, _ = membership.join(self.state, process, f"host{process}:1", 0.0)
+        self.exchanges = [Exchanges(functools.partial(self.send, process)) for process in range(count)]
 
-    def tell(self, process, message):
+    def send(self, process, message):
         """A message of a process to process 0, and what follows from it."""
         with self._lock:
-            self.hub, tells = hubs.heard(self.hub, process, json.loads(json.dumps(message)), 0.0)
-            for to, answer in tells:
+            self.state, outgoing = membership.receive(self.state, process, json.loads(json.dumps(message)), 0.0)
+            for to, answer in outgoing:
                 for exchanges in self.exchanges if to is None else [self.exchanges[to]]:
                     if answer["type"] in ("values", "void"):
                         exchanges.take(answer)
@@ -40,7 +43,7 @@ class Network:
     def beat(self):
         """Every process tells what it has forgotten, as each does once in a while."""
         for exchanges in self.exchanges:
-            exchanges.tell_forgotten()
+            exchanges.send_forgotten()
 
 
 def run(count, program):

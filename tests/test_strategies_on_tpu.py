@@ -18,9 +18,8 @@ from tpu_steps import (
     transformer_step,
 )
 
-from jdist.plan.collectives import collectives
+from jdist.plan.collectives import collectives, host_copies
 from jdist.plan.hlo import parse
-from jdist.plan.host import host_copies
 from jdist.plan.target import find_target_devices, parse_target, strategy_on
 
 pytestmark = pytest.mark.skipif(

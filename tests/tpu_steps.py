@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 
 import jdist
-from jdist.plan.collectives import collectives
+from jdist.plan.collectives import collectives, host_copies
 from jdist.plan.hlo import parse
-from jdist.plan.host import host_copies
 from jdist.tasks import digits
 from jdist.tasks.transformer import Block
 

@@ -14,8 +14,7 @@ from jdist.callbacks.rows_file import RowsFile
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.checkpointer import Restored
-from jdist.cluster.agree import together
-from jdist.cluster.runtime import alone
+from jdist.cluster.runtime import alone, together
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError

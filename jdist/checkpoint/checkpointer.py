@@ -34,9 +34,8 @@ from jdist.checkpoint.folder import Damaged, open_shared
 from jdist.checkpoint.pieces import Held
 from jdist.checkpoint.save import Job, save_together
 from jdist.cluster import failpoints
-from jdist.cluster.agree import together
 from jdist.cluster.failpoints import Point
-from jdist.cluster.runtime import Runtime, alone
+from jdist.cluster.runtime import Runtime, alone, together
 from jdist.core.host_sharded import is_spread
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.static_leaves import pack, unpack

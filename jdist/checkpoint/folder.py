@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from jdist.cluster.agree import together
-from jdist.cluster.runtime import Runtime
+from jdist.cluster.runtime import Runtime, together
 from jdist.errors import CheckpointError, ClusterError
 
 FORMAT = 1

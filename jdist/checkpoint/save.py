@@ -17,9 +17,8 @@ from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.pieces import Held, Piece, write_pieces
 from jdist.cluster import failpoints
-from jdist.cluster.agree import together
 from jdist.cluster.failpoints import Point
-from jdist.cluster.runtime import Runtime
+from jdist.cluster.runtime import Runtime, together
 from jdist.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""The command `jdist`: finds the subcommand, and turns what it raises into a line and an exit code."""
+"""The command `jdist`: finds the subcommand, and turns its errors into a line and an exit code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from jdist.cli.doctor import doctor
-from jdist.cli.launch import launch
-from jdist.cli.plan import plan
-from jdist.cli.run import run
-from jdist.cli.runs import runs
-from jdist.cli.serve import serve
-from jdist.cli.sweep import sweep
+from jdist.cli.configs import plan, run, runs, sweep
+from jdist.cli.processes import doctor, launch, serve
 from jdist.cluster import exit_status
 from jdist.errors import ConfigError, JDistError
 from jdist.support.suggest import did_you_mean
@@ -30,18 +25,11 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "doctor": doctor,
 }
-_FLAGS_ANYWHERE = ("run", "sweep", "runs", "plan")  # what follows `launch` belongs to another program
+_FLAGS_ANYWHERE = ("run", "sweep", "runs", "plan")  # the arguments of `launch` belong to another program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: what follows `jdist`; those of the process if None.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command line, or the arguments after `jdist`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         code = _dispatch(arguments)
@@ -61,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Hand a known subcommand its arguments; refuse an unknown one; list the subcommands without one."""
+    """Calls a known subcommand; refuses an unknown one; lists the subcommands without one."""
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
         if name in _FLAGS_ANYWHERE:
@@ -81,14 +69,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def flags_last(arguments: Sequence[str], command: Callable[..., int]) -> list[str]:
-    """Arguments in the order that argparse takes: it wants all that have no name in one piece.
+    """Sorts arguments for argparse: first all without a name, in one piece, then the flags, each with its value.
 
-    Args:
-        arguments: of the command.
-        command: by its signature, a flag that is true or false has no value, and any other one has.
-
-    Returns:
-        All without a name first, then the flags, each with its value.
+    By the signature of `command` a flag that is true or false has no value, and any other has one.
 
     Example:
         >>> def plan(config, overrides, *, topology, json=False): ...

@@ -1,8 +1,8 @@
 """Many processes as one job: finding the cluster, joining it, watching it.
 
 Start at `spec.ClusterSpec`, which `resolvers` read from the environment, and at `runtime.Runtime`, this
-process's part in the job. `watch` says who is alive and where; `stop` ends all after the same step;
-`exit_status` is what a launcher learns.
+process's part in the job. `watch` knows which processes are alive and where they are; `stop` ends all after
+the same step; `exit_status` is what a launcher reads.
 
 May import: support, errors.
 """
@@ -11,20 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jdist.cluster.resolvers.host_lists import lsf, sagemaker, skypilot
 from jdist.cluster.resolvers.jax_env import jax_env
 from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
-from jdist.cluster.resolvers.lsf import lsf
-from jdist.cluster.resolvers.manual import simple, union
-from jdist.cluster.resolvers.mpi import mpi
-from jdist.cluster.resolvers.open_mpi import open_mpi
-from jdist.cluster.resolvers.resolve import DEFAULT, Resolver, resolve
-from jdist.cluster.resolvers.sagemaker import sagemaker
-from jdist.cluster.resolvers.skypilot import skypilot
+from jdist.cluster.resolvers.mpi import mpi, open_mpi
+from jdist.cluster.resolvers.resolve import DEFAULT, Resolver, resolve, simple, union
 from jdist.cluster.resolvers.slurm import slurm
-from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.cluster.resolvers.tf_config import tf_config, vertex
 from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
-from jdist.cluster.resolvers.vertex import vertex
 from jdist.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -57,11 +52,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "launch":  # lazily: whoever looks for its cluster starts none
+    if name == "launch":  # lazily: reading the cluster needs no launcher
         from jdist.launcher.launch import launch
 
         return launch
-    if name == "preemption":  # and imports no JAX
+    if name == "preemption":  # and no JAX
         from jdist.cluster.stop import preemption
 
         return preemption

@@ -10,6 +10,8 @@ from jdist.errors import ClusterConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_.])?")
 _PORT = re.compile(r"[0-9]{1,5}")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 ALLOWED = "host:port, with a port from 1 to 65535"
 
 
@@ -34,11 +36,11 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def same_for(address: str) -> tuple[str, int]:
-    """What is equal for two spellings of one valid address, as far as that shows without looking names up.
+def normalized(address: str) -> tuple[str, int]:
+    """Normalises a valid address, so that two spellings of it are equal; names are not looked up.
 
     Example:
-        >>> same_for("[::1]:22") == same_for("[0:0::1]:0022"), same_for("N1:22")
+        >>> normalized("[::1]:22") == normalized("[0:0::1]:0022"), normalized("N1:22")
         (True, ('n1', 22))
     """
     host, port = split(address)
@@ -46,7 +48,7 @@ def same_for(address: str) -> tuple[str, int]:
 
 
 def problem(address: str) -> str | None:
-    """What keeps a text from being an address `host:port`, as a sentence; None if nothing does.
+    """Says how to mend a text that is not an address `host:port`; None if it is one.
 
     Example:
         >>> problem("n1:2222"), problem("grpc://n1:2222")
@@ -66,7 +68,7 @@ def problem(address: str) -> str | None:
 
 
 def host_problem(host: str) -> str | None:
-    """What keeps a text from being a host: a name, an IPv4 address or an IPv6 address without brackets."""
+    """Says what keeps a text from being a host: a name, an IPv4 address or an IPv6 address without brackets."""
     if ":" in host:
         try:
             ipaddress.IPv6Address(host)
@@ -78,31 +80,24 @@ def host_problem(host: str) -> str | None:
     return None
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-
-
 def refused(variable: str, value: object, allowed: str, mend: str, *, field: str | None = None) -> ClusterConfigError:
-    """The error that says what is wrong, which value it is, what is allowed and how to mend it.
+    """Makes the error for a value that is not allowed.
 
     Args:
         variable: the environment variable or argument that holds the value.
-        value: what was found; None if nothing was.
+        value: the value; None if it is not set.
         allowed: what it must be, as the end of a sentence.
         mend: what to do, a sentence.
         field: the part of the variable that holds the value; None if it is the variable itself.
-
-    Returns:
-        The error, to be raised.
 
     Example:
         >>> str(refused("SLURM_PROCID", "x", "a whole number", "Set it by srun."))
         "SLURM_PROCID is 'x'; it must be a whole number. Set it by srun."
     """
     where = variable if field is None else f"{variable}: `{field}`"
-    found = "is not set" if value is None else f"is {_SHORT.repr(value)}"
+    state = "is not set" if value is None else f"is {_SHORT.repr(value)}"
     return ClusterConfigError(
-        f"{where} {found}; it must be {allowed}. {mend}",
+        f"{where} {state}; it must be {allowed}. {mend}",
         variable=variable,
         field=variable if field is None else field,
         value=value,

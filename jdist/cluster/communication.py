@@ -1,4 +1,4 @@
-"""How the processes of a synchronous job talk to each other."""
+"""`CommunicationOptions`: all-reduce between processes, and the limits of their silence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Implementation = Literal["auto", "ring", "nccl"]
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """How gradients are all-reduced between processes, and how long a process may be silent.
+    """Sets how gradients are all-reduced between processes, and how long a process may be silent.
 
     Attributes:
         bytes_per_pack: gradients are sent in packs of at least so many bytes, so that the first may go while the last
             is still computed; 0: in one.
-        timeout_s: a process that was not heard of for so long is lost, and all others end, with exit code 75. Also how long
+        timeout_s: a process that was not heard of for so long is lost, and all others end, with exit code 75; also how long
             others may wait for a process whose program has ended. Python code must not hold the interpreter's lock so long.
         start_timeout_s: how long to wait until all processes have come.
         progress_timeout_s: how long processes wait for one that is alive and does not come to the same step, as its data loader
@@ -73,12 +73,11 @@ class CommunicationOptions:
 
     @property
     def timeouts(self) -> dict[str, Any]:
-        """Those that `runtime.start` takes."""
-        progress_timeout_s = math.inf if self.progress_timeout_s is None else self.progress_timeout_s
+        """The keywords of `runtime.start`."""
         return {
             "timeout_s": self.timeout_s,
             "start_timeout_s": self.start_timeout_s,
-            "progress_timeout_s": progress_timeout_s,
+            "progress_timeout_s": math.inf if self.progress_timeout_s is None else self.progress_timeout_s,
         }
 
 

@@ -1,4 +1,4 @@
-"""Reading single environment variables. One that is blank counts as not set, as most launchers mean it."""
+"""Values of single environment variables. A blank one counts as not set, as most launchers mean it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from jdist.cluster.address import ALLOWED, problem, refused
 
 TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in nobody without it
-ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # how often `jdist launch` has started this job before
+ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # attempts of `jdist launch` before this one
 RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
@@ -18,14 +18,14 @@ def text(environ: Mapping[str, str], variable: str) -> str | None:
     return environ.get(variable, "").strip() or None
 
 
-def whole_number(found: str) -> int | None:
+def whole_number(digits: str) -> int | None:
     """The number that a text of digits holds; None if it is anything else ("1.0", "-1", "1_000").
 
     Example:
         >>> whole_number("07"), whole_number("-1")
         (7, None)
     """
-    return int(found) if _DIGITS.fullmatch(found) else None
+    return int(digits) if _DIGITS.fullmatch(digits) else None
 
 
 def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0) -> int | None:
@@ -34,12 +34,12 @@ def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
     Raises:
         ClusterConfigError: it holds something else, or a number below `least`.
     """
-    found = text(environ, variable)
-    if found is None:
+    written = text(environ, variable)
+    if written is None:
         return None
-    value = whole_number(found)
+    value = whole_number(written)
     if value is None or value < least:
-        raise refused(variable, found, f"a whole number of at least {least}", mend)
+        raise refused(variable, written, f"a whole number of at least {least}", mend)
     return value
 
 
@@ -52,15 +52,7 @@ def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
 
 
 def index(environ: Mapping[str, str], variable: str, count: int, count_from: str, mend: str) -> int:
-    """A number from 0 to `count` - 1 in a variable that must be set.
-
-    Args:
-        environ: the environment.
-        variable: which variable.
-        count: how many there are.
-        count_from: where that number is from, for the message.
-        mend: what to do when it is wrong.
-    """
+    """The number from 0 to `count` - 1 in a variable that must be set; `count_from` is the variable of `count`."""
     value = needed(environ, variable, mend)
     if value >= count:
         raise refused(variable, value, f"from 0 to {count - 1}, as {count_from} says that there are {count}", mend)
@@ -69,18 +61,18 @@ def index(environ: Mapping[str, str], variable: str, count: int, count_from: str
 
 def address(environ: Mapping[str, str], variable: str) -> str | None:
     """The address `host:port` in a variable; None if it is not set."""
-    found = text(environ, variable)
-    if found is not None and (wrong := problem(found)) is not None:
-        raise refused(variable, found, ALLOWED, wrong)
-    return found
+    written = text(environ, variable)
+    if written is not None and (wrong := problem(written)) is not None:
+        raise refused(variable, written, ALLOWED, wrong)
+    return written
 
 
 def port(environ: Mapping[str, str], variable: str) -> int | None:
     """The port in a variable; None if it is not set."""
-    found = text(environ, variable)
-    if found is None:
+    written = text(environ, variable)
+    if written is None:
         return None
-    value = whole_number(found)
+    value = whole_number(written)
     if value is None or not 1 <= value <= 65535:
-        raise refused(variable, found, "a port from 1 to 65535", "Choose one that is free on the host of process 0.")
+        raise refused(variable, written, "a port from 1 to 65535", "Choose one that is free on the host of process 0.")
     return value

@@ -1,11 +1,16 @@
-"""The exit codes by which a process of a job tells the launcher, or a cluster's scheduler, how it ended."""
+"""The end of a process: its exit code, by which launchers and schedulers learn how it ended, and ways to end it at once."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import queue
 import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 from jdist.errors import (
     CheckpointError,
@@ -28,11 +33,12 @@ USAGE = 2  # what was asked for is not right; trying again leads to the same
 PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h: another process was lost, failed or did not come; nothing was saved since
 INTERRUPTED = 130  # 128 + SIGINT: saved and left
 PREEMPTED = 143  # 128 + SIGTERM: saved and left
+_LAST_WORDS_S = 2.0  # then a process ends without them: nobody reads the pipe, or the disk is gone
 _LOST = (PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError)
 
 
 def of(error: BaseException) -> int:
-    """The code of a program that an error ends.
+    """Maps an error that ends a program to the program's exit code.
 
     Example:
         >>> of(PeerFailedError("process 1: no such key", exit_code=USAGE)), of(OSError("disk gone"))
@@ -53,6 +59,12 @@ def of(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
+def of_uncaught(error: BaseException) -> int:
+    """Maps an uncaught exception to an exit code: `USAGE` is 1 here, as Python itself gives no other code."""
+    code = of(error)
+    return FAILED if code == USAGE else code
+
+
 def _cannot_write(error: BaseException | None) -> bool:
     """Whether an error, or what led to it, says that a disk takes nothing more."""
     while error is not None:
@@ -66,38 +78,30 @@ _notes: list[str] = []
 
 
 def unfinished(why: str) -> None:
-    """Notes that the program ends before its work is done.
-
-    Args:
-        why: as a clause, for logs.
-    """
+    """Notes that the program ends before its work is done; `why` is a clause."""
     _notes.append(why)
 
 
 def failed(code: int) -> None:
-    """Notes that the program ends with an error that it has reported itself: here, and in its cluster if it is in one.
-
-    Args:
-        code: its exit code.
-    """
+    """Notes, here and in the cluster, that the program ends with an error that it has reported itself."""
     unfinished(f"exit code {code}")
     runtime = sys.modules.get("jdist.cluster.runtime")  # importing it here would start JAX only to end
     if runtime is not None and (cluster := runtime.started()) is not None:
         cluster.failed(code)
 
 
+def is_finished() -> bool:
+    """Whether there is no note, and no exception has reached the interpreter."""
+    return not _notes and getattr(sys, "last_value", None) is None
+
+
 def is_interactive() -> bool:
-    """Whether errors before the end say nothing of the end: in a notebook or a Python shell."""
+    """Whether this is a notebook or a Python shell, where an earlier error says nothing of the end."""
     return bool(sys.flags.interactive) or getattr(sys, "ps1", None) is not None
 
 
-def end_with(code: int, error: BaseException | None) -> None:
-    """At the end of a program: if that error has ended it, ends it with a code that Python would not give.
-
-    Args:
-        code: the code.
-        error: which; None: nothing is done.
-    """
+def exit_if_uncaught(error: BaseException | None, code: int) -> None:
+    """Ends the process with `code` if that error has ended the program; for `atexit`, where Python itself exits with 1."""
     if error is not None and getattr(sys, "last_value", None) is error and not is_interactive():
         logging.shutdown()
         sys.stdout.flush()
@@ -105,6 +109,32 @@ def end_with(code: int, error: BaseException | None) -> None:
         os._exit(code)
 
 
-def is_finished() -> bool:
-    """Whether nothing speaks against it: no note, and no exception that has reached the interpreter."""
-    return not _notes and getattr(sys, "last_value", None) is None
+class HardExit:
+    """Ends the process from any thread, whatever the others hold or wait for.
+
+    Its own thread writes the last words, and is started at once: at the end of a program, Python starts no more.
+    """
+
+    def __init__(self) -> None:
+        self._words: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="jdist-last-words", daemon=True).start()
+
+    def exit(self, code: int, *last_words: Callable[[], object]) -> NoReturn:
+        """Ends the process with `code` after `last_words`, which get 2 s.
+
+        JAX's own shutdown, which would wait for the other processes, is left out.
+        """
+        written = threading.Event()
+        for words in (*last_words, sys.stdout.flush, sys.stderr.flush, written.set):
+            self._words.put(words)
+        written.wait(_LAST_WORDS_S)
+        os._exit(code)
+
+    def close(self) -> None:
+        """Ends the thread, where nothing is left to be ended."""
+        self._words.put(None)
+
+    def _write(self) -> None:
+        while (words := self._words.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed, full, gone: the next may still be written
+                words()

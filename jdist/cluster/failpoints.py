@@ -1,4 +1,4 @@
-"""Named points at which a test kills or stops a process; nothing happens at them unless an environment variable says so.
+"""Failpoints: named points at which a test kills or stops a process, by an environment variable.
 
     JDIST_FAILPOINTS="process=1:step=after:kill@3; process=0:save=in:stop; process=1:attempt=1:restore=before:kill"
 
@@ -28,14 +28,14 @@ _FORM = re.compile(r"process=(\d+):(?:attempt=(\d+):)?([a-z]+=[a-z]+):([a-z]+)(?
 class Point(enum.Enum):
     """A point that a process comes past."""
 
-    BEFORE_CONNECT = "connect=before"  # of the line to process 0
-    IN_CONNECT = "connect=in"  # connected, and has not said who it is
+    BEFORE_CONNECT = "connect=before"  # to process 0
+    IN_CONNECT = "connect=in"  # connected, no hello sent yet
     AFTER_CONNECT = "connect=after"  # all have come
     BEFORE_INIT = "init=before"  # of JAX's runtime
     IN_INIT = "init=in"  # JAX's processes know each other, their devices are not there yet
     AFTER_INIT = "init=after"
     BEFORE_STEP = "step=before"
-    IN_STEP = "step=in"  # dispatched, and perhaps still computed
+    IN_STEP = "step=in"  # dispatched, and perhaps still computing
     AFTER_STEP = "step=after"
     BEFORE_SAVE = "save=before"
     IN_SAVE = "save=in"
@@ -43,7 +43,7 @@ class Point(enum.Enum):
     BEFORE_RESTORE = "restore=before"
     IN_RESTORE = "restore=in"
     AFTER_RESTORE = "restore=after"
-    AT_END = "end=before"  # the program has come to its end, the others do not know yet
+    AT_END = "end=before"  # the program is at its end, the others do not know yet
     IN_END = "end=in"  # all have come to their end
     # Of a parameter server's worker:
     BEFORE_PUSH = "push=before"  # computed, and nothing sent
@@ -52,20 +52,12 @@ class Point(enum.Enum):
     AFTER_COMMIT = "commit=after"  # committed on all servers, and not reported
     # Of a parameter server:
     IN_SNAPSHOT = "snapshot=in"  # it has taken its part, and nobody has read it
-    IN_REPLACE = "replace=in"  # told to begin anew, and has not
+    IN_REPLACE = "replace=in"  # asked to begin anew, and has not
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What happens to a process at a point.
-
-    Attributes:
-        process: its index.
-        attempt: of the job, from 0.
-        point: where.
-        signal: what it sends to itself.
-        nth: when it comes there for the nth time, from 1.
-    """
+    """A signal that a process sends to itself when it comes to a point for the `nth` time, from 1."""
 
     process: int
     attempt: int
@@ -79,10 +71,10 @@ _times: dict[Point, int] = {}
 
 
 def parse(text: str) -> tuple[Failure, ...]:
-    """The failures that a text asks for; several are divided by ";".
+    """Parses failures, divided by ";".
 
     Raises:
-        ClusterConfigError: a part has another form, or names what there is not.
+        ClusterConfigError: a part has another form, or names an unknown point.
 
     Example:
         >>> parse("process=1:step=after:kill@3")[0].point
@@ -92,7 +84,7 @@ def parse(text: str) -> tuple[Failure, ...]:
 
 
 def arm(process: int, environ: Mapping[str, str]) -> None:
-    """Takes up what the environment asks for in this process.
+    """Arms the failures of this process and attempt.
 
     Raises:
         ClusterConfigError: it cannot be understood.
@@ -106,13 +98,13 @@ def arm(process: int, environ: Mapping[str, str]) -> None:
 
 
 def reached(point: Point) -> None:
-    """The process is at a point."""
+    """Fires the failures that are armed for this point."""
     if _armed:
         _fire(point)
 
 
 def armed() -> bool:
-    """Whether anything is to happen in this process."""
+    """Whether any failure is armed in this process."""
     return bool(_armed)
 
 
@@ -125,19 +117,12 @@ def _fire(point: Point) -> None:
 
 
 def _parse(part: str) -> Failure:
-    found = _FORM.fullmatch(part)
+    match = _FORM.fullmatch(part)
     points = {point.value: point for point in Point}
-    if found is None or found[3] not in points or found[4] not in _ACTIONS or found[5] == "0":
-        raise refused(
-            VARIABLE,
-            part,
-            "process=N:POINT:kill or process=N:POINT:stop (or term), then @n for the nth time",
-            f"POINT is one of {', '.join(points)}.",
-        )
+    if match is None or match[3] not in points or match[4] not in _ACTIONS or match[5] == "0":
+        allowed = "process=N:POINT:kill or process=N:POINT:stop (or term), then @n for the nth time"
+        raise refused(VARIABLE, part, allowed, f"POINT is one of {', '.join(points)}.")
+    process, attempt, point, action, nth = match.groups()
     return Failure(
-        process=int(found[1]),
-        attempt=int(found[2] or 0),
-        point=points[found[3]],
-        signal=_ACTIONS[found[4]],
-        nth=int(found[5] or 1),
+        process=int(process), attempt=int(attempt or 0), point=points[point], signal=_ACTIONS[action], nth=int(nth or 1)
     )

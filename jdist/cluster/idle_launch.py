@@ -1,4 +1,4 @@
-"""Other processes that were started with this one, and that its strategy takes no notice of."""
+"""Launched processes that a strategy leaves idle: each trains by itself, as if it were alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ def note_coordinator() -> None:
 
 
 def unused_job(environ: Mapping[str, str]) -> str | None:
-    """What this process was started as, and what would make use of it; None: nothing is left unused.
+    """Says which launched processes this one leaves idle, and which strategy would use them; None if it leaves none.
 
-    An allocation for several processes, of which this one was not started as one, is not meant: a notebook may run there.
-
-    Args:
-        environ: the environment.
+    An allocation in which this process was not started as one of several does not count: a notebook may run there.
     """
     if _coordinates or started() is not None:
         return None
@@ -32,7 +29,7 @@ def unused_job(environ: Mapping[str, str]) -> str | None:
     try:
         spec = resolve(environ, resolvers=STARTED)
     except ClusterConfigError as exc:
-        # The launcher's own is told to whoever asks for the cluster.
+        # An error in the launcher's own cluster is raised where the cluster is asked for.
         return None if launched else f"the environment tells of other processes, and this one trains by itself. {exc}"
     who = "`jdist launch` has started this process" if launched else f"this process was started ({spec.resolver})"
     if "ps" in spec.jobs:  # of which the chief's program alone is the user's

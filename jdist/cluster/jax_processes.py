@@ -1,7 +1,8 @@
-"""Starting JAX's own processes."""
+"""JAX's own distributed runtime: whether it may be started, its start, and its errors."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +12,17 @@ import jax
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, DeviceError
 
+# A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
+_STATUS = re.compile(
+    r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
+)
+
 
 def check_unused() -> None:
-    """Refuses to start JAX's processes where JAX runs already, before this one keeps the others waiting.
+    """Refuses a process in which JAX runs already, before it keeps the others waiting.
 
     Raises:
-        ClusterError: it does.
+        ClusterError: JAX, or its distributed runtime, has been started.
     """
     if jax.distributed.is_initialized():
         raise ClusterError(
@@ -34,7 +40,7 @@ def is_started() -> bool:
     """Whether JAX has started its devices in this process."""
     minutes = "jax_cpu_get_global_topology_timeout_minutes"
     try:
-        # JAX tells in public whether its devices are there only by refusing to change how they are started.
+        # The only public sign that the devices are there: JAX refuses to change how they are started.
         jax.config.update(minutes, 1 + jax.config.values[minutes])
     except RuntimeError:
         return True
@@ -44,13 +50,10 @@ def is_started() -> bool:
 def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
     """Starts JAX's runtime in this process of a cluster; returns once all have.
 
-    Args:
-        spec: the cluster.
-        bind_address: the numeric address that the coordinator listens on; None where it is not this process.
-        timeout_s: how long to wait for the others.
+    `bind_address` is the coordinator's numeric address on process 0, and None on others.
 
     Raises:
-        jax.errors.JaxRuntimeError: not all came.
+        jax.errors.JaxRuntimeError: not all came in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.
@@ -73,10 +76,19 @@ def check_devices(devices: Sequence[Any]) -> None:
     Raises:
         DeviceError: they have.
     """
-    found = Counter(device.process_index for device in devices)
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"process {i} has {found[i]}" for i in sorted(found))
+    counts = Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"process {i} has {counts[i]}" for i in sorted(counts))
         raise DeviceError(
             f"the processes have different numbers of devices: {listed}. Each process reads as many rows as any other, so "
             "start each with as many devices: on GPUs CUDA_VISIBLE_DEVICES says which of them a process sees."
         )
+
+
+def is_error_of_jax(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, came from JAX's runtime, as a broken collective's does."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

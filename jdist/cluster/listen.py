@@ -1,4 +1,4 @@
-"""Where process 0 listens: on one address of its machine, never on every interface."""
+"""The ports of process 0, on one address of its machine, never on every interface."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RETRY_S = 0.5
 
 
 def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
-    """The port that process 0 watches on: the one after JAX's coordinator's, or that in JDIST_WATCH_PORT.
+    """Finds the port of the watch: the one after JAX's coordinator's, or that in JDIST_WATCH_PORT.
 
     Raises:
-        ClusterConfigError: it is none that can be listened on, or the coordinator's.
+        ClusterConfigError: it is not a port, or it is the coordinator's.
 
     Example:
         >>> watch_port({}, 2222)
@@ -32,25 +32,17 @@ def watch_port(environ: Mapping[str, str], coordinator_port: int) -> int:
     if port is None and coordinator_port < 65535:
         return coordinator_port + 1
     if port is None or port == coordinator_port:
-        raise refused(
-            WATCH_PORT,
-            port,
-            f"a port from 1 to 65535 other than the coordinator's, {coordinator_port}",
-            "jdist watches the processes on a port of its own; without the variable it is the one after the coordinator's.",
-        )
+        allowed = f"a port from 1 to 65535 other than the coordinator's, {coordinator_port}"
+        mend = "jdist watches the processes on a port of its own; without the variable it is the one after the coordinator's."
+        raise refused(WATCH_PORT, port, allowed, mend)
     return port
 
 
-def resolved(host: str, environ: Mapping[str, str], *, whose: str = "process 0") -> str:
-    """The numeric address of a process's host.
-
-    Args:
-        host: its name.
-        environ: the environment; in a Kubernetes pod, whose name may not be known yet, it waits.
-        whose: the process, for the message.
+def numeric_address(host: str, environ: Mapping[str, str], *, whose: str = "process 0") -> str:
+    """Finds the numeric address of a host; waits for it in a Kubernetes pod, whose name may not be known yet.
 
     Raises:
-        ClusterError: there is no such host.
+        ClusterError: there is no such host; the message names the process, `whose`.
     """
     deadline_s = time.monotonic() + (_POD_S if "KUBERNETES_SERVICE_HOST" in environ else 0.0)
     while True:
@@ -63,20 +55,20 @@ def resolved(host: str, environ: Mapping[str, str], *, whose: str = "process 0")
 
 
 def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) -> str | None:
-    """Looks whether other machines reach process 0 by its name, which may mean its own machine alone there.
+    """Checks that process 0's name is not a loopback address, which other machines cannot reach.
 
     Debian and Ubuntu write such a line into /etc/hosts, "127.0.1.1 node1".
 
     Args:
         host: process 0's name.
-        numeric: the address that it has on process 0's machine.
+        numeric: its address on process 0's machine.
         processes: the addresses of all processes, as far as they are known.
 
     Returns:
-        What is wrong if the others are on other machines, which nothing tells; None if nothing is.
+        A warning where it is not known whether the others are on other machines; else None.
 
     Raises:
-        ClusterError: they are, and cannot reach it.
+        ClusterError: they are on other machines.
     """
     if host.lower().startswith(("localhost", "ip6-localhost")) or host == numeric:
         return None
@@ -93,11 +85,7 @@ def check_reachable(host: str, numeric: str, processes: Sequence[str | None]) ->
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens for the processes of the job.
-
-    Args:
-        address: a numeric address of this machine.
-        port: which port.
+    """Opens the socket of the watch on a numeric address of this machine.
 
     Raises:
         PortInUseError: the port is taken.
@@ -113,7 +101,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def check_free(address: str, port: int) -> None:
-    """Tries the coordinator's port: JAX itself would share one that another JAX job listens on.
+    """Tries the coordinator's port, as JAX itself would share one with another JAX job.
 
     Raises:
         PortInUseError: it is taken, perhaps because another process claims to be process 0, too.

@@ -1,4 +1,4 @@
-"""What is left behind of a lost process: a line on standard error, and a file."""
+"""The record of a lost process: lines on standard error, and a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = "jdist: peer lost "  # how the line begins that programs read, the laun
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:
-    """The folder for records, made if need be; None if there is to be none.
+    """Makes the folder for records; None if JDIST_RECORD_DIR is not set.
 
     Raises:
         ClusterConfigError: it cannot be made.
@@ -30,8 +30,8 @@ def folder(environ: Mapping[str, str]) -> Path | None:
     return Path(name)
 
 
-def say(lost: PeerLostError, noticed_by: int) -> None:
-    """Lines on standard error, for people and for programs: not by `print`, as a blocked thread may hold its lock."""
+def print_record(lost: PeerLostError, noticed_by: int) -> None:
+    """Writes lines to standard error, for people and programs: not by `print`, whose lock a blocked thread may hold."""
     lines = [f"jdist: PeerLostError: {lost}"]
     for place in lost.places:
         lines.append(f"jdist: process {place['process']}, step {place['step']}: {place['phase']}")
@@ -40,8 +40,8 @@ def say(lost: PeerLostError, noticed_by: int) -> None:
     os.write(2, ("\n".join(lines) + "\n").encode())
 
 
-def write(lost: PeerLostError, noticed_by: int, where: Path) -> None:
-    """A file in the folder for records.
+def write_record(lost: PeerLostError, noticed_by: int, where: Path) -> None:
+    """Writes a file into the folder for records.
 
     Raises:
         OSError: it cannot be written.

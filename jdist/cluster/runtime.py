@@ -1,4 +1,4 @@
-"""This process in its cluster: JAX's runtime started, the other processes watched."""
+"""This process in its cluster: joins it, watches the other processes, agrees with them, and ends with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -21,25 +20,23 @@ import jax
 from jdist.cluster import exit_status, failpoints, jax_processes, lost_peer
 from jdist.cluster.address import join, split
 from jdist.cluster.environment import TOKEN, text
+from jdist.cluster.exit_status import HardExit
 from jdist.cluster.failpoints import Point
-from jdist.cluster.hard_exit import Leaving
-from jdist.cluster.listen import check_free, check_reachable, listen, resolved, watch_port
+from jdist.cluster.jax_processes import is_error_of_jax
+from jdist.cluster.listen import check_free, check_reachable, listen, numeric_address, watch_port
 from jdist.cluster.spec import ClusterSpec
-from jdist.cluster.watch.client import Place, Watch
+from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.server import WatchServer
 from jdist.cluster.watch.stacks import is_exchanging, whereabouts
-from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
+from jdist.errors import ClusterError, ClusterTimeoutError, PeerFailedError, PeerLostError
 
 _SAME_ERROR_S = 2.0  # processes that meet the same error end so far apart from each other at most
 _ENDING_S = 10.0  # for the watch's thread to end the process after a loss
 _CALLS, _ENOUGH_CALLS = 200, 20  # of a step, from which it is known how long one takes
 _LEAST_PATIENCE_S, _PATIENCE_AT_FIRST_S = 60.0, 1800.0
 _PARTING_S = 1.0  # for the others to hear of a loss from process 0, before it ends
-# A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
-_STATUS = re.compile(
-    r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
-)
+_MOST_LETTERS = 2000  # of an error that goes to the others
 _log = logging.getLogger(__name__)
 
 
@@ -58,8 +55,8 @@ class Runtime:
         self._busy: list[str] = []
         self._thread = threading.get_ident()
         self._watch: Watch | None = None
-        self._switchboard: WatchServer | None = None
-        self._leaving: Leaving | None = None
+        self._server: WatchServer | None = None
+        self._hard_exit: HardExit | None = None
         self._records: Path | None = None
         self._pid = os.getpid()
         self._step = 0
@@ -98,12 +95,12 @@ class Runtime:
             self._watch.progress(step)
 
     def advance(self, steps: int, result: jax.Array | None = None) -> None:
-        """Notes that so many steps more were started.
+        """Notes that `steps` more steps were started.
 
         Args:
             steps: how many.
-            result: an array that they compute and that is never donated. While it is not ready this process waits for the
-                others, if they do not wait for it.
+            result: an array that they compute and that is never donated; until it is ready this process may be waiting for
+                others.
         """
         now_s = time.monotonic()
         if self._called_s is not None:
@@ -113,15 +110,15 @@ class Runtime:
         self.at_step(self._step + steps)
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]:
-        """What every process says about something, by index.
+        """Gathers a value of every process, by index.
 
         Args:
-            what: names it in errors; the same on all. Exchanges of one name are to be asked for in one order by all.
-            value: what this process says; what JSON can hold.
+            what: its name in errors; the same on all. All make exchanges of one name in the same order.
+            value: of this process; what JSON can hold.
             timeout_s: how long to wait for the others.
 
         Raises:
-            ClusterTimeoutError: not all said theirs in time.
+            ClusterTimeoutError: not all values came in time.
             PeerLostError: a process was lost meanwhile.
         """
         if self._watch is None:
@@ -133,7 +130,7 @@ class Runtime:
 
     @property
     def exchanges(self) -> Exchanges | None:
-        """What `exchange` goes through, for those that wait in their own way; None with one process."""
+        """The exchanges themselves, for callers that wait in their own way; None with one process."""
         return None if self._watch is None else self._watch.exchanges
 
     def wish_to_stop(self, reason: str) -> None:
@@ -153,7 +150,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Round what waits for other processes. An error of the runtime is explained by the loss of one, if it was that."""
+        """Marks a wait for other processes, and raises the loss of one instead of the runtime's error that it caused."""
         if self._watch is None:
             yield
             return
@@ -161,7 +158,7 @@ class Runtime:
         try:
             yield
         except Exception as exc:
-            if _is_of_jax(exc):
+            if is_error_of_jax(exc):
                 lost = self._watch.wait_for_loss(2 * self.timeout_s)
                 if lost is not None:
                     raise lost from exc
@@ -172,10 +169,10 @@ class Runtime:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Says that this process does something long on its own, for which the others wait as long as it takes.
+        """Marks long work of this process alone, for which the others wait as long as it takes.
 
         Args:
-            what: as a phrase, for what is told of it: "downloading".
+            what: a phrase for messages: "downloading".
 
         Example:
             >>> import jdist
@@ -193,12 +190,12 @@ class Runtime:
         self._failed = code
 
     def end(self) -> None:
-        """Leaves the cluster: at the end of the program, together with the others; after an error of its own, without."""
-        watch, switchboard = self._watch, self._switchboard
-        if watch is None or self._leaving is None or os.getpid() != self._pid:  # a fork's end is not this program's
+        """Leaves the cluster at the end of the program: together with the others, or alone after an error of its own."""
+        watch, server = self._watch, self._server
+        if watch is None or self._hard_exit is None or os.getpid() != self._pid:  # a fork's end is not this program's
             return
         error = None if self._failed is not None or exit_status.is_interactive() else getattr(sys, "last_value", None)
-        code = self._failed if error is None else _code(error)
+        code = self._failed if error is None else exit_status.of_uncaught(error)
         if code is None:
             try:
                 jax.block_until_ready(self._newest)  # the others cannot do their part of it without this process
@@ -206,12 +203,12 @@ class Runtime:
                 traceback.print_exc()
                 code, error = exit_status.FAILED, exc
         if code is not None and not self._all_failed(code):
-            if error is not None and error is not self._not_a_loss and _is_of_jax(error):
+            if error is not None and error is not self._not_a_loss and is_error_of_jax(error):
                 watch.wait_for_loss(2 * self.timeout_s)
             self._wait_for_the_end(watch)
             # The others learn at once that this process is gone. JAX would wait minutes for them here.
             watch.close()
-            self._leaving.leave(code, logging.shutdown)
+            self._hard_exit.exit(code, logging.shutdown)
         failpoints.reached(Point.AT_END)
         self._ended = True
         with contextlib.suppress(PeerLostError):
@@ -222,13 +219,13 @@ class Runtime:
             jax.distributed.shutdown()
         except jax.errors.JaxRuntimeError as exc:
             _log.warning("JAX's processes did not part well: %s", exc)
-        if switchboard is not None:
-            switchboard.wait_until_alone(3 * self.timeout_s)  # who stands still now is lost, and that ends this process
+        if server is not None:
+            server.wait_until_alone(3 * self.timeout_s)  # who stands still now is lost, and that ends this process
         watch.part()
-        if switchboard is not None:
-            switchboard.close()
+        if server is not None:
+            server.close()
         if error is not None and code == exit_status.PEER_LOST:  # Python itself has but one code for all errors
-            self._leaving.leave(code, logging.shutdown)
+            self._hard_exit.exit(code, logging.shutdown)
 
     def _all_failed(self, code: int) -> bool:
         """Whether all others end with an error as well: often the same one, and then none of them is lost to another."""
@@ -256,21 +253,22 @@ class Runtime:
 
     def _wait_for_the_end(self, watch: Watch) -> None:
         """Keeps this thread from doing anything more once a process is lost: the watch's thread ends the process."""
-        if watch.lost is not None and self._leaving is not None:
+        if watch.lost is not None and self._hard_exit is not None:
             threading.Event().wait(_ENDING_S)
-            self._leaving.leave(exit_status.PEER_LOST)
+            self._hard_exit.exit(exit_status.PEER_LOST)
 
-    def _end_with(self, lost: PeerLostError) -> None:
+    def _end_after_loss(self, lost: PeerLostError) -> None:
         """Records that a process was lost, and ends this one: its main thread may be blocked for ever."""
-        assert self._leaving is not None
-        own, where, words = self.process_index, self._records, [lambda: lost_peer.say(lost, self.process_index)]
-        if where is not None:
-            words.append(lambda: lost_peer.write(lost, own, where))
-        if self._switchboard is not None:
-            self._switchboard.wait_until_alone(_PARTING_S)
-        # Whoever ended while others need it is to blame, and a launcher has to see that.
-        guilty = self._ended and lost.process == own
-        self._leaving.leave(exit_status.FAILED if guilty else exit_status.PEER_LOST, *words)
+        assert self._hard_exit is not None
+        process, folder = self.process_index, self._records
+        words = [lambda: lost_peer.print_record(lost, process)]
+        if folder is not None:
+            words.append(lambda: lost_peer.write_record(lost, process, folder))
+        if self._server is not None:
+            self._server.wait_until_alone(_PARTING_S)
+        # A process that ended while others need it is to blame, and a launcher has to see that.
+        is_to_blame = self._ended and lost.process == process
+        self._hard_exit.exit(exit_status.FAILED if is_to_blame else exit_status.PEER_LOST, *words)
 
 
 _lock = threading.Lock()
@@ -280,13 +278,9 @@ _started: Runtime | None = None
 def start(
     spec: ClusterSpec, *, timeout_s: float, start_timeout_s: float, progress_timeout_s: float | Literal["auto"] = "auto"
 ) -> Runtime:
-    """Brings this process into its cluster; a second call with the same cluster gives the same, with the times of the first.
+    """Joins this process to its cluster; a second call with the same cluster returns the same, with the times of the first.
 
-    Args:
-        spec: the cluster.
-        timeout_s: a process that is not heard of for so long is lost; this one then ends, with exit code 75.
-        start_timeout_s: how long to wait until all processes have come.
-        progress_timeout_s: how long processes wait for one that is alive and does not go on; see `CommunicationOptions`.
+    For the times see `CommunicationOptions`.
 
     Raises:
         ClusterTimeoutError: not all came in time.
@@ -310,7 +304,7 @@ def start(
 
 
 def alone() -> Runtime:
-    """A job of this process alone, which belongs to no cluster."""
+    """Makes the runtime of a process alone, which belongs to no cluster."""
     return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
 
 
@@ -324,7 +318,7 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
     jax_processes.check_unused()
     runtime._records = lost_peer.folder(environ)
     host, port = split(spec.coordinator_address)
-    place = Place(
+    identity = Identity(
         process=process,
         addresses=tuple(spec.address if i == process else known for i, known in enumerate(spec.processes)),
         host=host,
@@ -333,26 +327,26 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
     )
     bind_address = None
     if process == 0:
-        numeric = resolved(host, environ)
+        numeric = numeric_address(host, environ)
         if (wrong := check_reachable(host, numeric, spec.processes)) is not None:
             _log.warning("jdist: if other machines take part: %s", wrong)
         check_free(numeric, port)
         bind_address = join(numeric, port)
-        runtime._switchboard = WatchServer(
-            listen(numeric, place.port),
+        runtime._server = WatchServer(
+            listen(numeric, identity.port),
             spec.num_processes,
             silence_s=timeout_s,
             start_timeout_s=start_timeout_s,
-            token=place.token,
+            token=identity.token,
         )
     try:
         failpoints.reached(Point.BEFORE_CONNECT)
-        runtime._leaving = Leaving()
+        runtime._hard_exit = HardExit()
         runtime._watch = Watch(
-            place,
+            identity,
             start_timeout_s=start_timeout_s,
             silence_s=timeout_s,
-            on_lost=runtime._end_with,
+            on_lost=runtime._end_after_loss,
             is_waiting=runtime._waits,
             patience_s=runtime._patience_s,
             where=runtime._where,
@@ -365,33 +359,46 @@ def _start(runtime: Runtime, start_timeout_s: float, environ: Mapping[str, str])
         failpoints.reached(Point.IN_INIT)
     except BaseException as exc:
         if isinstance(exc, ClusterTimeoutError):
-            atexit.register(_end_without_others, exc)
+            atexit.register(exit_status.exit_if_uncaught, exc, exit_status.of_uncaught(exc))
         runtime.failed(exit_status.FAILED)  # JAX may be half started, and would wait for the others at the end
         if runtime._watch is not None:
             runtime._watch.close()
-        elif runtime._leaving is not None:
-            runtime._leaving.close()
-        if runtime._switchboard is not None:
-            runtime._switchboard.wait_until_alone(_PARTING_S)
-            runtime._switchboard.close()
+        elif runtime._hard_exit is not None:
+            runtime._hard_exit.close()
+        if runtime._server is not None:
+            runtime._server.wait_until_alone(_PARTING_S)
+            runtime._server.close()
         raise
 
 
-def _is_of_jax(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, came from JAX's runtime, as a broken collective's does."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+@contextlib.contextmanager
+def together(what: str, timeout_s: float, cluster: Runtime | None = None) -> Iterator[None]:
+    """Brings all processes to the end of the block, or raises on all an error that one of them met in it.
 
+    In the block no process may wait for another.
 
-def _code(error: BaseException) -> int:
-    """The exit code of a program that an uncaught exception has ended."""
-    code = exit_status.of(error)
-    return exit_status.FAILED if code == exit_status.USAGE else code  # as Python itself, which knows no other
+    Args:
+        what: the block's name in errors; the same on all.
+        timeout_s: how long to wait for the others at its end.
+        cluster: the processes; None: those that this one has joined by the end of the block, if any.
 
-
-def _end_without_others(timeout: ClusterTimeoutError) -> None:
-    """At the end of a program: if it was that, by which it could not start, its exit code says so."""
-    exit_status.end_with(_code(timeout), timeout)
+    Raises:
+        Exception: an error of this process.
+        PeerFailedError: an error of another process, where this one met none.
+        ClusterTimeoutError: not all came in time.
+    """
+    error = None
+    try:
+        yield
+    except Exception as exc:  # noqa: BLE001 - not swallowed: raised below
+        error = exc
+    cluster = cluster or started()
+    if cluster is not None:
+        failure = None if error is None else [f"{error}"[:_MOST_LETTERS], exit_status.of(error)]
+        failures = cluster.exchange(what, failure, timeout_s)
+        first = next(((process, *each) for process, each in enumerate(failures) if each is not None), None)
+        if error is None and first is not None:
+            process, text, code = first
+            raise PeerFailedError(f"process {process}: {text}", exit_code=code)
+    if error is not None:
+        raise error

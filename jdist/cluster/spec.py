@@ -1,4 +1,4 @@
-"""`ClusterSpec`: which processes a job has, where they are, and which of them this one is."""
+"""`ClusterSpec`: the processes of a job, their addresses, and which of them this one is; checked when it is made."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from jdist.cluster.check import JOBS, check_devices, check_jobs, check_task
+from jdist.cluster.address import ALLOWED, normalized, problem, refused
 from jdist.errors import ClusterConfigError
+from jdist.support.checks import as_int
 from jdist.support.html import table
+from jdist.support.suggest import did_you_mean
+
+JOBS = ("chief", "worker", "ps", "evaluator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +54,15 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         origin = self.origins.get
-        jobs = check_jobs(self.jobs, origin("jobs", "jobs"))
-        check_task(
+        jobs = _check_jobs(self.jobs, origin("jobs", "jobs"))
+        _check_task(
             jobs,
             self.task_type,
             self.task_index,
             type_from=origin("task_type", "task_type"),
             index_from=origin("task_index", "task_index"),
         )
-        devices = check_devices(self.local_device_ids, origin("local_device_ids", "local_device_ids"))
+        devices = _check_devices(self.local_device_ids, origin("local_device_ids", "local_device_ids"))
         object.__setattr__(self, "jobs", MappingProxyType({name: jobs[name] for name in JOBS if jobs.get(name)}))
         object.__setattr__(self, "origins", MappingProxyType(dict(self.origins)))
         object.__setattr__(self, "local_device_ids", devices)
@@ -103,8 +107,8 @@ class ClusterSpec:
     @property
     def address(self) -> str | None:
         """This process's own address; None if it is not known."""
-        own = self.jobs.get(self.task_type, ())
-        return own[self.task_index] if self.task_index < len(own) else None
+        addresses = self.jobs.get(self.task_type, ())
+        return addresses[self.task_index] if self.task_index < len(addresses) else None
 
     @property
     def coordinator_address(self) -> str:
@@ -170,3 +174,101 @@ def _listed(addresses: tuple[str | None, ...]) -> str:
     if len(names) <= 6:
         return ", ".join(names)
     return f"{', '.join(names[:4])}, ..., {names[-1]} ({len(names)} in all)"
+
+
+def _check_jobs(jobs: Mapping[str, object], origin: str) -> dict[str, tuple[str | None, ...]]:
+    """Checks the jobs, from the variable or argument `origin`; returns them with their addresses as tuples."""
+    if not isinstance(jobs, Mapping):
+        raise refused(origin, jobs, "a mapping from job to addresses", 'Write {"worker": [...]}.', field="jobs")
+    checked: dict[str, tuple[str | None, ...]] = {}
+    for name, addresses in jobs.items():
+        if name not in JOBS:
+            rename = f"Rename the job.{did_you_mean(name, JOBS)}"
+            raise refused(origin, name, f"one of {', '.join(JOBS)}", rename, field="job")
+        if not isinstance(addresses, list | tuple):
+            write = f'Write ["{name}0:2222", ...].'
+            raise refused(origin, addresses, f"a list of addresses {ALLOWED}", write, field=name)
+        for i, address in enumerate(addresses):
+            _check_address(address, f"{name}[{i}]", origin)
+        checked[name] = tuple(addresses)
+    for name in ("chief", "evaluator"):
+        if len(checked.get(name, ())) > 1:
+            mend = "Further processes that train are workers." if name == "chief" else "Leave one of them."
+            raise refused(origin, list(checked[name]), "one address at most", mend, field=name)
+    if not any(checked.values()):
+        raise refused(origin, dict(jobs), "a job with at least one address", "Name at least one worker.", field="jobs")
+    _check_known(checked, origin)
+    _check_unique(checked, origin)
+    return checked
+
+
+def _check_address(address: object, field: str, origin: str) -> None:
+    if address is None:
+        return
+    if not isinstance(address, str):
+        raise refused(origin, address, f"a text {ALLOWED}", "Write it in quotes, as node1:2222.", field=field)
+    if (wrong := problem(address)) is not None:
+        raise refused(origin, address, ALLOWED, wrong, field=field)
+
+
+def _check_known(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> None:
+    """Checks that the addresses others must find are there: of process 0 and of the parameter servers."""
+    first = "chief" if jobs.get("chief") else "worker"
+    alone = sum(len(addresses) for addresses in jobs.values()) == 1
+    if jobs.get(first) and jobs[first][0] is None and not alone:
+        raise refused(origin, None, ALLOWED, "All processes must find process 0.", field=f"{first}[0]")
+    for i, address in enumerate(jobs.get("ps", ())):
+        if address is None:
+            raise refused(origin, None, ALLOWED, "The workers must find every ps.", field=f"ps[{i}]")
+
+
+def _check_unique(jobs: Mapping[str, tuple[str | None, ...]], origin: str) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for name, addresses in jobs.items():
+        for i, address in enumerate(addresses):
+            task = f"{name}[{i}]"
+            if address is not None and (before := seen.setdefault(normalized(address), task)) != task:
+                allowed = f"an address of its own, and `{before}` has the same"
+                raise refused(origin, address, allowed, "Give each process another port or another host.", field=task)
+
+
+def _check_task(
+    jobs: Mapping[str, tuple[str | None, ...]],
+    task_type: object,
+    task_index: object,
+    *,
+    type_from: str,
+    index_from: str,
+) -> None:
+    """Checks that this process is one of the cluster's; an evaluator may be left out of it."""
+    if task_type not in JOBS:
+        say = f"Say which job this process is.{did_you_mean(task_type, JOBS)}"
+        raise refused(type_from, task_type, f"one of {', '.join(JOBS)}", say, field="task_type")
+    index = as_int(task_index, least=0)
+    if index is None:
+        number = "Number each job's tasks from 0."
+        raise refused(index_from, task_index, "a whole number of at least 0", number, field="task_index")
+    job = str(task_type)
+    tasks = len(jobs.get(job, ()))
+    if job == "evaluator" and not tasks:
+        tasks = 1
+    if not tasks:
+        there = ", ".join(name for name, addresses in jobs.items() if addresses)
+        add = "Add this process's own address to the cluster, or correct its type."
+        raise refused(type_from, task_type, f"a job of the cluster, which has {there}", add, field="task_type")
+    if index >= tasks:
+        allowed = f"from 0 to {tasks - 1}, as the cluster has {tasks} {job}"
+        mend = "Add this process's own address to the cluster, or correct the index."
+        raise refused(index_from, task_index, allowed, mend, field="task_index")
+
+
+def _check_devices(devices: object, origin: str) -> tuple[int, ...] | None:
+    """Checks the numbers of the devices; returns them as a tuple."""
+    if devices is None:
+        return None
+    listed = devices if isinstance(devices, list | tuple) else ()
+    ids = [i for device in listed if (i := as_int(device, least=0)) is not None]
+    if not ids or len(set(ids)) < len(listed):
+        allowed, mend = "whole numbers of at least 0, each once", "Number the visible GPUs of the host from 0."
+        raise refused(origin, devices, allowed, mend, field="local_device_ids")
+    return tuple(ids)

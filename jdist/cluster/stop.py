@@ -1,4 +1,4 @@
-"""A machine that is about to be taken away: all processes stop at the same step, save, and leave with one exit code."""
+"""Preemption: all processes stop after the same step, save, and leave with one exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jdist.support.checks import as_int, as_real
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_S = 1.0  # a scheduler may signal both a launcher, which passes it on, and what it launched
 _WATCHER = "the watcher"
-_handlers: list[dict[signal.Signals, Any]] = []  # what each block that runs has replaced, the outermost first
+_handlers: list[dict[signal.Signals, Any]] = []  # the handlers that each open block has replaced, the outermost first
 
 
 class Preemption:
@@ -38,7 +38,7 @@ class Preemption:
         second: Literal["end", "raise"],
     ):
         self._cluster, self._watcher, self._grace_s, self._save = cluster, watcher, grace_s, save
-        self._given_code, self._poll_s, self._second = exit_code, poll_s, second
+        self._exit_code, self._poll_s, self._second = exit_code, poll_s, second
         self._interrupts = False
         self._first: tuple[int, float] | None = None  # the first signal, and when it came
         self._notice: tuple[str, float] | None = None  # why to stop, and from when on
@@ -56,8 +56,8 @@ class Preemption:
         """The code to leave with; 0 as long as nobody asked. The same on all processes."""
         if self.reason is None:
             return exit_status.FINISHED
-        if self._given_code is not None:
-            return self._given_code
+        if self._exit_code is not None:
+            return self._exit_code
         return exit_status.INTERRUPTED if self.reason == "SIGINT" else exit_status.PREEMPTED
 
     def stops_after(self, step: int) -> bool:
@@ -83,14 +83,14 @@ class Preemption:
         return True
 
     def _listen(self, reader: int, forward: int) -> None:
-        """A thread: takes in signals and the watcher's notice, and tells all once the grace is over."""
-        told = False
+        """Takes in signals and the watcher's notice, and asks all to stop once the grace is over; in a thread."""
+        has_asked = False
         while not self._closed.is_set():
             patience_s = None
-            if self._notice is not None and not told:
+            if self._notice is not None and not has_asked:
                 patience_s = self._notice[1] - time.monotonic()
                 if patience_s <= 0:
-                    told, patience_s = True, None
+                    has_asked, patience_s = True, None
                     self._cluster.wish_to_stop(self._notice[0])
             if select.select([reader], [], [], patience_s)[0]:
                 data = os.read(reader, 4096)
@@ -102,7 +102,7 @@ class Preemption:
                         self._signalled(number)
 
     def _poll(self, watcher: Callable[[], bool], writer: int) -> None:
-        """Another thread, as the watcher may take its time."""
+        """Asks the watcher; in a thread of its own, as it may take long."""
         while not self._closed.wait(self._poll_s):
             try:
                 if not watcher():
@@ -121,16 +121,15 @@ class Preemption:
         elif self._second == "raise" and number == self._first[0] == signal.SIGINT:
             if now_s - self._first[1] > _SAME_SIGNAL_S and not self._interrupts:
                 self._interrupts = True
-                signal.pthread_kill(
-                    threading.main_thread().ident or 0, number
-                )  # its handler may have been through already
+                # Its handler may have run already.
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
         elif number != self._first[0] or now_s - self._first[1] > _SAME_SIGNAL_S:
             # Python's own `signal.signal` is for the main thread alone, which may be waiting in XLA.
             ctypes.CDLL(None).signal(number, 0)
             os.kill(os.getpid(), number)
 
     def _handle(self, number: int, frame: object) -> None:
-        """Python's handler, in the main thread: keeps a signal from its default, which is to end the process."""
+        """Handles a signal in the main thread, in place of its default, which ends the process."""
         if self._interrupts:
             self._interrupts, self._first = False, None
             raise KeyboardInterrupt
@@ -151,7 +150,7 @@ def preemption(
     poll_s: float = 1.0,
     second: Literal["end", "raise"] = "end",
 ) -> Iterator[Preemption]:
-    """Lets a training loop stop where one of its processes is asked to: at the same step on all, saved.
+    """Stops a training loop, saved and after the same step on all processes, once one of them is asked to stop.
 
     While the block runs, SIGTERM and SIGINT are wishes. The same signal again within a second counts once; a later one
     ends the process at once, or see `second`. Outside the main thread signals are left alone, and only the watcher counts.
@@ -192,31 +191,29 @@ def preemption(
             raise ClusterError(f"`{name}` is {value!r}; it must be a number of seconds, {least:g} or more.")
     if exit_code is not None and as_int(exit_code) not in range(256):
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
-    made = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s, second)
+    stop = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
     # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
-    before: dict[signal.Signals, Any] = (
-        {each: signal.signal(each, made._handle) for each in _SIGNALS} if in_main else {}
-    )
+    before: dict[signal.Signals, Any] = {each: signal.signal(each, stop._handle) for each in _SIGNALS if in_main}
     _handlers.append(before)
-    work: list[tuple[Callable[..., None], tuple[object, ...]]] = [(made._listen, (reader, before_fd))]
+    threads = [threading.Thread(target=stop._listen, args=(reader, before_fd), name="jdist-preemption", daemon=True)]
     if watcher is not None:
-        work.append((made._poll, (watcher, writer)))
-    threads = [threading.Thread(target=run, args=args, name="jdist-preemption", daemon=True) for run, args in work]
+        poll = threading.Thread(target=stop._poll, args=(watcher, writer), name="jdist-preemption", daemon=True)
+        threads.append(poll)
     for thread in threads:
         thread.start()
     try:
-        yield made
+        yield stop
     finally:
         if in_main:
             signal.set_wakeup_fd(before_fd)
         for each, handler in before.items():
             signal.signal(each, handler)
         _handlers.remove(before)
-        made._closed.set()
+        stop._closed.set()
         _wake(writer)
         for thread in threads:
             thread.join(2.0)
@@ -231,7 +228,7 @@ def _wake(writer: int) -> None:
 
 
 def _forked() -> None:
-    """In a forked child, such as a data loader's: its signals are no wish of the job, and end it as they did before."""
+    """Restores the handlers in a forked child, such as a data loader's: its signals end it, and ask nothing of the job."""
     replaced = next(filter(None, _handlers), None)
     if replaced is not None:
         signal.set_wakeup_fd(-1)  # the pipe is its parent's

@@ -1,6 +1,6 @@
-"""`jdist doctor`: what this machine and its cluster have, and what would keep a job from running.
+"""`jdist doctor`: checks this machine and its cluster for all that would keep a job from running.
 
-Start at `report`, which asks each of the other files for its findings.
+Start at `report`, which calls the checks of each of the other files.
 
 May import: everything below it; `together` stands for a user's program.
 """

@@ -1,4 +1,4 @@
-"""Checks of this machine alone; none of them starts JAX's devices."""
+"""Checks of this machine alone, which do not start JAX's devices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LEAST_FREE_BYTES = 2 * 10**9  # some checkpoints of a small model
 
 
 def versions() -> list[Finding]:
-    """Python, jdist and what it stands on."""
+    """Checks Python, jdist and the packages that it needs."""
     from packaging.requirements import Requirement
 
     python = passed("python", f"{platform.python_version()} at {sys.executable}")
-    found, wrong = [], []
+    installed, wrong = [], []
     wanted = {r.name: r for r in map(Requirement, importlib.metadata.requires("jdist") or []) if r.marker is None}
     for name in ("jdist", *_NEEDED):
         try:
@@ -29,19 +29,15 @@ def versions() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             wrong.append(failed("packages", f"{name} is not installed", f"pip install '{wanted.get(name, name)}'"))
             continue
-        found.append(f"{name} {version}")
+        installed.append(f"{name} {version}")
         if name in wanted and not wanted[name].specifier.contains(version, prereleases=True):
             text = f"{name} {version} is not what jdist is made for ({wanted[name].specifier})"
             wrong.append(warned("packages", text, f"pip install '{wanted[name]}'"))
-    return [python, passed("packages", ", ".join(found)), *wrong]
+    return [python, passed("packages", ", ".join(installed)), *wrong]
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Whether a run can write its folder, and how much room there is.
-
-    Args:
-        folder: where runs are kept; it need not be there.
-    """
+    """Checks that a run can write its folder, which need not be there, and that there is room."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -57,7 +53,7 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def memory() -> list[Finding]:
-    """What other processes may share with this one: on Linux, the size of /dev/shm, which NCCL needs."""
+    """Checks the size of the memory that processes share, /dev/shm on Linux, which NCCL needs."""
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return []

@@ -1,118 +1,98 @@
-"""All checks in their order, and their report."""
+"""All checks in their order, and the report of their findings."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from jdist.cluster.spec import ClusterSpec
 from jdist.doctor import machine, network, together
 from jdist.doctor.finding import Finding, failed
 from jdist.strategies.libtpu import quiet_environment
-
-if TYPE_CHECKING:
-    from jdist.core.strategy import Strategy
 
 _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
 
 def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
-    """Makes all checks, and gives each finding as soon as it is there: whatever ends the process later, it was told.
-
-    Args:
-        alone: leave out what needs the other processes of the cluster.
-        timeout_s: how long to wait for them.
-    """
-    yield from _found("packages", machine.versions)
-    yield from _found("disk", lambda: machine.disk(Path("runs")))
-    yield from _found("shared memory", machine.memory)
-    specs: list[ClusterSpec] = []
-
-    def described() -> list[Finding]:
-        spec, lines = network.cluster(os.environ)
-        specs.extend([] if spec is None else [spec])
-        return lines
-
-    yield from _found("cluster", described)
-    if not specs:
+    """Makes all checks, or with `alone` those of this process, and yields each finding at once, as a later one may crash it."""
+    yield from _findings("packages", machine.versions)
+    yield from _findings("disk", machine.disk, Path("runs"))
+    yield from _findings("shared memory", machine.memory)
+    spec, findings = _value_and_findings("cluster", network.cluster, os.environ)
+    yield from findings
+    if spec is None:
         return
-    (spec,) = specs
-    if spec.num_ps:  # its processes do not train in step, and so have nothing to do together
+    if spec.num_ps:  # its processes do not train in step, so none of the joint checks apply
         from jdist.doctor.servers import servers
 
-        yield from _found("names", lambda: network.names(spec))
-        yield from _found("servers", lambda: servers(spec, os.environ, alone=alone, timeout_s=timeout_s))
+        yield from _findings("names", network.names, spec)
+        yield from _findings("servers", lambda: servers(spec, os.environ, alone=alone, timeout_s=timeout_s))
         return
     failures = 0
-    for name, check in {
-        "names": lambda: network.names(spec),
-        "ports": lambda: network.ports(spec, os.environ),
-        "security": lambda: network.security(spec),
-    }.items():
-        lines = _found(name, check)
-        failures += sum(each.status == "fail" for each in lines)
-        yield from lines
+    for name, check in {"names": network.names, "ports": network.ports, "security": network.security}.items():
+        findings = _findings(name, check, spec)
+        failures += sum(each.status == "fail" for each in findings)
+        yield from findings
     if (alone and spec.num_processes > 1) or spec.task_type not in ("chief", "worker"):
         return
     if failures and spec.num_processes > 1:
-        return  # it would wait for what cannot come
-    yield from _together(timeout_s)
+        return  # the others cannot come
+    yield from _joint_findings(timeout_s)
 
 
-def _together(timeout_s: float) -> Iterator[Finding]:
+def _joint_findings(timeout_s: float) -> Iterator[Finding]:
+    """Makes the checks of all processes together, up to the first that fails: the others would not come to the next."""
     os.environ.update(quiet_environment(os.environ))
-    strategies: list[Strategy] = []
-
-    def joined() -> list[Finding]:
-        strategy, lines = together.joined(timeout_s)
-        strategies.extend([] if strategy is None else [strategy])
-        return lines
-
-    yield from _found("together", joined)
-    for strategy in strategies:
-        for name, check in {
-            "clocks": lambda: together.clocks(strategy, timeout_s),  # noqa: B023 # called in this very turn
-            "folder": lambda: together.folder(strategy, Path("runs"), timeout_s),  # noqa: B023
-            "devices": lambda: together.devices(strategy, timeout_s),  # noqa: B023
-            "all-reduce": lambda: together.all_reduce(strategy),  # noqa: B023
-        }.items():
-            lines = _found(name, check)
-            yield from lines
-            if any(each.status == "fail" for each in lines):
-                return  # the others would be waited for in vain
+    strategy, findings = _value_and_findings("together", together.join, timeout_s)
+    yield from findings
+    if strategy is None:
+        return
+    checks = {
+        "clocks": (together.clocks, timeout_s),
+        "folder": (together.folder, Path("runs"), timeout_s),
+        "devices": (together.devices, timeout_s),
+        "all-reduce": (together.all_reduce,),
+    }
+    for name, (check, *arguments) in checks.items():
+        findings = _findings(name, check, strategy, *arguments)
+        yield from findings
+        if any(each.status == "fail" for each in findings):
+            return
 
 
-def _found(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+def _findings(name: str, check: Callable[..., list[Finding]], *arguments: Any) -> list[Finding]:
+    return _value_and_findings(name, lambda: (None, check(*arguments)))[1]
+
+
+def _value_and_findings(
+    name: str, check: Callable[..., tuple[Any, list[Finding]]], *arguments: Any
+) -> tuple[Any, list[Finding]]:
     try:
-        return check()
-    except Exception as exc:  # noqa: BLE001 # whatever a driver raises is what this report is for
-        reason = str(exc).partition(chr(10))[0]
-        return [failed(name, f"{type(exc).__name__}: {reason}", "See the line above it.")]
+        return check(*arguments)
+    except Exception as exc:  # noqa: BLE001 # any error of a driver is a finding
+        reason = str(exc).partition("\n")[0]
+        return None, [failed(name, f"{type(exc).__name__}: {reason}", "See the line above it.")]
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:
-    """Prints findings, each as soon as it is there; as JSON all at the end.
-
-    Returns:
-        The exit code: 1 if a check failed, else 0.
-    """
-    found: list[Finding] = []
+    """Prints findings, each as soon as it is there; as JSON all at the end. Returns the exit code, 1 if a check failed."""
+    printed: list[Finding] = []
     if as_json:
-        found += findings
-        print(json.dumps([each.as_dict() for each in found], indent=2))
+        printed += findings
+        print(json.dumps([asdict(each) for each in printed], indent=2))
     else:
         from rich.console import Console
         from rich.text import Text
 
         console = Console(soft_wrap=True, highlight=False)
         for each in findings:
-            found.append(each)
+            printed.append(each)
             mark, colour = _MARKS[each.status]
             console.print(Text.assemble((mark, colour), f"  {each.check:<14}{each.text}"))
             if each.remedy:
                 console.print(Text(f"      {'':<14}-> {each.remedy}"))
             console.file.flush()
-    return int(any(each.status == "fail" for each in found))
+    return int(any(each.status == "fail" for each in printed))

@@ -1,4 +1,4 @@
-"""Checks of a parameter server's cluster: what its processes show each other, and whether each server lets this one in."""
+"""Checks of a parameter server's cluster: tokens and certificates, and whether each server answers this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from jdist.cluster.spec import ClusterSpec
 from jdist.doctor.finding import Finding, failed, passed, warned
-from jdist.doctor.tls import handshake
+from jdist.doctor.network import handshake
 from jdist.errors import ClusterConfigError
 from jdist.ps.coordinator.servers import seen_from
 from jdist.ps.transport.diagnose import Trouble, reach_all
@@ -17,26 +17,19 @@ from jdist.ps.transport.security import Security, how_to_protect, open_to_others
 
 _ANSWER_S = 10.0  # for one answer
 _RETRY_S = 0.5
-_QUIET_S = 5.0  # who waits longer says so
+_QUIET_S = 5.0  # a longer wait is reported
 _NOT_THERE = "Start `jdist serve` as that task; if it runs, allow its port among the machines of the cluster."
 _SETTINGS = 'SECURITY.md and docs/clusters.md ("A parameter server\'s cluster") have the settings that all must share.'
 
 
 def servers(spec: ClusterSpec, environ: Mapping[str, str], *, alone: bool, timeout_s: float) -> list[Finding]:
-    """All of them, in their order.
-
-    Args:
-        spec: a cluster with parameter servers.
-        environ: the environment.
-        alone: leave out what needs the servers.
-        timeout_s: for the servers to come: some may still be starting.
-    """
+    """Makes all these checks, or with `alone` those that need no server; servers have `timeout_s` to come."""
     try:
         security = read_security(environ)
     except ClusterConfigError as exc:
         return [failed("security", str(exc), f"Mend {exc.variable}.")]
-    found = [_protection(spec, security), *_certificate(security)]
-    return found if alone else found + _answers(spec, security, timeout_s)
+    local = [_protection(spec, security), *_certificate(security)]
+    return local if alone else local + _answers(spec, security, timeout_s)
 
 
 def _protection(spec: ClusterSpec, security: Security) -> Finding:
@@ -53,7 +46,7 @@ def _protection(spec: ClusterSpec, security: Security) -> Finding:
 
 
 def _certificate(security: Security) -> list[Finding]:
-    """Whether it serves for both sides of a connection; a certificate for one side alone may be meant so."""
+    """Checks that the certificate serves for both sides of a connection; one for one side alone may be intended."""
     if security.files is None:
         return []
     certificate, _, authority = security.files
@@ -73,30 +66,32 @@ def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Fi
         if address is not None
     }
     troubles = _troubles(named, security, timeout_s)
-    found = [_finding(named[address], trouble) for address, trouble in troubles.items()]
+    findings = [_finding(named[address], trouble) for address, trouble in troubles.items()]
     ps = [address for address in spec.jobs["ps"] if address is not None and troubles[address] is None]
     for worker in spec.jobs.get("worker", ()):
         if worker is None or troubles[worker] is not None or not ps:
             continue
-        seen = list(zip(ps, seen_from(worker, ps, security), strict=True))
-        wrong = [_finding(f"{named[worker]} to {named[to]}", trouble) for to, trouble in seen if trouble is not None]
-        found += wrong or [passed("servers", f"{named[worker]} reaches {len(ps)} ps")]
-    return found
+        from_worker = zip(ps, seen_from(worker, ps, security), strict=True)
+        wrong = [
+            _finding(f"{named[worker]} to {named[to]}", trouble) for to, trouble in from_worker if trouble is not None
+        ]
+        findings += wrong or [passed("servers", f"{named[worker]} reaches {len(ps)} ps")]
+    return findings
 
 
 def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Trouble | None]:
-    """Why each server cannot be reached, if it cannot, once time mends nothing any more."""
-    begin, said = time.monotonic(), False
-    found: dict[str, Trouble | None] = {}
+    """Finds why each server cannot be reached, if it cannot, once waiting longer does not help."""
+    begin, is_reported = time.monotonic(), False
+    troubles: dict[str, Trouble | None] = {}
     missing = list(named)
     while True:
-        found |= zip(missing, reach_all(missing, security, min(timeout_s, _ANSWER_S)), strict=True)
-        missing = [address for address, trouble in found.items() if trouble is not None and not trouble.lasts]
+        troubles |= zip(missing, reach_all(missing, security, min(timeout_s, _ANSWER_S)), strict=True)
+        missing = [address for address, trouble in troubles.items() if trouble is not None and not trouble.lasts]
         waited_s = time.monotonic() - begin
         if not missing or waited_s + _RETRY_S > timeout_s:
-            return found
-        if waited_s > _QUIET_S and not said:
-            said = True
+            return troubles
+        if waited_s > _QUIET_S and not is_reported:
+            is_reported = True
             waiting = ", ".join(named[address] for address in missing[:4])
             print(f"jdist doctor: waiting up to {timeout_s:g} s for {waiting}", file=sys.stderr, flush=True)
         time.sleep(_RETRY_S)

@@ -1,4 +1,4 @@
-"""Checks that all processes of the cluster make together: clocks, devices, an all-reduce. They start JAX's devices."""
+"""Checks that all processes of the cluster make together: clocks, folder, devices, an all-reduce; they start JAX."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ROUNDS = 5
 _CLOCKS_S = 2.0  # clocks further apart than that confuse logs, and the ages of files
 
 
-def joined(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
-    """Joins the cluster; all its processes have to run `jdist doctor` for that."""
+def join(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
+    """Joins the cluster, all of whose processes have to run `jdist doctor`."""
     import jdist
 
     try:
@@ -35,7 +35,7 @@ def joined(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
 
 
 def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
-    """How far the processes' clocks are apart, by what they say at about the same time."""
+    """Compares the processes' clocks, exchanged at about the same time."""
     cluster = strategy.cluster
     if cluster is None or cluster.num_processes == 1:
         return []
@@ -49,49 +49,49 @@ def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
 
 
 def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
-    """Whether all processes see one folder of that name, as checkpoints need."""
+    """Checks that all processes see the same folder, as checkpoints need."""
     from jdist.checkpoint.folder import open_shared
 
     cluster = strategy.cluster
     if cluster is None or cluster.num_processes == 1:
         return []
-    made = [p for p in (path, *path.parents) if not p.exists()] if cluster.is_chief else []
+    missing = [p for p in (path, *path.parents) if not p.exists()] if cluster.is_chief else []
     try:
         open_shared(path, cluster, timeout_s, "doctor: folder")
     except JDistError as exc:
         remedy = "Start all processes in one folder of a file system that they share: checkpoints go to its runs/."
         return [failed("folder", str(exc), remedy)]
     finally:
-        for each in made:
+        for each in missing:
             with contextlib.suppress(OSError):  # something is in it by now
                 each.rmdir()
     return [passed("folder", f"all processes see the same {path.absolute()}")]
 
 
 def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:
-    """What devices there are, and whether all processes have as many of the same kind."""
+    """Lists the devices, and checks that all processes have as many of the same kind."""
     import jax
 
     local = jax.local_devices()
     stats = local[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     size = f", {limit / 1e9:.1f} GB each" if limit else ""
-    found = [passed("devices", f"{len(local)} x {local[0].device_kind} ({local[0].platform}){size}")]
+    findings = [passed("devices", f"{len(local)} x {local[0].device_kind} ({local[0].platform}){size}")]
     if strategy.cluster is not None and strategy.cluster.num_processes > 1:
-        told = strategy.cluster.exchange("doctor: devices", [len(local), local[0].device_kind], timeout_s)
-        if any(each != told[0] for each in told):
-            listed = "; ".join(f"process {i}: {count} x {kind}" for i, (count, kind) in enumerate(told))
-            if len({count for count, _ in told}) > 1:
+        of_all = strategy.cluster.exchange("doctor: devices", [len(local), local[0].device_kind], timeout_s)
+        if any(each != of_all[0] for each in of_all):
+            listed = "; ".join(f"process {i}: {count} x {kind}" for i, (count, kind) in enumerate(of_all))
+            if len({count for count, _ in of_all}) > 1:
                 remedy = "Rows are shared out by process: start each with as many devices."
-                found.append(failed("devices", f"the processes have different numbers of devices: {listed}", remedy))
+                findings.append(failed("devices", f"the processes have different numbers of devices: {listed}", remedy))
             else:
                 remedy = "A step waits for the slowest replica; start each process with devices of one kind."
-                found.append(warned("devices", f"the processes have different devices: {listed}", remedy))
-    return found
+                findings.append(warned("devices", f"the processes have different devices: {listed}", remedy))
+    return findings
 
 
 def all_reduce(strategy: Strategy) -> list[Finding]:
-    """A small all-reduce over all replicas: whether it is right, and how fast."""
+    """Makes a small all-reduce over all replicas: checks its result, and measures its speed."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -106,12 +106,12 @@ def all_reduce(strategy: Strategy) -> list[Finding]:
     def make() -> jax.Array:
         return jnp.full((elements,), jax.lax.axis_index(axes) + 1, jnp.float32)
 
-    whole, own = PartitionSpec(), PartitionSpec(axes)
-    mapped = jax.jit(jax.shard_map(make, mesh=strategy.mesh, in_specs=(), out_specs=own, check_vma=False))
+    whole, per_replica = PartitionSpec(), PartitionSpec(axes)
+    mapped = jax.jit(jax.shard_map(make, mesh=strategy.mesh, in_specs=(), out_specs=per_replica, check_vma=False))
     values = mapped()
     reduce = jax.jit(
         jax.shard_map(
-            lambda x: jax.lax.psum(x, axes), mesh=strategy.mesh, in_specs=own, out_specs=whole, check_vma=False
+            lambda x: jax.lax.psum(x, axes), mesh=strategy.mesh, in_specs=per_replica, out_specs=whole, check_vma=False
         )
     )
     total = reduce(values).block_until_ready()  # compiles

@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jdist.checkpoint import Checkpointer, CheckpointWarning
-from jdist.cluster.agree import together
 from jdist.cluster.environment import ATTEMPT
-from jdist.cluster.runtime import alone
+from jdist.cluster.runtime import alone, together
 from jdist.cluster.stop import preemption
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import write_state

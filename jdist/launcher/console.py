@@ -1,4 +1,4 @@
-"""Writes for the launcher, in a thread: a terminal that stands still must not keep it from its work."""
+"""The launcher's output, written by a thread: a terminal that stands still must not hold the launcher up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import threading
 from typing import IO
 
-FULL = 4 << 20  # bytes waiting to be written, after which no more should be read
+FULL = 4 << 20  # bytes waiting to be written, from which on no more should be read
 
 
 class Console:
@@ -26,7 +26,7 @@ class Console:
         return self._size > FULL
 
     def write(self, file: IO[str], lines: bytes) -> None:
-        """Have lines written; returns at once."""
+        """Queues lines; returns at once."""
         if lines:
             with self._changed:
                 self._waiting.append((file, lines))
@@ -34,7 +34,7 @@ class Console:
                 self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all is written, or not even a part of it within `timeout_s`."""
+        """Waits until all is written, or nothing of it within `timeout_s`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -67,3 +67,17 @@ def _write(file: IO[str], lines: bytes) -> None:
     else:  # a notebook's
         file.write(lines.decode(errors="replace"))
     file.flush()
+
+
+def prefix(label: str, file: IO[str], colour: str) -> bytes:
+    """Makes the prefix of a process's lines, in colour where they go to a terminal."""
+    text = f"[{label}] "
+    if not file.isatty():
+        return text.encode()
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
+    with rich.capture() as captured:
+        rich.print(Text(text, style=colour), end="")
+    return captured.get().encode()

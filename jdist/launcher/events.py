@@ -1,4 +1,4 @@
-"""The launcher's state, the events that change it, and the commands that come of them: plain values."""
+"""The launcher's state, the events that change it, and the commands that follow: plain values."""
 
 from __future__ import annotations
 
@@ -7,48 +7,27 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jdist.launcher.exit_cause import End, Task
+from jdist.launcher.exit_cause import Attempt, End, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What does not change during a launch.
+    """The settings of a launch; see `launch` for those of its names."""
 
-    Attributes:
-        smallest: fewest workers to go on with.
-        largest: workers to start with.
-        evaluator: whether one more process evaluates.
-        chief: whether the one process is the chief of a parameter server.
-        max_restarts: how often all may be started again after a failure.
-        grace_s: how long others get to end by themselves after a failure, and then again after SIGTERM.
-        stop_timeout_s: how long processes that were asked to stop may take to save.
-        regrow_s: how long to go on with fewer than `largest` before trying to grow.
-        seed: of the backoff's jitter.
-    """
-
-    smallest: int
-    largest: int
+    smallest: int  # fewest workers to go on with
+    largest: int  # workers to start with
     evaluator: bool = False
-    chief: bool = False
+    chief: bool = False  # whether the one process is the chief of a parameter server
     max_restarts: int = 0
     grace_s: float = 10.0
     stop_timeout_s: float = 300.0
     regrow_s: float = 300.0
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """A process and all that it had started are gone."""
-
-    at: float
-    task: Task
-    code: int
+    seed: int = 0  # of the backoff's jitter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The user, or the cluster, sent the launcher SIGINT or SIGTERM."""
+    """The launcher was sent SIGINT or SIGTERM."""
 
     at: float
     signal: signal.Signals
@@ -61,7 +40,8 @@ class Tick:
     at: float
 
 
-Event = Ended | Asked | Tick
+# An `End` as an event: a process and all that it had started are gone.
+Event = End | Asked | Tick
 
 
 @dataclass(frozen=True)
@@ -87,27 +67,7 @@ class Say:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What became of one attempt; as a command: report it.
-
-    Attributes:
-        number: counted from 0.
-        size: its workers.
-        duration_s: from its start until all its processes were gone.
-        ends: in the order of their ends.
-        guilty: the end that explains the others; None if nothing failed.
-        outcome: "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more).
-    """
-
-    number: int
-    size: int
-    duration_s: float
-    ends: tuple[End, ...]
-    guilty: End | None
-    outcome: str
-
-
+# An `Attempt` as a command: report it.
 Command = Start | Send | Say | Attempt
 Commands = tuple[Command, ...]
 
@@ -129,49 +89,27 @@ Plan = tuple[tuple[float, signal.Signals | None], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """All that a launcher remembers.
-
-    Attributes:
-        settings: what does not change.
-        phase: where it stands.
-        attempt: which attempt, counted from 0.
-        size: workers of this attempt, or of the next one while waiting.
-        grown: this attempt is a trial of more workers than the one before.
-        started_at: when the attempt began.
-        running: processes that are not gone yet.
-        ends: of this attempt.
-        told: the last signal that each process was sent.
-        plan: what is still to be done to those that are running: (time, signal), None to give up.
-        wake_at: when to start the next attempt, or to try to grow.
-        regrow_s: how long the next smaller attempt runs before it tries to grow.
-        restarts: how many were used.
-        quick: attempts in a row that failed soon after their start.
-        stop: the signal by which the user asked to stop.
-        asked_at: when that came last.
-        forced: the user asked twice.
-        history: attempts that are over.
-        exit_code: of the launcher, once it is done.
-    """
+    """The state of a launch."""
 
     settings: Settings
-    phase: Phase = Phase.WAITING
-    attempt: int = -1
-    size: int
-    grown: bool = False
-    started_at: float = 0.0
-    running: frozenset[Task] = frozenset()
-    ends: tuple[End, ...] = ()
-    told: Mapping[Task, signal.Signals] = field(default_factory=dict)
-    plan: Plan = ()
-    wake_at: float | None = None
-    regrow_s: float
-    restarts: int = 0
-    quick: int = 0
-    stop: signal.Signals | None = None
-    asked_at: float = 0.0
-    forced: bool = False
-    history: tuple[Attempt, ...] = ()
-    exit_code: int | None = None
+    phase: Phase = Phase.WAITING  # where it stands
+    attempt: int = -1  # counted from 0
+    size: int  # workers of this attempt, or of the next one while waiting
+    grown: bool = False  # this attempt is a trial of more workers than the one before
+    started_at: float = 0.0  # of the attempt
+    running: frozenset[Task] = frozenset()  # processes that are not gone yet
+    ends: tuple[End, ...] = ()  # of this attempt
+    sent: Mapping[Task, signal.Signals] = field(default_factory=dict)  # the last signal that each process was sent
+    plan: Plan = ()  # signals still to be sent to those that are running: (time, signal), None to give up
+    wake_at: float | None = None  # when to start the next attempt, or to try to grow
+    regrow_s: float  # how long the next smaller attempt runs before it tries to grow
+    restarts: int = 0  # how many were used
+    quick: int = 0  # attempts in a row that failed soon after their start
+    stop: signal.Signals | None = None  # the signal by which the user asked to stop
+    asked_at: float = 0.0  # when that came last
+    forced: bool = False  # the user asked twice
+    history: tuple[Attempt, ...] = ()  # attempts that are over
+    exit_code: int | None = None  # of the launcher, once it is done
 
     @property
     def due(self) -> float | None:

@@ -1,34 +1,30 @@
-"""How processes of a job ended, and which of them is to blame. Pure."""
+"""How the processes of an attempt ended, which of them is to blame and why, and the report of it. Pure."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jdist.cluster.exit_status import CANNOT_WRITE, FINISHED, INTERRUPTED, PEER_LOST, PREEMPTED, USAGE
 from jdist.cluster.lost_peer import RECORD
 
 WORKER, EVALUATOR, CHIEF = "worker", "evaluator", "chief"
+QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
 _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
 
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """One place in the job, as TF_CONFIG names it.
+    """One place in the job, as TF_CONFIG names it."""
 
-    Attributes:
-        type: "worker", "evaluator" or "chief"; of a server "worker" or "ps".
-        index: counted from 0 within its type.
-        serves: whether it runs `jdist serve`.
-    """
-
-    type: str
-    index: int
-    serves: bool = False
+    type: str  # "worker", "evaluator" or "chief"; of a server "worker" or "ps"
+    index: int  # counted from 0 within its type
+    serves: bool = False  # whether it runs `jdist serve`
 
     @property
     def label(self) -> str:
@@ -45,25 +41,30 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How one process ended.
+    """How one process ended."""
 
-    Attributes:
-        task: which.
-        code: its exit code; minus the signal's number if a signal ended it.
-        at: when, in seconds of the launcher's clock.
-        told: the last signal that the launcher had sent it before.
-    """
+    task: Task  # the process
+    code: int  # its exit code; minus the signal's number if a signal ended it
+    at: float  # seconds of the launcher's clock
+    sent: signal.Signals | None = None  # the last signal that the launcher had sent it before
 
-    task: Task
-    code: int
-    at: float
-    told: signal.Signals | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """How one attempt ended."""
+
+    number: int  # counted from 0
+    size: int  # number of workers
+    duration_s: float  # from its start until all its processes were gone
+    ends: tuple[End, ...]  # in the order of time
+    guilty: End | None  # the end that explains the others; None if nothing failed
+    outcome: str  # "finished", "failed", "stopped" (by the user) or "grown" (stopped to go on with more)
 
 
 class Kind(enum.IntEnum):
-    """What an end means; of several, the lowest is the cause."""
+    """The meaning of an end; of several, the lowest is the cause."""
 
-    CRASHED = 0  # a signal, or an exit code that tells of trouble of its own
+    CRASHED = 0  # a signal, or an exit code of an error of its own
     STALLED = 1  # the launcher had to kill it
     LEFT = 2  # saved and left because somebody asked it to, not the launcher
     PEER_LOST = 3  # ended because another did
@@ -71,54 +72,54 @@ class Kind(enum.IntEnum):
 
 
 def kind(end: End) -> Kind:
-    """What an end means.
+    """Classifies an end.
 
     Example:
         >>> kind(End(task=Task("worker", 0), code=-9, at=0.0)).name
         'CRASHED'
     """
-    asked = end.told in (signal.SIGINT, signal.SIGTERM)
+    asked = end.sent in (signal.SIGINT, signal.SIGTERM)
     if end.code == FINISHED or (asked and end.code in (INTERRUPTED, PREEMPTED, -signal.SIGINT, -signal.SIGTERM)):
         return Kind.WELL
-    if end.told == signal.SIGKILL and end.code == -signal.SIGKILL:
+    if end.sent == signal.SIGKILL and end.code == -signal.SIGKILL:
         return Kind.STALLED
     if end.code == PEER_LOST:
         return Kind.PEER_LOST
     return Kind.LEFT if end.code in (INTERRUPTED, PREEMPTED) else Kind.CRASHED
 
 
-def guilty(ends: Iterable[End]) -> End | None:
-    """The end that explains the others: by its kind, then the earliest; None if all ended well."""
+def find_guilty(ends: Iterable[End]) -> End | None:
+    """Finds the end that explains the others: by its kind, then the earliest; None if all ended well."""
     return min((end for end in ends if kind(end) != Kind.WELL), key=lambda end: (kind(end), end.at), default=None)
 
 
-def lost(ends: Iterable[End]) -> int:
-    """How many processes to do without: the guilty one, and others that were killed from outside.
+def count_lost(ends: Iterable[End]) -> int:
+    """Counts the processes to do without: the guilty one, and others that were killed from outside.
 
     Survivors of a broken collective end in many ways (an exception, SIGABRT), so other ends do not count.
     """
     ends = tuple(ends)
-    cause = guilty(ends)
-    if cause is None or kind(cause) not in (Kind.CRASHED, Kind.STALLED):
+    first = find_guilty(ends)
+    if first is None or kind(first) not in (Kind.CRASHED, Kind.STALLED):
         return 0
-    return len({cause.task, *(end.task for end in ends if end.code == -signal.SIGKILL and end.told is None)})
+    return len({first.task, *(end.task for end in ends if end.code == -signal.SIGKILL and end.sent is None)})
 
 
 def exit_code(end: End) -> int:
-    """The exit code that tells of `end`: its own, or 128 plus the signal's number as in shells."""
+    """The exit code of the launcher after `end`: its own, or 128 plus the signal's number as in shells."""
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def mendable(end: End) -> bool:
-    """Whether starting again may help: not if what was asked for is not right, cannot be started, or nothing can be written."""
+def restart_may_help(end: End) -> bool:
+    """Whether a restart may help: not after a usage error, a full disk, or a program that cannot be started."""
     return end.code not in (USAGE, CANNOT_WRITE, *_CANNOT_BE_STARTED)
 
 
-def how(end: End) -> str:
-    """The end in words, to follow the name of its task.
+def describe(end: End) -> str:
+    """Describes an end, as the predicate to its task.
 
     Example:
-        >>> how(End(task=Task("worker", 0), code=-9, at=0.0))
+        >>> describe(End(task=Task("worker", 0), code=-9, at=0.0))
         'was killed by SIGKILL'
     """
     meaning = kind(end)
@@ -137,45 +138,42 @@ def signal_name(number: int) -> str:
 
 
 _HEADER = re.compile(r"\s*(\+ Exception Group )?Traceback \(most recent call last\):")
-# What XLA and its libraries write round an error of somebody else's: log lines of absl, banners, traces of their own.
+# Lines that XLA and its libraries write round an error: log lines of absl, banners, traces of their own.
 _NOISE = re.compile(
     r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
     r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
 )
-_SAID = "jdist: "  # how a message of jdist's begins; a record for programs, and a frame of a stack, do not explain
+_MESSAGE = "jdist: "  # begins a message of jdist's; a record for programs, and a frame of a stack, do not explain
 _NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
 LONGEST = 30  # lines
 LINES_WITHOUT = 8
 
 
 def explanation(stderr: str) -> list[str]:
-    """The last traceback, or else the last lines.
-
-    Args:
-        stderr: the last part of it.
+    """Finds the last traceback, or else the last lines, in the end of a process's standard error.
 
     Returns:
         Lines, at most `LONGEST`: of a long traceback the beginning and the end, of a long message the beginning.
     """
     lines = [line.rstrip() for line in stderr.splitlines()]
-    header = max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
+    header = _last_traceback(lines)
     if header is None:
         lines = [line for line in lines if line]
-        said = [line for line in _without_noise(lines) if not _NO_REASON.match(line)]
-        return (said or lines)[-LINES_WITHOUT:]
-    message = _message(lines, header)
-    frames, said = lines[header:message], lines[message : message + LINES_WITHOUT]
-    if len(frames) + len(said) > LONGEST:
-        kept = LONGEST - len(said) - 1
+        reasons = [line for line in _without_noise(lines) if not _NO_REASON.match(line)]
+        return (reasons or lines)[-LINES_WITHOUT:]
+    start = _message(lines, header)
+    frames, message = lines[header:start], lines[start : start + LINES_WITHOUT]
+    if len(frames) + len(message) > LONGEST:
+        kept = LONGEST - len(message) - 1
         first = kept // 3
         frames = [*frames[:first], f"  ... {len(frames) - kept} lines left out ...", *frames[first - kept :]]
-    while said and not said[-1]:
-        said.pop()
-    return frames + said
+    while message and not message[-1]:
+        message.pop()
+    return frames + message
 
 
 def lost_peer(stderr: str) -> tuple[int, str] | None:
-    """The process that this one says the job has lost, and why; None if it says nothing of the kind."""
+    """Finds the process that this one reports as lost, and the cause; None without a report."""
     for line in reversed(stderr.splitlines()):
         if line.startswith(RECORD):
             try:
@@ -188,15 +186,20 @@ def lost_peer(stderr: str) -> tuple[int, str] | None:
 
 
 def cause(stderr: str) -> str:
-    """One line: the exception and its message's first line, or else jdist's last line, or the last; empty if there is none."""
+    """Finds one line: the exception with its message's first line, else jdist's last line, else the last; or ""."""
     lines = stderr.splitlines()
-    header = max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
+    header = _last_traceback(lines)
     if header is not None:
         message = _message(lines, header)
         return lines[message].strip("| ") if message < len(lines) else ""
     lines = [line.strip() for line in lines if line.strip()]
-    reasons = [line for line in lines if line.startswith(_SAID) and not _NO_REASON.match(line)]
+    reasons = [line for line in lines if line.startswith(_MESSAGE) and not _NO_REASON.match(line)]
     return (reasons or _without_noise(lines) or lines or [""])[-1]
+
+
+def _last_traceback(lines: list[str]) -> int | None:
+    """The number of the last traceback's header."""
+    return max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
 
 
 def _without_noise(lines: list[str]) -> list[str]:
@@ -211,3 +214,65 @@ def _message(lines: list[str], header: int) -> int:
         if line and line[0] not in " \t":
             return n
     return len(lines)
+
+
+def failure(attempt: Attempt, log_of: Callable[[Task], object], stderr: str) -> str:
+    """Reports a failed attempt: its guilty process, how that ended, its log, and its traceback or last lines, from `stderr`."""
+    end = attempt.guilty
+    if end is None:
+        return ""
+    details = [f"  {line}" for line in explanation(stderr)]
+    task, predicate = end.task, f"{describe(end)}{_others(attempt, end)}"
+    name = str(task)
+    if kind(end) == Kind.PEER_LOST and (peer := lost_peer(stderr)) is not None:
+        # All have left with the same code, and the first to leave is not the one that they blame.
+        lost, why = peer
+        task = next((each.task for each in attempt.ends if each.task == Task(WORKER, lost)), end.task)
+        name, predicate = f"process {lost}", f"was lost: {why}"
+    head = f"attempt {attempt.number} failed: {name} {predicate}; its log: {log_of(task)}"
+    return "\n".join([head, *details])
+
+
+def summary(history: Sequence[Attempt], causes: Mapping[int, str]) -> str:
+    """Reports each attempt in a line, with its `cause` if it failed, and a crash loop; "" after only one attempt."""
+    if len(history) == 1:  # its failure has been reported
+        return ""
+    return "\n".join([*(_line(attempt, causes) for attempt in history), *_crash_loop(history, causes)])
+
+
+def _crash_loop(history: Sequence[Attempt], causes: Mapping[int, str]) -> list[str]:
+    """Names the cause, if several attempts in a row failed soon after their start in the same way."""
+    last = history[-1]
+    if last.guilty is None:
+        return []
+
+    def is_alike(attempt: Attempt) -> bool:
+        if attempt.guilty is None or last.guilty is None or attempt.duration_s >= QUICK_S:
+            return False
+        return attempt.guilty.code == last.guilty.code and causes.get(attempt.number) == causes.get(last.number)
+
+    loop = list(itertools.takewhile(is_alike, reversed(history)))
+    if len(loop) < 2:
+        return []
+    longest = max(attempt.duration_s for attempt in loop)
+    why = causes.get(last.number) or "it said nothing on its standard error"
+    return [f"crash loop: {len(loop)} attempts in a row failed alike within {longest:.1f} s of their start: {why}"]
+
+
+def _line(attempt: Attempt, causes: Mapping[int, str]) -> str:
+    processes = f"{attempt.size} process{'es' if attempt.size > 1 else ''}"
+    head = f"attempt {attempt.number}: {processes}, {attempt.duration_s:.1f} s: "
+    if attempt.guilty is None:
+        meaning = {"grown": "stopped, to go on with more", "stopped": "stopped as asked"}
+        return head + meaning.get(attempt.outcome, attempt.outcome)
+    why = causes.get(attempt.number)
+    return f"{head}{attempt.guilty.task} {describe(attempt.guilty)}{f': {why}' if why else ''}"
+
+
+def _others(attempt: Attempt, guilty: End) -> str:
+    stalled = [end.task for end in attempt.ends if kind(end) == Kind.STALLED and end.task != guilty.task]
+    followed = sum(kind(end) == Kind.PEER_LOST and end.task != guilty.task for end in attempt.ends)
+    parts = [f"{followed} noticed and left"] if followed else []
+    if stalled:
+        parts.append(f"{', '.join(map(str, stalled))} had to be killed")
+    return f" ({'; '.join(parts)})" if parts else ""

@@ -1,4 +1,4 @@
-"""A small process round each process of a job, so that whatever it started is gone when it, or the launcher, is.
+"""A small process round each process of a job: when that, or the launcher, is gone, it kills all that was started.
 
     launcher ──socket──> guard (own session) ──> process (own session) ──> what it starts
 
@@ -29,15 +29,11 @@ _direct: dict[int, float] = {}  # signals that came to the guard itself: number 
 
 
 def main(command: list[str]) -> None:
-    """Run `command` until it ends or the launcher does.
-
-    Args:
-        command: program and arguments.
-    """
+    """Runs a program with its arguments until it ends or the launcher does."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken = _wake_on_signals()
     pid = _start(command)
-    _tell(f"{pid}\n")
+    _send(f"{pid}\n")
     returned = None
     while returned is None:
         ready, _, _ = select.select([0, woken], [], [])
@@ -51,14 +47,14 @@ def main(command: list[str]) -> None:
             if not numbers:
                 _sweep(pid, woken)
                 return
-    _tell(f"{returned} {time.monotonic()}\n")
+    _send(f"{returned} {time.monotonic()}\n")
     _sweep(pid, woken)
 
 
 def _start(command: list[str]) -> int:
-    """A process in a session of its own; what stops it from running is said on its standard error."""
+    """Starts the process in a session of its own; an error is written to its standard error."""
     guard = os.getpid()
-    # Until the child has its own handlers, which are the system's, what is sent to it waits: the guard's would swallow it.
+    # Blocked until the child has the system's handlers: the guard's would swallow a signal that is sent to it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     pid = os.fork()  # no threads here, so all of Python may be used in the child
     if pid:
@@ -84,7 +80,7 @@ def _start(command: list[str]) -> int:
 
 
 def _wake_on_signals() -> int:
-    """A file descriptor that can be read after SIGCHLD; signals meant for the process do not end the guard."""
+    """Opens a file descriptor that can be read after SIGCHLD; signals meant for the process do not end the guard."""
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
@@ -96,14 +92,14 @@ def _wake_on_signals() -> int:
 
 
 def _pass_on(pid: int, number: int) -> None:
-    # A scheduler that ends a job signals every process of it: the one here has the signal already, and would take
-    # a second for the wish to leave at once, without saving.
+    # A scheduler that ends a job signals every process of it: this one has the signal already, and would take a second
+    # for the wish to leave at once, without saving.
     if time.monotonic() - _direct.get(number, -JUST_NOW_S) >= JUST_NOW_S:
         os.kill(pid, number)  # it is ours and not reaped, so the number cannot be another's
 
 
 def _reap(pid: int) -> int | None:
-    """Collect what has ended; the exit code of `pid` if it was among them, minus the signal's number if killed."""
+    """Collects ended children; the exit code of `pid` if it was among them, minus the signal's number if killed."""
     returned = None
     while True:
         try:
@@ -117,7 +113,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _sweep(pid: int, woken: int) -> None:
-    """Kill all that is left, until nothing is, or it cannot be killed."""
+    """Kills all that is left, until nothing is, or it cannot be killed."""
     deadline = time.monotonic() + SWEEP_S
     _kill(os.killpg, pid)
     while time.monotonic() < deadline:
@@ -138,7 +134,7 @@ def _kill(kill: Callable[[int, int], None], number: int) -> None:
 
 
 def _descendants() -> set[int]:
-    """Every process below the guard, from /proc; none where there is no /proc."""
+    """Finds every process below the guard in /proc; none where there is no /proc."""
     parents = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdigit():
@@ -147,13 +143,13 @@ def _descendants() -> set[int]:
                     parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, IndexError):
                 continue  # it has just ended
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family - {os.getpid()}
 
 
-def _tell(line: str) -> None:
+def _send(line: str) -> None:
     with contextlib.suppress(OSError):  # the launcher is gone; the end of file says so as well
         os.write(0, line.encode())
 

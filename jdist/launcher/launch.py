@@ -1,52 +1,29 @@
-"""Start several processes of one job on this machine, watch them, and start them again when they fail."""
+"""`launch`: starts the processes of one job on this machine, watches them, and restarts them when they fail."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shlex
-import signal
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from jdist.errors import LaunchError
-from jdist.launcher.console import Console
-from jdist.launcher.environment import check_cpu_devices
-from jdist.launcher.events import Attempt, Settings
-from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Task
-from jdist.launcher.loop import Launcher
-from jdist.launcher.options import check_at_least, check_positive, command_line, parse_processes, parse_servers
-from jdist.launcher.servers import PS
+from jdist.launcher.events import Settings
+from jdist.launcher.exit_cause import WORKER, Task
+from jdist.launcher.loop import Launched, Launcher
+from jdist.launcher.options import (
+    check_cpu_devices,
+    check_positive,
+    command_line,
+    parse_processes,
+    parse_servers,
+    whole_number,
+)
+from jdist.launcher.supervisor import PS
 
 RESTARTS_OF_A_RANGE = 3
-_CONSOLE_S = 30.0  # how long a terminal may stand still at the end before the rest is left to the logs
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """How a launch ended.
-
-    Attributes:
-        exit_code: 0 if all ended well; else see `jdist.cluster.exit_status`, or 128 plus a signal's number.
-        attempts: what became of each attempt.
-        log_dir: the folder with attempt_A/process_I.log.
-        stop: the signal by which the user, or the time limit, asked all to stop; None if nobody did.
-        timed_out: whether it was the time limit.
-        failure: of the last attempt that failed, who failed and with which traceback or last words; "" if none did.
-    """
-
-    exit_code: int
-    attempts: tuple[Attempt, ...]
-    log_dir: Path
-    stop: signal.Signals | None = None
-    timed_out: bool = False
-    failure: str = ""
 
 
 def launch(
@@ -63,7 +40,7 @@ def launch(
     stop_timeout_s: float = 300.0,
     regrow_s: float = 300.0,
 ) -> Launched:
-    """Run a command in several processes that find each other by TF_CONFIG; none is left when it returns.
+    """Runs a command in several processes that find each other by TF_CONFIG; none is left when it returns.
 
     With `workers` and `ps` the command runs once, as the chief of a parameter server, whose workers and servers run `jdist
     serve`. One of these that dies is started again by itself; all end with the chief.
@@ -98,19 +75,18 @@ def launch(
         >>> launch(["python", "-c", "pass"], processes=2).exit_code
         0
     """
-    served = parse_servers(workers, ps, processes)
-    smallest, largest = (1, 1) if served else parse_processes(2 if processes is None else processes)
-    servers = () if served is None else _servers(*served)
+    counts = parse_servers(workers, ps, processes)
+    smallest, largest = (1, 1) if counts else parse_processes(2 if processes is None else processes)
+    servers = () if counts is None else _servers(*counts)
     restarts = (RESTARTS_OF_A_RANGE if smallest < largest else 0) if max_restarts is None else max_restarts
-    check_at_least("max_restarts", restarts, 0)
     for name, seconds in (("grace_s", grace_s), ("stop_timeout_s", stop_timeout_s), ("regrow_s", regrow_s)):
         check_positive(name, seconds)
     settings = Settings(
         smallest=smallest,
         largest=largest,
         evaluator=evaluator,
-        chief=served is not None,
-        max_restarts=restarts,
+        chief=counts is not None,
+        max_restarts=whole_number("max_restarts", restarts, least=0),
         grace_s=grace_s,
         stop_timeout_s=stop_timeout_s,
         regrow_s=regrow_s,
@@ -119,73 +95,18 @@ def launch(
     line = command_line(command, devices_per_process=devices_per_process)
     check_cpu_devices(devices_per_process, os.environ)
     which = f"{largest} process{'es' if largest > 1 else ''}"
-    if served is not None:
-        which = f"a chief, {served[0]} worker{'s' if served[0] > 1 else ''} and {served[1]} ps"
+    if counts is not None:
+        num_workers, num_ps = counts
+        which = f"a chief, {num_workers} worker{'s' if num_workers > 1 else ''} and {num_ps} ps"
     which += " and an evaluator" if evaluator else ""
-    return run(
-        settings,
-        line,
-        what=f"{which} of {shlex.join(command)}",
-        devices_per_process=devices_per_process,
-        log_dir=make_log_dir(log_dir),
-        servers=servers,
+    launcher = Launcher(
+        settings, line, log_dir=make_log_dir(log_dir), devices_per_process=devices_per_process, servers=servers
     )
-
-
-def run(
-    settings: Settings,
-    line: Sequence[str],
-    *,
-    what: str,
-    log_dir: Path,
-    devices_per_process: int | None = None,
-    servers: Sequence[Task] = (),
-    timeout_s: float | None = None,
-    explains: bool = True,
-) -> Launched:
-    """`launch` of what was checked: one line in several processes.
-
-    Args:
-        settings: how many, how often, how long.
-        line: program and arguments.
-        what: is launched, in words.
-        log_dir: a folder that is there.
-        devices_per_process: virtual CPU devices of each.
-        servers: tasks that run `jdist serve` beside it.
-        timeout_s: seconds after which all are asked to stop, as by SIGTERM.
-        explains: say at once why an attempt failed; else only the result does.
-    """
-    console = Console()
-    try:
-        launcher = Launcher(
-            settings,
-            line,
-            os.environ,
-            devices_per_process=devices_per_process,
-            log_dir=log_dir,
-            console=console,
-            prefixes=_prefixes(settings, servers),
-            servers=servers,
-            timeout_s=timeout_s,
-            explains=explains,
-        )
-        launcher.say(f"{what}; logs: {log_dir}")
-        state = launcher.run()
-    finally:
-        console.close(_CONSOLE_S)
-    assert state.exit_code is not None
-    return Launched(
-        exit_code=state.exit_code,
-        attempts=state.history,
-        log_dir=log_dir,
-        stop=state.stop,
-        timed_out=launcher.timed_out,
-        failure=launcher.failure,
-    )
+    return launcher.run(f"{which} of {shlex.join(command)}")
 
 
 def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder, made; a new one, runs/launch-TIME, if none was asked for.
+    """Makes the folder of the logs; None: a new one, runs/launch-TIME.
 
     Raises:
         LaunchError: it cannot be made.
@@ -210,29 +131,3 @@ def make_log_dir(log_dir: str | os.PathLike[str] | None) -> Path:
 
 def _servers(workers: int, ps: int) -> tuple[Task, ...]:
     return tuple(Task(job, i, serves=True) for job, count in ((WORKER, workers), (PS, ps)) for i in range(count))
-
-
-def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
-    """What each process's lines begin with at standard output and error, in colour where that is a terminal."""
-    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
-    if settings.evaluator:
-        tasks.append(Task(EVALUATOR, 0))
-    tasks += servers
-    colours = itertools.cycle(_COLOURS)
-    return {
-        task: (_prefix(task, sys.stdout, colour), _prefix(task, sys.stderr, colour))
-        for task, colour in zip(tasks, colours, strict=False)
-    }
-
-
-def _prefix(task: Task, file: IO[str], colour: str) -> bytes:
-    text = f"[{task.label}] "
-    if not file.isatty():
-        return text.encode()
-    from rich.console import Console as RichConsole
-    from rich.text import Text
-
-    rich = RichConsole(file=file)  # knows what the terminal can, and of NO_COLOR
-    with rich.capture() as captured:
-        rich.print(Text(text, style=colour), end="")
-    return captured.get().encode()

@@ -1,8 +1,9 @@
-"""The launcher's loop: a thin shell of processes, pipes and signals round `state.py`."""
+"""The launcher's loop: a thin shell of processes, pipes and signals round `supervisor`."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import selectors
@@ -11,77 +12,82 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jdist.cluster.environment import RECORD_FOLDER, TOKEN
 from jdist.cluster.exit_status import PEER_LOST
-from jdist.launcher.console import Console
+from jdist.launcher.console import Console, prefix
 from jdist.launcher.environment import child_environment, free_ports
-from jdist.launcher.events import (
-    Asked,
-    Attempt,
-    Command,
-    Ended,
-    Event,
-    Phase,
-    Say,
-    Send,
-    Settings,
-    Start,
-    State,
-    Tick,
-)
-from jdist.launcher.exit_cause import EVALUATOR, WORKER, Task, cause
+from jdist.launcher.events import Asked, Command, Event, Phase, Say, Send, Settings, Start, State, Tick
+from jdist.launcher.exit_cause import CHIEF, EVALUATOR, WORKER, Attempt, End, Task, cause, failure, summary
 from jdist.launcher.process import LogFile, Process, Stream
-from jdist.launcher.report import failure, summary
-from jdist.launcher.servers import Restarts
-from jdist.launcher.supervisor import begin, step
+from jdist.launcher.supervisor import Restarts, begin, step
 
 _ROOM_POLL_S = 0.05
+_CONSOLE_S = 30.0  # a terminal may stand still so long at the end, before the rest is left to the logs
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CANNOT_BE_STARTED = 126
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: 0 if all ended well; else see `jdist.cluster.exit_status`, or 128 plus a signal's number.
+        attempts: how each attempt ended.
+        log_dir: the folder with attempt_A/process_I.log.
+        stop: the signal by which the user, or the time limit, asked all to stop; None if nobody did.
+        timed_out: whether it was the time limit.
+        failure: of the last attempt that failed, the guilty process and its traceback or last lines; "" if none failed.
+    """
+
+    exit_code: int
+    attempts: tuple[Attempt, ...]
+    log_dir: Path
+    stop: signal.Signals | None = None
+    timed_out: bool = False
+    failure: str = ""
 
 
 class Launcher:
     """Runs one launch; `run` may be called once.
 
     Args:
-        settings: how many, how often, how long.
-        command: what each process runs.
-        environ: the environment to derive theirs from.
-        devices_per_process: virtual CPU devices of each.
-        log_dir: where logs go.
-        console: where to write.
-        prefixes: what the lines of each process begin with, at standard output and at standard error.
-        servers: tasks that run `jdist serve` beside the command, until it ends.
+        settings: of the launch.
+        line: program and arguments of each process.
+        log_dir: the folder of the logs, which is there.
+        devices_per_process: virtual CPU devices of each; None for the devices that JAX finds.
+        servers: tasks that run `jdist serve` beside the program, until it ends.
         timeout_s: seconds after which all are asked to stop, as by SIGTERM; None for never.
-        explains: say why an attempt failed; else it is only in `failure`.
-
-    Attributes:
-        timed_out: whether the time was over.
-        failure: why the last attempt that failed did; "" if none has.
+        explains: print at once why an attempt failed; else it is only in the result.
     """
 
     def __init__(
         self,
         settings: Settings,
-        command: Sequence[str],
-        environ: Mapping[str, str],
+        line: Sequence[str],
         *,
-        devices_per_process: int | None,
         log_dir: Path,
-        console: Console,
-        prefixes: Mapping[Task, tuple[bytes, bytes]],
+        devices_per_process: int | None = None,
         servers: Sequence[Task] = (),
         timeout_s: float | None = None,
         explains: bool = True,
     ) -> None:
-        # Processes that show another token, of a user of the same machine for instance, are not taken in.
-        self._settings, self._command, self._environ = settings, command, {TOKEN: secrets.token_hex(16), **environ}
-        self._devices, self._log_dir, self._console, self._prefixes = devices_per_process, log_dir, console, prefixes
+        # Processes with another token, of another user of the machine for instance, are refused.
+        self._settings, self._line, self._environ = settings, line, {TOKEN: secrets.token_hex(16), **os.environ}
+        self._devices, self._log_dir, self._timeout_s, self._explains = (
+            devices_per_process,
+            log_dir,
+            timeout_s,
+            explains,
+        )
+        self._console, self._prefixes = Console(), _prefixes(settings, servers)
         self._selector = selectors.DefaultSelector()
         self._processes: dict[Task, Process] = {}
-        self._last_words: dict[Task, str] = {}
+        self._stderr: dict[Task, str] = {}
         self._causes: dict[int, str] = {}
         self._events: deque[Event] = deque()
         self._reading: dict[int, tuple[Process, Stream]] = {}
@@ -89,18 +95,30 @@ class Launcher:
         self._servers = Restarts(servers, seed=settings.seed)
         self._cluster: dict[str, list[str]] = {}
         self._attempt = 0
-        self._timeout_s, self._explains = timeout_s, explains
         self._timeout_at: float | None = None
-        self.timed_out, self.failure = False, ""
+        self._timed_out, self._failure = False, ""
 
-    def run(self) -> State:
-        """Run to the end; no process is left then, also after an exception.
+    def run(self, what: str) -> Launched:
+        """Runs `what`, as it is called in the first line, to its end; no process is left then, also after an exception."""
+        try:
+            self._say(f"{what}; logs: {self._log_dir}")
+            state = self._run()
+            self._say(summary(state.history, self._causes))
+        finally:
+            self._console.close(_CONSOLE_S)
+        assert state.exit_code is not None
+        return Launched(
+            exit_code=state.exit_code,
+            attempts=state.history,
+            log_dir=self._log_dir,
+            stop=state.stop,
+            timed_out=self._timed_out,
+            failure=self._failure,
+        )
 
-        Returns:
-            The last state.
-        """
-        with self._selector, _signals() as asked:
-            self._selector.register(asked[0], selectors.EVENT_READ, "signals")
+    def _run(self) -> State:
+        with self._selector, _signals() as (signals, others):
+            self._selector.register(signals, selectors.EVENT_READ, "signals")
             try:
                 began = time.monotonic()
                 self._timeout_at = None if self._timeout_s is None else began + self._timeout_s
@@ -108,7 +126,7 @@ class Launcher:
                 self._obey(commands)
                 while state.phase is not Phase.DONE:
                     if not self._events:
-                        self._wait(state, asked)
+                        self._wait(state, signals, others)
                     while self._events:
                         state, commands = step(state, self._events.popleft())
                         self._obey(commands)
@@ -117,16 +135,15 @@ class Launcher:
                     process.control.close()  # all guards at once, before any is waited for
                 for process in self._processes.values():
                     process.abandon()
-        self.say(summary(state.history, self._causes))
         return state
 
-    def say(self, text: str) -> None:
-        """Tell the user, on standard error."""
+    def _say(self, text: str) -> None:
+        """Writes to the user, on standard error."""
         lines = "".join(f"[launch] {line}\n" for line in text.splitlines())
         self._console.write(sys.stderr, lines.encode(errors="backslashreplace"))
 
-    def _wait(self, state: State, asked: tuple[int, int]) -> None:
-        """Handle what has come by the time the next thing is due."""
+    def _wait(self, state: State, signals: int, others: int) -> None:
+        """Waits until something has come or is due, and handles it."""
         self._pause_if_full()
         times = [at for at in (state.due, self._servers.next_at, self._timeout_at) if at is not None]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
@@ -134,7 +151,7 @@ class Launcher:
             timeout = _ROOM_POLL_S if timeout is None else min(timeout, _ROOM_POLL_S)
         for key, _ in self._selector.select(timeout):
             if key.data == "signals":
-                self._hear(os.read(asked[0], 64), asked[1])
+                self._hear(os.read(signals, 64), others)
             elif isinstance(key.data, Process):
                 if key.data.listen():
                     self._gone(key.data)
@@ -144,14 +161,14 @@ class Launcher:
                     self._stop_reading(key.fd)
         self._start_servers()
         if self._timeout_at is not None and time.monotonic() >= self._timeout_at:
-            self._timeout_at, self.timed_out = None, True
-            self.say(f"not over after {self._timeout_s:g} s")
+            self._timeout_at, self._timed_out = None, True
+            self._say(f"not over after {self._timeout_s:g} s")
             self._events.append(Asked(at=time.monotonic(), signal=signal.SIGTERM))
         if state.due is not None and time.monotonic() >= state.due:
             self._events.append(Tick(at=time.monotonic()))
 
     def _hear(self, numbers: bytes, others: int) -> None:
-        """Takes the signals that have arrived; the numbers of those that are not the launcher's go on to `others`."""
+        """Takes in signals; the numbers of those that are not the launcher's go on to the pipe `others`."""
         for number in numbers:
             if number == signal.SIGHUP:  # a terminal that closes asks for the same as SIGTERM
                 number = signal.SIGTERM
@@ -167,14 +184,14 @@ class Launcher:
             self._stop_reading(stream.pipe)
         code, at = process.finish(time.monotonic())
         del self._processes[process.task]
-        self._last_words[process.task] = process.stderr
+        self._stderr[process.task] = process.stderr
         if process.log.problem is not None:
-            self.say(f"the log {process.log.path} is not whole: {process.log.problem}")
+            self._say(f"the log {process.log.path} is not whole: {process.log.problem}")
         if not process.task.serves:
-            self._events.append(Ended(at=at, task=process.task, code=code))
-        elif said := self._servers.ended(process.task, code, time.monotonic()):
+            self._events.append(End(at=at, task=process.task, code=code))
+        elif text := self._servers.ended(process.task, code, time.monotonic()):
             why = cause(process.stderr)
-            self.say(f"{said}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
+            self._say(f"{text}; its log: {process.log.path}" + (f"\n  {why}" if why else ""))
 
     def _obey(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -184,27 +201,27 @@ class Launcher:
                 for task in command.tasks & self._processes.keys():
                     self._processes[task].send(command.signal)
             elif isinstance(command, Say):
-                self.say(command.text)
+                self._say(command.text)
             elif command.guilty is not None:
                 self._report(command)
 
     def _start(self, command: Start) -> None:
-        self._last_words.clear()
+        self._stderr.clear()
         self._attempt = command.attempt
         try:
             self._choose_ports(command.tasks)
             self._servers.attempt()
             self._start_servers()
             for task in command.tasks:
-                self._spawn(task, self._command)
+                self._spawn(task, self._line)
         except OSError as exc:
-            self.say(f"attempt {command.attempt} cannot be started: {exc}")
+            self._say(f"attempt {command.attempt} cannot be started: {exc}")
             for task in command.tasks:
                 if task not in self._processes:
-                    self._events.append(Ended(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
+                    self._events.append(End(at=time.monotonic(), task=task, code=_CANNOT_BE_STARTED))
 
     def _choose_ports(self, tasks: Sequence[Task]) -> None:
-        """New ones for each attempt; but servers keep theirs, and then the chief does."""
+        """Chooses new ports for each attempt; servers keep theirs, and then the chief does, too."""
         if self._cluster and self._servers.tasks:
             return
         named = [task for task in (*tasks, *self._servers.tasks) if task.type != EVALUATOR]
@@ -217,8 +234,8 @@ class Launcher:
             try:
                 self._spawn(task, [sys.executable, "-m", "jdist", "serve"])
             except OSError as exc:
-                said = self._servers.ended(task, PEER_LOST, time.monotonic())
-                self.say(f"{said}: {exc}")
+                text = self._servers.ended(task, PEER_LOST, time.monotonic())
+                self._say(f"{text}: {exc}")
 
     def _spawn(self, task: Task, line: Sequence[str]) -> None:
         attempt = self._attempt
@@ -247,14 +264,14 @@ class Launcher:
     def _report(self, attempt: Attempt) -> None:
         assert attempt.guilty is not None
         task = attempt.guilty.task
-        stderr = self._last_words.get(task, "")
+        stderr = self._stderr.get(task, "")
         self._causes[attempt.number] = cause(stderr)
-        self.failure = failure(attempt, lambda each: self._log_path(each, attempt.number), stderr)
+        self._failure = failure(attempt, lambda each: self._log_path(each, attempt.number), stderr)
         if self._explains:
-            self.say(self.failure)
+            self._say(self._failure)
 
     def _pause_if_full(self) -> None:
-        """Read no output while too much of it waits to be shown; the processes then wait, too."""
+        """Stops reading output while too much of it waits to be shown; the processes then wait, too."""
         if self._console.is_full == self._paused:
             return
         self._paused = not self._paused
@@ -269,9 +286,20 @@ class Launcher:
             self._selector.unregister(pipe)
 
 
+def _prefixes(settings: Settings, servers: Sequence[Task]) -> dict[Task, tuple[bytes, bytes]]:
+    """Makes the prefixes of each process's lines, at standard output and at standard error."""
+    tasks = [Task(CHIEF if settings.chief else WORKER, index) for index in range(settings.largest)]
+    if settings.evaluator:
+        tasks.append(Task(EVALUATOR, 0))
+    return {
+        task: (prefix(task.label, sys.stdout, colour), prefix(task.label, sys.stderr, colour))
+        for task, colour in zip([*tasks, *servers], itertools.cycle(_COLOURS), strict=False)
+    }
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[int, int]]:
-    """A pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; empty outside the main thread.
+    """Opens a pipe on which each SIGINT, SIGTERM and SIGHUP arrives as its number; none do outside the main thread.
 
     The interpreter itself writes the number, whichever thread takes the signal: a handler in Python would wait for the
     main thread, which waits for the pipe.
@@ -283,7 +311,7 @@ def _signals() -> Iterator[tuple[int, int]]:
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGINT, signal.SIGTERM] if in_main else []
-    if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup said that it does not matter
+    if in_main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup has turned it off
         numbers.append(signal.SIGHUP)
     woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
     before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}

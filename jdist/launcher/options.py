@@ -1,22 +1,19 @@
-"""What a launch was asked for, checked: how many processes, and what each of them runs."""
+"""The arguments of a launch, checked: numbers, devices, and the program of each process."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdist.errors import LaunchError
-from jdist.support.checks import as_real
+from jdist.support.checks import as_int, as_real
 
 
 def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
-    """The fewest and the most processes.
-
-    Args:
-        processes: 4, "4", "1:4" or (1, 4).
+    """Reads the fewest and the most processes from 4, "4", "1:4" or (1, 4).
 
     Raises:
         LaunchError: it is none of these, or the numbers are not positive and in rising order.
@@ -25,10 +22,7 @@ def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
         >>> parse_processes("1:4"), parse_processes(2)
         ((1, 4), (2, 2))
     """
-    if isinstance(processes, tuple):
-        parts = [str(part) for part in processes]
-    else:
-        parts = str(processes).split(":")
+    parts = [str(part) for part in processes] if isinstance(processes, tuple) else str(processes).split(":")
     if len(parts) in (1, 2) and all(part.isascii() and part.isdigit() for part in parts):
         smallest, largest = int(parts[0]), int(parts[-1])
         if 1 <= smallest <= largest:
@@ -40,12 +34,7 @@ def parse_processes(processes: int | str | tuple[int, int]) -> tuple[int, int]:
 
 
 def parse_servers(workers: int | None, ps: int | None, processes: object) -> tuple[int, int] | None:
-    """How many workers and parameter servers serve; None for a job without them.
-
-    Args:
-        workers: as asked for.
-        ps: as asked for.
-        processes: as asked for; it goes with neither.
+    """Checks the numbers of workers and parameter servers; None for a job without them.
 
     Raises:
         LaunchError: only one of the two is given, or one is not positive, or `processes` is given as well.
@@ -61,25 +50,22 @@ def parse_servers(workers: int | None, ps: int | None, processes: object) -> tup
             f"processes={processes} and workers={workers}, ps={ps} are given. `processes` is for jobs that train in step; a "
             "parameter server has `workers` and `ps`, and its program runs once, as the chief."
         )
-    for name, count, other in (("workers", workers, "ps"), ("ps", ps, "workers")):
-        if count is None:
-            raise LaunchError(f"`{other}` is given without `{name}`; a parameter server needs both, from 1 on.")
-        check_at_least(name, count, 1)
-    assert workers is not None
-    assert ps is not None
-    return workers, ps
+    if workers is None or ps is None:
+        missing, there = ("workers", "ps") if workers is None else ("ps", "workers")
+        raise LaunchError(f"`{there}` is given without `{missing}`; a parameter server needs both, from 1 on.")
+    return whole_number("workers", workers, least=1), whole_number("ps", ps, least=1)
 
 
 def command_line(command: Sequence[str], *, devices_per_process: int | None = None) -> list[str]:
-    """The program and arguments that each process runs.
+    """Makes the command line of each process.
 
     Args:
         command: a config file (.yaml, .yml) and overrides, a script (.py) and its arguments, `-m` with a module
             and its arguments, or any program.
-        devices_per_process: virtual CPU devices, for which a config's `platform.cpu_devices` has to make way.
+        devices_per_process: virtual CPU devices, which replace a config's `platform.cpu_devices`.
 
     Raises:
-        LaunchError: nothing is given, or what is given is not there.
+        LaunchError: nothing is given, or there is no such file or program.
 
     Example:
         >>> command_line(["-m", "my.train", "--steps=5"])[1:]
@@ -111,22 +97,43 @@ def command_line(command: Sequence[str], *, devices_per_process: int | None = No
     return list(command)
 
 
-def check_positive(name: str, seconds: float) -> None:
-    """Refuse a duration that is not positive and finite.
+def check_cpu_devices(devices_per_process: int | None, environ: Mapping[str, str]) -> None:
+    """Refuses virtual CPU devices where there can be none; None stands for the devices that JAX finds.
 
     Raises:
-        LaunchError: names it.
+        LaunchError: less than one, or JAX_PLATFORMS rules CPU devices out.
+    """
+    if devices_per_process is None:
+        return
+    whole_number("devices_per_process", devices_per_process, least=1)
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        raise LaunchError(
+            f"devices_per_process={devices_per_process} asks for virtual CPU devices, but JAX_PLATFORMS={platforms} "
+            f"rules them out. Unset it, or leave devices_per_process out."
+        )
+
+
+def whole_number(name: str, value: int, *, least: int) -> int:
+    """Checks a whole number, one of NumPy's included.
+
+    Raises:
+        LaunchError: it is not one, or too small.
+    """
+    number = as_int(value)
+    if number is None:
+        raise LaunchError(f"{name}={value!r:.80} is not a number from {least} on: give a whole one.")
+    if number < least:
+        raise LaunchError(f"{name}={number} is too small: it is at least {least}.")
+    return number
+
+
+def check_positive(name: str, seconds: float) -> None:
+    """Checks a duration.
+
+    Raises:
+        LaunchError: it is not positive and finite.
     """
     number = as_real(seconds)
     if number is None or not 0 < number < math.inf:
         raise LaunchError(f"{name}={seconds!r:.80} is not a duration: give seconds above 0.")
-
-
-def check_at_least(name: str, value: int, smallest: int) -> None:
-    """Refuse a number that is too small.
-
-    Raises:
-        LaunchError: names it.
-    """
-    if value < smallest:
-        raise LaunchError(f"{name}={value} is too small: it is at least {smallest}.")

@@ -20,10 +20,12 @@ GUARD = Path(__file__).with_name("guard.py")
 _CHUNK = 1 << 16
 _REMEMBERED = 1 << 16  # bytes of standard error, to find a traceback in
 GUARD_GONE_S = 10.0  # its socket has closed: it is about to end
+LONGEST_LINE = 64 * 1024  # more without an end of line is passed on in pieces
+PROGRESS_EVERY_S = 5.0
 
 
 class LogFile:
-    """What a process printed, as it came; if it cannot be written, that is said once and the process goes on."""
+    """The log of a process's output; where it cannot be written, `problem` says so and the process goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +33,7 @@ class LogFile:
         self._file: IO[bytes] | None = None
 
     def write(self, data: bytes) -> None:
-        """Append; the file is made with the first bytes, so that each process that spoke has one."""
+        """Appends; the file is made with the first bytes."""
         if self.problem is not None:
             return
         try:
@@ -43,9 +45,55 @@ class LogFile:
             self.problem = exc
 
     def close(self) -> None:
-        """Close it."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+
+class Lines:
+    """Cuts one stream of a process into lines.
+
+    A part that ends with a lone carriage return is progress, overwritten on a terminal: the newest is shown every few
+    seconds, while the log holds all.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._shown_at = float("-inf")
+
+    def feed(self, data: bytes, now: float) -> tuple[bytes, bytes]:
+        """Takes in bytes at the time `now`, in seconds of a rising clock.
+
+        Returns:
+            Whole lines as they came, for the log, and those to show, each ending with a newline.
+        """
+        whole = self._rest + data
+        # A carriage return at the very end may be the first half of an end of line.
+        end = max(whole.rfind(b"\n"), whole.rfind(b"\r", 0, len(whole) - 1)) + 1
+        self._rest = whole[end:]
+        whole = whole[:end]
+        shown = self._show(whole, now)
+        if len(self._rest) > LONGEST_LINE:
+            whole, shown = whole + self._rest, shown + self._rest.rstrip(b"\r") + b"\n"
+            self._rest = b""
+        return whole, shown
+
+    def close(self) -> tuple[bytes, bytes]:
+        """Returns the last line, if it has no end, in the same two forms."""
+        rest, self._rest = self._rest, b""
+        shown = _overwritten(rest)
+        return rest, shown + b"\n" if shown else b""
+
+    def _show(self, whole: bytes, now: float) -> bytes:
+        if b"\r" not in whole:
+            return whole
+        lines, newline, progress = whole.replace(b"\r\n", b"\n").rpartition(b"\n")
+        shown = b"".join(_overwritten(line) + b"\n" for line in lines.split(b"\n")) if newline else b""
+        newest = _overwritten(progress)
+        if newest and now - self._shown_at >= PROGRESS_EVERY_S:
+            self._shown_at = now
+            shown += newest + b"\n"
+        return shown
 
 
 @dataclass(frozen=True)
@@ -60,15 +108,7 @@ class Stream:
 
 
 class Process:
-    """A process with its guard; starts them.
-
-    Args:
-        task: its place in the job.
-        command: program and arguments.
-        environ: its whole environment.
-        log: where its output is kept.
-        prefixes: what each line begins with that is shown at standard output, and at standard error.
-        console: where they are shown.
+    """Starts a process under its guard; logs its output, and shows it with `prefixes` at standard output and error.
 
     Raises:
         OSError: the guard cannot be started.
@@ -101,43 +141,36 @@ class Process:
                 raise
         assert self._guard.stdout is not None
         assert self._guard.stderr is not None
+        out_prefix, error_prefix = prefixes
         self.streams = [
-            Stream(self._guard.stdout.fileno(), Lines(), sys.stdout, prefixes[0], is_error=False),
-            Stream(self._guard.stderr.fileno(), Lines(), sys.stderr, prefixes[1], is_error=True),
+            Stream(self._guard.stdout.fileno(), Lines(), sys.stdout, out_prefix, is_error=False),
+            Stream(self._guard.stderr.fileno(), Lines(), sys.stderr, error_prefix, is_error=True),
         ]
         for stream in self.streams:
             os.set_blocking(stream.pipe, False)
         self.control.setblocking(False)
         self._console = console
-        self._told = b""
+        self._from_guard = b""
         self._stderr = b""
 
     def send(self, number: signal.Signals) -> None:
-        """Have the guard send a signal to the process."""
+        """Sends a signal to the process, by its guard."""
         with contextlib.suppress(OSError):  # it is gone; its end will be read
             self.control.send(bytes([number]))
 
     def listen(self) -> bool:
-        """Read what the guard says.
-
-        Returns:
-            Whether it is gone, and with it all that was started.
-        """
+        """Reads from the guard; returns whether it is gone, and with it all that was started."""
         try:
-            said = self.control.recv(4096)
+            data = self.control.recv(4096)
         except BlockingIOError:
             return False
         except OSError:
-            said = b""
-        self._told += said
-        return not said
+            data = b""
+        self._from_guard += data
+        return not data
 
     def read(self, stream: Stream, now: float) -> bool:
-        """Read a piece of output, log and show it.
-
-        Returns:
-            Whether there may be more.
-        """
+        """Reads a piece of output, logs and shows it; returns whether there may be more."""
         try:
             data = os.read(stream.pipe, _CHUNK)
         except BlockingIOError:
@@ -147,7 +180,7 @@ class Process:
         return bool(data)
 
     def finish(self, now: float) -> tuple[int, float]:
-        """After `listen` said so: read what is left of its output, and let go of it.
+        """Reads the rest of the output and closes all, once the guard is gone.
 
         Returns:
             Its exit code, minus the signal's number if it was killed, and when it ended.
@@ -162,24 +195,24 @@ class Process:
                 pass
             self._take(stream, *stream.lines.close())
         self.close()
-        lines = self._told.decode().splitlines()
+        lines = self._from_guard.decode().splitlines()
         if len(lines) == 2:
             code, at = lines[1].split()
             return int(code), min(float(at), now)
-        if lines:  # the guard was killed, and the kernel then kills the process; here what it had started
+        if lines:  # the guard was killed, and then the kernel kills the process; its own children are killed here
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(int(lines[0]), signal.SIGKILL)
         return returned or 1, now
 
     def abandon(self) -> None:
-        """Leave it to its guard, which kills all as soon as the socket is closed; waits for that a bounded time."""
+        """Closes the socket, upon which the guard kills all; waits for that a bounded time."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(GUARD_GONE_S)
         self.close()
 
     def close(self) -> None:
-        """Close its pipes and its log."""
+        """Closes its pipes and its log."""
         self.control.close()
         for pipe in (self._guard.stdout, self._guard.stderr):
             if pipe is not None:
@@ -188,7 +221,7 @@ class Process:
 
     @property
     def stderr(self) -> str:
-        """The last of what it said on standard error."""
+        """The end of its standard error."""
         return self._stderr.decode(errors="replace")
 
     def _take(self, stream: Stream, whole: bytes, shown: bytes) -> None:
@@ -201,60 +234,6 @@ class Process:
             self._console.write(stream.shown_at, lines)
 
 
-LONGEST_LINE = 64 * 1024  # more without an end of line is passed on in pieces
-PROGRESS_EVERY_S = 5.0
-
-
-class Lines:
-    """One stream of one process.
-
-    What ends with a lone carriage return is progress, overwritten on a terminal: of it the newest is shown every
-    few seconds, while the log holds all.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._shown_at = float("-inf")
-
-    def feed(self, data: bytes, now: float) -> tuple[bytes, bytes]:
-        """Take what came.
-
-        Args:
-            data: bytes of any length.
-            now: seconds of a rising clock.
-
-        Returns:
-            What is whole now, as it came, and what of it to show: lines that each end with a newline.
-        """
-        whole = self._rest + data
-        # A carriage return at the very end may be the first half of an end of line.
-        end = max(whole.rfind(b"\n"), whole.rfind(b"\r", 0, len(whole) - 1)) + 1
-        self._rest = whole[end:]
-        whole = whole[:end]
-        shown = self._show(whole, now)
-        if len(self._rest) > LONGEST_LINE:
-            whole, shown = whole + self._rest, shown + self._rest.rstrip(b"\r") + b"\n"
-            self._rest = b""
-        return whole, shown
-
-    def close(self) -> tuple[bytes, bytes]:
-        """The last line, if it has no end."""
-        rest, self._rest = self._rest, b""
-        shown = _overwritten(rest)
-        return rest, shown + b"\n" if shown else b""
-
-    def _show(self, whole: bytes, now: float) -> bytes:
-        if b"\r" not in whole:
-            return whole
-        lines, newline, progress = whole.replace(b"\r\n", b"\n").rpartition(b"\n")
-        shown = b"".join(_overwritten(line) + b"\n" for line in lines.split(b"\n")) if newline else b""
-        newest = _overwritten(progress)
-        if newest and now - self._shown_at >= PROGRESS_EVERY_S:
-            self._shown_at = now
-            shown += newest + b"\n"
-        return shown
-
-
 def _overwritten(line: bytes) -> bytes:
-    """What of a line stays to be seen, each part having overwritten the one before."""
+    """The part of a line that stays visible, each part having overwritten the one before."""
     return next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")

@@ -1,4 +1,4 @@
-"""When a launcher starts, stops and starts again: a pure function of its state and one event.
+"""Decides when a launcher starts, stops and restarts processes: a pure function of its state and one event.
 
     RUNNING ── a worker fails ──> FAILING ── all gone ──> WAITING ── backoff over ──> RUNNING (attempt + 1)
        │                             └── no restart left, or none can help ──> DONE
@@ -6,22 +6,21 @@
        ├── the user asks ──> STOPPING ──> DONE
        └── smaller than it might be, for `regrow_s` ──> REGROWING ── all gone ──> RUNNING (attempt + 1, largest)
 
-What is done to processes that should end is a `plan`: at which time which signal, the last entry being to give
-up waiting. Nothing here reads a clock: each event carries its time.
+Processes that should end get a `plan`: signals with their times, and when to give up waiting. Nothing here reads a
+clock: each event carries its time. `Restarts` decides the same for the servers of a parameter server, one by one.
 """
 
 from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jdist.cluster.exit_status import FAILED, FINISHED, PEER_LOST
 from jdist.launcher.events import (
     Asked,
-    Attempt,
     Commands,
-    Ended,
     Event,
     Phase,
     Plan,
@@ -34,19 +33,21 @@ from jdist.launcher.events import (
 from jdist.launcher.exit_cause import (
     CHIEF,
     EVALUATOR,
+    QUICK_S,
     WORKER,
+    Attempt,
     End,
     Kind,
     Task,
+    count_lost,
+    describe,
     exit_code,
-    guilty,
-    how,
+    find_guilty,
     kind,
-    lost,
-    mendable,
+    restart_may_help,
 )
 
-QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
+PS = "ps"
 LONGEST_BACKOFF_S = 60.0
 # A second signal within that is the first: a terminal and a scheduler may both send it, or a hand twice.
 SAME_SIGNAL_S = 1.0
@@ -59,29 +60,19 @@ def begin(settings: Settings, now: float) -> tuple[State, Commands]:
 
 
 def step(state: State, event: Event) -> tuple[State, Commands]:
-    """What an event changes.
-
-    Args:
-        state: as it is.
-        event: what happened; times never go back.
-
-    Returns:
-        The next state and what is to be done, in this order.
-    """
+    """Computes the next state, and the commands in their order; the times of events never go back."""
     if state.phase is Phase.DONE:
         return state, ()
-    if isinstance(event, Ended):
+    if isinstance(event, End):
         return _ended(state, event)
     return _asked(state, event) if isinstance(event, Asked) else _tick(state, event.at)
 
 
 def backoff_s(quick: int, *, seed: int, attempt: int) -> float:
-    """Seconds to wait before an attempt: 1, 2, 4 ... 60, each less a random part of up to a half.
+    """Computes the seconds to wait after `quick` attempts in a row that failed soon after their start.
 
-    Args:
-        quick: attempts in a row that failed soon after their start.
-        seed: of the launcher, so that several that failed together do not come back together.
-        attempt: the one that failed.
+    They are 1, 2, 4 ... 60, each less a random part of up to a half, so that launchers (of another `seed`) that failed
+    together do not restart together.
     """
     longest = min(LONGEST_BACKOFF_S, 2.0 ** min(max(quick - 1, 0), 10))
     return longest * random.Random(f"{seed} {attempt}").uniform(0.5, 1.0)
@@ -99,30 +90,30 @@ def _start(state: State, now: float) -> tuple[State, Commands]:
         started_at=now,
         running=frozenset(tasks),
         ends=(),
-        told={},
+        sent={},
         plan=(),
         wake_at=now + state.regrow_s if state.size < settings.largest else None,
     )
     return state, (Start(state.attempt, tasks),)
 
 
-def _ended(state: State, event: Ended) -> tuple[State, Commands]:
-    if event.task not in state.running:
+def _ended(state: State, end: End) -> tuple[State, Commands]:
+    if end.task not in state.running:
         return state, ()
-    end = End(task=event.task, code=event.code, at=event.at, told=state.told.get(event.task))
-    state = replace(state, running=state.running - {event.task}, ends=(*state.ends, end))
+    end = replace(end, sent=state.sent.get(end.task))
+    state = replace(state, running=state.running - {end.task}, ends=(*state.ends, end))
     commands: Commands = ()
     if kind(end) != Kind.WELL:
         if end.task.type == EVALUATOR:
             if state.phase in (Phase.RUNNING, Phase.FINISHING):
-                commands = (Say(f"{end.task} {how(end)}; the job goes on without it"),)
+                commands = (Say(f"{end.task} {describe(end)}; the job goes on without it"),)
         else:
             state, commands = _fail(state, end)
     if not state.running:
-        state, more = _over(state, event.at)
+        state, more = _over(state, end.at)
         return state, commands + more
     if state.phase is Phase.RUNNING and all(task.type == EVALUATOR for task in state.running):
-        plan = _plan(event.at + state.settings.stop_timeout_s, state.settings.grace_s, signal.SIGTERM, signal.SIGKILL)
+        plan = _plan(end.at + state.settings.stop_timeout_s, state.settings.grace_s, signal.SIGTERM, signal.SIGKILL)
         state = replace(state, phase=Phase.FINISHING, plan=plan, wake_at=None)
         text = (
             f"the job has ended; the evaluator has {state.settings.stop_timeout_s:g} s to come to its last checkpoint"
@@ -132,13 +123,13 @@ def _ended(state: State, event: Ended) -> tuple[State, Commands]:
 
 
 def _fail(state: State, end: End) -> tuple[State, Commands]:
-    """A worker failed: the others are ended, soon or, if they may be saving, later."""
+    """Ends the others after a worker has failed: soon or, if they may be saving, later."""
     grace_s, first = state.settings.grace_s, state.phase in (Phase.RUNNING, Phase.REGROWING, Phase.STOPPING)
     if kind(end) == Kind.LEFT:  # all have agreed to save and leave
         plan = _plan(end.at + state.settings.stop_timeout_s, grace_s, signal.SIGKILL)
         text = "the others may save and leave"
     elif state.phase is Phase.RUNNING and end.code == PEER_LOST:
-        # All who are alive notice within a moment of each other. Who is left stands still, and heeds no SIGTERM.
+        # All live processes notice within a moment of each other. The rest stand still, and heed no SIGTERM.
         leave_s = min(grace_s, NOTICE_S)
         plan = _plan(end.at + leave_s, grace_s, signal.SIGKILL)
         text = f"the others have {leave_s:g} s to leave as well"
@@ -153,9 +144,9 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
     state = replace(state, phase=Phase.FAILING, plan=plan, wake_at=None)
     if not first or not state.running:
         return state, ()
-    commands: Commands = (Say(f"{end.task} {how(end)}; {text}"),)
+    commands: Commands = (Say(f"{end.task} {describe(end)}; {text}"),)
     # The evaluator has no peers whose loss it could notice.
-    idle = frozenset(task for task in state.running if task.type == EVALUATOR and task not in state.told)
+    idle = frozenset(task for task in state.running if task.type == EVALUATOR and task not in state.sent)
     state, sent = _send(state, idle, signal.SIGTERM)
     return state, commands + sent
 
@@ -175,8 +166,8 @@ def _asked(state: State, event: Asked) -> tuple[State, Commands]:
         return state, (Say(f"{name} again: killing all processes"), *sent)
     if state.phase in (Phase.FAILING, Phase.REGROWING):
         phase = Phase.FAILING if state.phase is Phase.FAILING else Phase.STOPPING
-        untold = state.running - state.told.keys()
-        state, sent = _send(replace(state, phase=phase, stop=event.signal), untold, event.signal)
+        unasked = state.running - state.sent.keys()
+        state, sent = _send(replace(state, phase=phase, stop=event.signal), unasked, event.signal)
         return state, (Say(f"{name}: no further attempt"), *sent)
     plan = _plan(event.at + settings.stop_timeout_s, settings.grace_s, signal.SIGKILL)
     state = replace(state, phase=Phase.STOPPING, stop=event.signal, plan=plan, wake_at=None)
@@ -203,7 +194,7 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
             state, more = _give_up(state, now)
         else:
             # A second SIGTERM would cut a save short.
-            tasks = state.running if number == signal.SIGKILL else state.running - state.told.keys()
+            tasks = state.running if number == signal.SIGKILL else state.running - state.sent.keys()
             state, more = _send(state, tasks, number)
             if tasks:
                 more = (Say(f"still there: {_names(tasks)}; sending {number.name}"), *more)
@@ -212,18 +203,18 @@ def _tick(state: State, now: float) -> tuple[State, Commands]:
 
 
 def _give_up(state: State, now: float) -> tuple[State, Commands]:
-    """SIGKILL did not help: the system itself holds them, and nothing can be started beside them."""
+    """Gives up after SIGKILL: the system itself holds the processes, and nothing can be started beside them."""
     held = state.running
-    ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, told=signal.SIGKILL) for task in sorted(held))
+    ends = tuple(End(task=task, code=-signal.SIGKILL, at=now, sent=signal.SIGKILL) for task in sorted(held))
     state = replace(state, ends=state.ends + ends, running=frozenset(), forced=False)
-    state, record = _record(state, now, guilty(state.ends), "failed")
+    state, record = _record(state, now, find_guilty(state.ends), "failed")
     text = f"cannot be ended, not even by SIGKILL: {_names(held)}; a device or a file system holds it"
     return replace(state, phase=Phase.DONE, exit_code=FAILED), (Say(text), record)
 
 
 def _over(state: State, now: float) -> tuple[State, Commands]:
-    """All processes of an attempt are gone: what next?"""
-    cause = guilty(end for end in state.ends if end.task.type != EVALUATOR)
+    """Decides what follows once all processes of an attempt are gone."""
+    cause = find_guilty(end for end in state.ends if end.task.type != EVALUATOR)
     finished = all(end.code == FINISHED for end in state.ends if end.task.type != EVALUATOR)
     if state.stop is not None and (state.forced or (cause and kind(cause) == Kind.LEFT)):
         cause = None
@@ -233,7 +224,7 @@ def _over(state: State, now: float) -> tuple[State, Commands]:
         return state, (record, *start)
     if cause is None:
         if finished and not state.forced:
-            cause = guilty(state.ends)  # the evaluator's, which no restart of the workers would mend
+            cause = find_guilty(state.ends)  # the evaluator's, which no restart of the workers would mend
         whole = finished and all(end.code == FINISHED for end in state.ends)
         code = 128 + state.stop if state.stop and (state.forced or not whole) else FINISHED
         code = exit_code(cause) if cause else code
@@ -241,14 +232,18 @@ def _over(state: State, now: float) -> tuple[State, Commands]:
         return replace(state, phase=Phase.DONE, exit_code=code), (record,)
     state, record = _record(state, now, cause, "failed")
     trial = state.grown and record.duration_s < state.regrow_s  # growing did not work: no restart is used up
-    if state.stop is not None or not mendable(cause) or (state.restarts == state.settings.max_restarts and not trial):
+    if (
+        state.stop is not None
+        or not restart_may_help(cause)
+        or (state.restarts == state.settings.max_restarts and not trial)
+    ):
         return replace(state, phase=Phase.DONE, exit_code=exit_code(cause)), (record,)
     return _restart(state, now, record, trial=trial)
 
 
 def _restart(state: State, now: float, record: Attempt, *, trial: bool) -> tuple[State, Commands]:
     settings = state.settings
-    fewer = max(lost(end for end in state.ends if end.task.type != EVALUATOR), trial)
+    fewer = max(count_lost(end for end in state.ends if end.task.type != EVALUATOR), trial)
     quick = state.quick + 1 if record.duration_s < QUICK_S else 1
     wait_s = backoff_s(quick, seed=settings.seed, attempt=state.attempt)
     state = replace(
@@ -281,7 +276,7 @@ def _record(state: State, now: float, cause: End | None, outcome: str) -> tuple[
 def _send(state: State, tasks: frozenset[Task], number: signal.Signals) -> tuple[State, Commands]:
     if not tasks:
         return state, ()
-    return replace(state, told={**state.told, **dict.fromkeys(tasks, number)}), (Send(tasks, number),)
+    return replace(state, sent={**state.sent, **dict.fromkeys(tasks, number)}), (Send(tasks, number),)
 
 
 def _plan(at: float, grace_s: float, *signals: signal.Signals) -> Plan:
@@ -291,3 +286,49 @@ def _plan(at: float, grace_s: float, *signals: signal.Signals) -> Plan:
 
 def _names(tasks: frozenset[Task]) -> str:
     return ", ".join(map(str, sorted(tasks)))
+
+
+class Restarts:
+    """The servers of a parameter server: each is restarted alone, later each time."""
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int):
+        self.tasks, self._seed = tuple(tasks), seed
+        self._started: dict[Task, float] = {}
+        self._due: dict[Task, float] = dict.fromkeys(tasks, 0.0)
+        self._quick = dict.fromkeys(tasks, 0)
+        self._count = 0
+
+    @property
+    def next_at(self) -> float | None:
+        """When the next one is due; None if all run, or need not."""
+        return min(self._due.values(), default=None)
+
+    def due(self, now: float) -> list[Task]:
+        """Takes those to start now; they count as running then."""
+        tasks = sorted(task for task, at in self._due.items() if at <= now)
+        for task in tasks:
+            del self._due[task]
+            self._started[task] = now
+        return tasks
+
+    def attempt(self) -> None:
+        """Makes all that do not run due, as another attempt of the job begins."""
+        self._due |= {task: 0.0 for task in self.tasks if task not in self._started}
+
+    def ended(self, task: Task, code: int, now: float) -> str:
+        """Takes in an end, and makes the server due again if that may help.
+
+        Returns:
+            A line for the user; "" for a server that the coordinator has ended.
+        """
+        quick = now - self._started.pop(task) < QUICK_S
+        end = End(task=task, code=code, at=now)
+        if code == FINISHED:
+            return ""
+        if not restart_may_help(end):
+            return f"{task} {describe(end)}; starting it again would not help"
+        self._count += 1
+        self._quick[task] = self._quick[task] + 1 if quick else 1
+        wait_s = backoff_s(self._quick[task], seed=self._seed, attempt=self._count)
+        self._due[task] = now + wait_s
+        return f"{task} {describe(end)}; started again in {wait_s:.1f} s, the others go on"

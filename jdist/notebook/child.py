@@ -1,4 +1,4 @@
-"""What the script of a launched function calls in each process."""
+"""The functions that the script of a launched function calls in each process, by their full names."""
 
 from __future__ import annotations
 
@@ -12,54 +12,38 @@ from typing import Any
 
 from jdist.cluster import exit_status, tf_config
 from jdist.errors import LaunchError
-from jdist.notebook import current, values
+from jdist.notebook import source, values
 
 
 def given_file(script: Path) -> Path:
-    """The values that a script is given."""
+    """The file of a script's arguments, names and defaults."""
     return script.with_suffix(".given.npz")
 
 
 def returned_file(script: Path) -> Path:
-    """What the function returned in process 0."""
+    """The file of the function's result in process 0."""
     return script.with_suffix(".returned.npz")
 
 
 def given(script: str, name: str) -> Any:
-    """What a name of the notebook stood for.
-
-    Args:
-        script: the file that asks.
-        name: the name.
-    """
+    """The value of a name of the notebook, for the file `script`."""
     return _given(script)["names"][name]
 
 
 def restore(definition: Any, script: str, name: str) -> None:
-    """Gives a function or class the values that it had in the notebook.
-
-    Args:
-        definition: it, as its source has made it.
-        script: the file that asks.
-        name: of it.
-    """
-    unwrapped = inspect.unwrap(definition)
-    current.restore(unwrapped, _given(script)["changed"][name])
+    """Restores the values that a function or class had in the notebook, as its source has just been run."""
+    source.restore(inspect.unwrap(definition), _given(script)["changed"][name])
 
 
 def run(fn: Callable[..., Any], script: str) -> None:
-    """Calls the function; process 0 leaves what it returns beside the script.
-
-    Args:
-        fn: the function.
-        script: the file that asks.
+    """Calls the function; process 0 writes its result beside the script.
 
     Raises:
-        LaunchError: what it returned cannot be handed back.
+        LaunchError: the result cannot be handed back.
     """
     try:
         value = fn(*_given(script)["args"])
-    except KeyboardInterrupt:  # the notebook's, which says so itself
+    except KeyboardInterrupt:  # the notebook's, which reports it itself
         exit_status.failed(exit_status.INTERRUPTED)
         sys.exit(exit_status.INTERRUPTED)
     except EOFError as exc:

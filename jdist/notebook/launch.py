@@ -10,15 +10,14 @@ from typing import Any
 
 from jdist.cluster.exit_status import FINISHED
 from jdist.errors import LaunchError, ProcessFailedError
-from jdist.launcher.environment import check_cpu_devices
 from jdist.launcher.events import Settings
-from jdist.launcher.launch import Launched, make_log_dir, run
-from jdist.launcher.options import check_at_least, check_positive
+from jdist.launcher.launch import make_log_dir
+from jdist.launcher.loop import Launched, Launcher
+from jdist.launcher.options import check_cpu_devices, check_positive, whole_number
 from jdist.notebook import values
 from jdist.notebook.child import returned_file
 from jdist.notebook.program import Program
 from jdist.strategies import libtpu
-from jdist.support.checks import as_int
 
 
 def notebook_launch(
@@ -35,11 +34,10 @@ def notebook_launch(
 
     Each process is a fresh Python, whatever this one has done with JAX. It runs the source of `fn` and of what `fn` uses: the
     notebook's imports, its functions and classes (with the defaults and public class attributes that they have now), and plain
-    values as they are now. All else (models, strategies, arrays
-    of JAX) is made inside of `fn`, or comes in `args`; what cannot go along is refused by name. `jdist.multi_worker()` in `fn`
-    finds the processes.
+    values as they are now. All else (models, strategies, arrays of JAX) is made inside of `fn`, or comes in `args`; anything
+    that cannot go along is refused by name. `jdist.multi_worker()` in `fn` finds the processes.
 
-    What they print is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
+    Their output is shown line by line, each line with the index of its process. Interrupting the cell (Ctrl-C) asks
     them to end and kills those that have not after `grace_s`; the notebook itself goes on, and `fn` may catch the
     KeyboardInterrupt and return what it has. (Python hears of interrupts in its main thread, where cells run.)
 
@@ -69,9 +67,7 @@ def notebook_launch(
         >>> jdist.notebook_launch("platform:python_implementation", processes=1)
         'CPython'
     """
-    if as_int(processes) is None:
-        raise LaunchError(f"processes={processes!r} is not a number of processes. Give one from 1 on.")
-    check_at_least("processes", processes, 1)
+    processes = whole_number("processes", processes, least=1)
     if not isinstance(args, list | tuple):
         raise LaunchError(f"`args` is {values.kind(args)}; give a tuple with one entry for each argument: args=(x,).")
     check_positive("grace_s", grace_s)
@@ -87,31 +83,22 @@ def notebook_launch(
     returned = returned_file(script)
     returned.unlink(missing_ok=True)  # of an earlier launch into the same folder
     which = f"{processes} process{'es' if processes > 1 else ''}"
-    launched = run(
+    launcher = Launcher(
         Settings(smallest=processes, largest=processes, grace_s=grace_s, stop_timeout_s=grace_s),
         [sys.executable, str(script)],
-        what=f"{which} of {script}",
         log_dir=folder,
         devices_per_process=devices_per_process,
         timeout_s=timeout_s,
         explains=False,
     )
+    launched = launcher.run(f"{which} of {script}")
     if launched.exit_code == FINISHED:
         return values.read(returned) if returned.exists() else None
     raise _error(launched, which, timeout_s)
 
 
 def _check_tpu(processes: int, platforms: str, *, has_tpu: bool) -> None:
-    """Refuses processes that would wait for each other's TPU.
-
-    Args:
-        processes: how many.
-        platforms: JAX_PLATFORMS.
-        has_tpu: whether this machine has one.
-
-    Raises:
-        LaunchError: they would.
-    """
+    """Refuses, by a LaunchError, processes that would wait for each other's TPU; `platforms` is JAX_PLATFORMS."""
     if not has_tpu or (platforms and "tpu" not in platforms.split(",")):
         return
     here = "Call the function in this notebook, with `jdist.tpu()`, which uses all chips"

@@ -1,8 +1,8 @@
-"""A function of a notebook as a script that stands by itself: what it uses of the notebook is written beside it.
+"""A function of a notebook, written as a script with all that it uses of the notebook.
 
 Not a copy of the process (fork): after JAX has started its threads, a forked child may hang. Not its objects (pickle):
-what a cell defines cannot be imported elsewhere, and unpickling runs whatever it is told to. Its source is what the
-other processes run, as if it had been in a file from the start; and it is then in one, to be read and to be run again.
+what a cell defines cannot be imported elsewhere, and unpickling runs any code. The other processes run its source, as if
+it had been in a file from the start; and then it is in one, to be read and to be run again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from jdist.errors import LaunchError
-from jdist.notebook import current, values
+from jdist.notebook import source, values
 from jdist.notebook.child import given_file
-from jdist.notebook.names import NoSource, source_of
+from jdist.notebook.source import NoSource
 
 _CHILD = "jdist.notebook.child"
-# Names that IPython gives every notebook. Elsewhere the first two are Python's own, and there is nothing for the third.
+# Names that IPython gives every notebook. Elsewhere the first two are Python's own, and the third does not exist.
 _OF_IPYTHON = ("exit", "quit", "get_ipython")
-# What it makes of lines that begin with `!` or `%`.
+# Calls that it makes of lines with `!` or `%`.
 _MAGICS = {f"get_ipython().{name}" for name in ("system", "getoutput", "run_line_magic", "run_cell_magic")}
 _SCRIPT = """\
 # What `jdist.notebook_launch` ran in each process. To run it again: {command}
@@ -53,20 +53,16 @@ class Program:
         args: its arguments.
         imports: lines.
         given: names of the notebook -> their plain values.
-        changed: names of functions and classes -> what their source does not give, see `current`.
-        definitions: sources of functions and classes, each after what it needs at once.
-        future: whether annotations are left as text.
+        changed: names of functions and classes -> values that differ from their source, see `source.changes`.
+        definitions: sources of functions and classes, each after the names that it needs at once.
+        future: whether annotations stay text.
     """
 
     def __init__(self, fn: Callable[..., Any] | str, args: Sequence[Any]) -> None:
-        """Collects it.
-
-        Args:
-            fn: a function at the top of a cell, of a script or of a module, or "package.module:function".
-            args: its arguments.
+        """Collects all from a function, or "package.module:function", and its arguments.
 
         Raises:
-            LaunchError: the function, something that it uses, or an argument cannot be had in another process.
+            LaunchError: the function, something that it uses, or an argument cannot go to another process.
         """
         self.imports, self.given, self.changed = {f"import {_CHILD}"}, {}, {}
         self.definitions, self.future = [], False
@@ -88,16 +84,8 @@ class Program:
                 ) from None
 
     def write(self, folder: Path, *, command: str) -> Path:
-        """Writes the script, and beside it the values that it is given.
-
-        Args:
-            folder: to write to.
-            command: that runs a script as this one will be, for its first line.
-
-        Returns:
-            The script; what it is given is in `given_file` of it.
-        """
-        # Not by the function's name alone: a script `random.py` would be what others import as `random`.
+        """Writes the script, with the `command` that runs it again in its first line, and beside it its `given_file`."""
+        # Not by the function's name alone: others would import a script `random.py` as `random`.
         script = folder / f"notebook_{self.name}.py"
         values.write(
             given_file(script), {"args": self.args, "names": self.given, "changed": self.changed}, jax_arrays=True
@@ -106,7 +94,7 @@ class Program:
         return script
 
     def _text(self, command: str) -> str:
-        below = (sys.prefix, sys.base_prefix)  # what is there the other processes find by themselves
+        below = (sys.prefix, sys.base_prefix)  # the other processes have these by themselves
         path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path if not entry.startswith(below)))
         given = "".join(f'{name} = {_CHILD}.given(__file__, "{name}")\n' for name in self.given)
         return _SCRIPT.format(
@@ -140,10 +128,10 @@ class Program:
         return name
 
     def _add(self, user: str, name: str) -> None:
-        """Adds what a name stands for, and what that needs at once; the rest waits."""
+        """Adds the value of a name, and the names that it needs at once; the rest waits."""
         there = self._namespace if name in self._namespace else vars(builtins)
         if name in self._seen or name not in there or name.startswith("__"):
-            return  # what is nowhere is the same error there as here
+            return  # an unknown name is the same error there as here
         self._seen.add(name)
         value = _unwrapped(there[name])
         is_of_ipython = _module_of(value).startswith("IPython.")  # also where it is a builtin, as `display` is
@@ -167,64 +155,64 @@ class Program:
 
     def _define(self, user: str, name: str, value: object, definition: FunctionType | type) -> None:
         try:
-            source = source_of(definition, self._cells)
-            if _MAGICS & source.attributes:
+            written = source.source_of(definition, self._cells)
+            if _MAGICS & written.attributes:
                 raise NoSource("has a line that begins with `!` or `%`, which only IPython knows; write it in Python")
             if definition.__name__ != name:
                 raise NoSource(f"is another name of `{definition.__name__}`; use that one")
-            if value is not definition and not source.is_decorated:
+            if value is not definition and not written.is_decorated:
                 raise NoSource(f"is made by a call from `{name}`; use a decorator, or make it inside of `{user}`")
-            changed = current.changes(definition, source.node, self._namespace)
+            changed = source.changes(definition, written.node, self._namespace)
         except NoSource as exc:
             used = "" if user == name else f", which `{user}` uses,"
             raise LaunchError(f"`{name}`{used} {exc}. Other processes run its source.") from exc.__cause__
-        for needed in source.at_once:
+        for needed in written.at_once:
             self._add(name, needed)
-        self._waiting.extend((name, needed) for needed in source.later)
-        self.definitions.append(source.text)
+        self._waiting.extend((name, needed) for needed in written.later)
+        self.definitions.append(written.text)
         if changed:
             self.changed[name] = changed
             self.definitions.append(f'{_CHILD}.restore({name}, __file__, "{name}")\n')
-        self.imports |= {f"import {module}" for module in _submodules(source.attributes, self._namespace)}
+        self.imports |= {f"import {module}" for module in _submodules(written.attributes, self._namespace)}
         if isinstance(definition, FunctionType):
             self.future |= bool(definition.__code__.co_flags & __future__.annotations.compiler_flag)
 
 
 def _unwrapped(value: object) -> object:
-    """What IPython has put a function of its own round, as it does with `open`; anything else as it is."""
+    """Unwraps a function that IPython has wrapped, as it does with `open`."""
     if isinstance(value, FunctionType) and _module_of(value).startswith("IPython."):
         return inspect.unwrap(value)
     return value
 
 
 def _module_of(value: object) -> str:
-    """The module whose code a value is, or its class: a wrapper says that it is of what it wraps."""
+    """The module of a value's code, or of its class: `__module__` of a wrapper is that of the wrapped function."""
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
     return str(getattr(value.__func__, "__module__", "")) if isinstance(value, MethodType) else type(value).__module__
 
 
 def _import_of(value: object, name: str) -> str | None:
-    """The line that imports a function or class of a module under a name; None if it is no module's."""
-    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(own, str) or module == "__main__":
+    """Makes the line that imports a function or class under a name; None if it is of no module."""
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualified, str) or module == "__main__":
         return None
     parts = module.split(".")
     for count in range(1, len(parts) + 1):  # `from optax import adam`, although it is defined in optax._src.alias
         package = ".".join(parts[:count])
-        if getattr(sys.modules.get(package), own, None) is value:
-            return f"from {package} import {own}" + ("" if own == name else f" as {name}")
+        if getattr(sys.modules.get(package), qualified, None) is value:
+            return f"from {package} import {qualified}" + ("" if qualified == name else f" as {name}")
     return None
 
 
 def _submodules(attributes: Iterable[str], namespace: Mapping[str, object]) -> set[str]:
-    """Modules that are reached by dots from an imported package, `xml.etree` by `xml.etree.ElementTree`."""
-    found = set()
+    """Finds modules that are reached by dots from an imported package, `xml.etree` by `xml.etree.ElementTree`."""
+    modules: set[str] = set()
     for dotted in attributes:
         parts = dotted.split(".")
         if isinstance(namespace.get(parts[0]), ModuleType):
-            found |= {".".join(parts[:n]) for n in range(2, len(parts) + 1)} & sys.modules.keys()
-    return found
+            modules |= {".".join(parts[:n]) for n in range(2, len(parts) + 1)} & sys.modules.keys()
+    return modules
 
 
 def _refusal(user: str, what: str, value: object, name: str) -> str:

@@ -1,6 +1,6 @@
-"""Plain values, and arrays in them, as a file: what a function is given in another process, and what it returns there.
+"""Plain values, and arrays in them, as a file, for the arguments and the result of a function in another process.
 
-The file is NumPy's own .npz without pickled objects: arrays, and one JSON text that says where in the value they stand.
+The file is NumPy's own .npz without pickled objects: arrays, and one JSON text with their places in the value.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ _FACTORIES = {each.__name__: each for each in (bool, int, float, str, bytes, lis
 
 
 class NotPlain(Exception):
-    """A value that cannot be written.
-
-    Attributes:
-        path: where it is in the whole, as one would write it: `["weights"][0]`.
-        value: it.
-    """
+    """A value cannot be written; `path` is its place in the whole, `["weights"][0]`."""
 
     def __init__(self, path: str, value: object):
         super().__init__(path)
@@ -34,12 +29,7 @@ class NotPlain(Exception):
 
 
 def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
-    """Writes a value.
-
-    Args:
-        file: to write to, .npz.
-        value: see `PLAIN`.
-        jax_arrays: whether arrays of JAX are taken, too; they are read as NumPy's.
+    """Writes a plain value into an .npz file, with `jax_arrays` also arrays of JAX, which are read as NumPy's.
 
     Raises:
         NotPlain: part of it is something else.
@@ -51,22 +41,18 @@ def write(file: Path, value: Any, *, jax_arrays: bool) -> None:
 
 
 def read(file: Path) -> Any:
-    """The value in a file that `write` made."""
+    """Reads the value from a file of `write`."""
     with np.load(file, allow_pickle=False) as arrays:
         return _value(json.loads(str(arrays[_TREE])), arrays)
 
 
 def check(value: Any, *, jax_arrays: bool) -> None:
-    """Refuses what `write` would.
-
-    Raises:
-        NotPlain: part of it is not plain.
-    """
+    """Refuses, by NotPlain, a value that `write` would refuse."""
     _plain(value, "", {}, jax_arrays)
 
 
 def kind(value: object) -> str:
-    """What a value is, for errors: "a jax.Array", "a flax.linen.Dense"."""
+    """Names the type of a value for errors: "a jax.Array", "a flax.linen.Dense"."""
     if is_jax_array(value):
         return "a jax.Array"
     of = type(value)
@@ -75,13 +61,13 @@ def kind(value: object) -> str:
 
 
 def is_jax_array(value: object) -> bool:
-    """Whether it is an array of JAX; where JAX was not imported nothing is."""
+    """Whether it is an array of JAX, without importing JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array)
 
 
 def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: bool) -> Any:
-    """A value as JSON can hold it; its arrays are put into `arrays`, and named in it."""
+    """Makes a value for JSON; its arrays go into `arrays`, and are named in it."""
     if type(value) in _ATOMS:
         return value
     if type(value) in (list, tuple):
@@ -100,15 +86,15 @@ def _plain(value: Any, path: str, arrays: dict[str, np.ndarray], jax_arrays: boo
         raise NotPlain(path, value)
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         array, name = np.asarray(value), f"array_{len(arrays)}"
-        own = array.dtype.isbuiltin == 2  # bfloat16 and other types that NumPy can only write as their bytes
-        arrays[name] = array.reshape(-1).view(np.uint8) if own else array
+        is_registered = array.dtype.isbuiltin == 2  # bfloat16 and other types that NumPy can only write as their bytes
+        arrays[name] = array.reshape(-1).view(np.uint8) if is_registered else array
         where = {"array": name, "is": "array" if isinstance(value, np.ndarray) else "scalar"}
-        return where | ({"dtype": array.dtype.name, "shape": list(array.shape)} if own else {})
+        return where | ({"dtype": array.dtype.name, "shape": list(array.shape)} if is_registered else {})
     raise NotPlain(path, value)
 
 
 def _form_of(value: dict) -> dict[str, str] | None:
-    """What kind of dict it is, as JSON can hold it; None for one that is not known."""
+    """Describes the type of a dict for JSON; None for one that is not known."""
     if isinstance(value, defaultdict):
         factory = value.default_factory
         known = type(value) is defaultdict and factory in _FACTORIES.values()

@@ -1,16 +1,12 @@
-"""What a config's step needs on hardware that need not be here: memory, collectives and a model of its time.
+"""The needs of a config's step on hardware that need not be here: memory, collectives and a model of its time.
 
 target       "v5p:8x8x8", "cpu:8", "gpu" -> devices, and the config's strategy on them
-step         the step that `jdist run` would compile, and the shapes it is called with
-compile      that step compiled: memory, bytes accessed, text
+step         the step that `jdist run` would compile, its shapes and its FLOPs
+compile      that step compiled: memory, bytes accessed, text; its memory beside that of a real step
 hlo          the text of a compiled program -> instructions, and how often each runs
-collectives  what the devices exchange: kind, count, bytes, mesh axis
-host         what a device and its host copy to each other
-flops        matmuls and convolutions of a step
-hardware     public figures of each chip, from chips.yaml
-roofline     a model of the step's time from all of these
-check        the prediction beside what a run allocates, where the devices are here
-plan         all of it in order; table prints it
+collectives  exchanges of the devices: kind, count, bytes, mesh axis; copies to and from their hosts
+roofline     a model of the step's time from public figures of each chip, in chips.yaml
+plan         all of it in order; table prints it, sweep tries global batches
 
 May import: experiment and what is below it.
 """
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "plan_config", "show"]
 
 
-def __getattr__(name: str) -> Any:  # lazily: `jdist plan` settles the devices before anything imports JAX
+def __getattr__(name: str) -> Any:  # lazily: `jdist plan` configures JAX before it is imported
     if name in ("Plan", "plan_config"):
         from jdist.plan import plan
 

@@ -1,9 +1,10 @@
-"""What the devices of a compiled program exchange."""
+"""Collectives of a compiled program, and its copies between a device and its host."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,8 @@ from jdist.plan.hlo import Executed, Instruction, Module, executed, shape_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # ends the kind of what TPU slices exchange among each other
+_ARRAY = re.compile(r"\b[a-z]+\d*\w*\[[^\]]*\](?:\{[^}]*\})?")
+_ON_HOST = "S(5)"  # marks an array in the host's memory, in its layout
 _MESSAGES = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -25,38 +28,23 @@ _MESSAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a program, or several that are alike.
+    """Collectives of a program that are alike."""
 
-    Attributes:
-        kind: "all-reduce", "all-gather", ...; "all-reduce between slices" for messages over the data-centre network.
-        axes: the mesh axes that the exchange is over; "?" if the groups are not those of any axes.
-        groups: number of groups of devices that exchange among themselves.
-        group_size: devices in a group.
-        count: how often one call of the program runs it, loop trips included.
-        bytes: payload of all `count` together on one device: of what is reduced, or of what a gather results in.
-        certain: False if it stands in a loop whose number of trips cannot be read; one trip is then counted.
-    """
-
-    kind: str
-    axes: str
-    groups: int
-    group_size: int
-    count: int
-    bytes: int
-    certain: bool
+    kind: str  # "all-reduce", "all-gather", ...; "all-reduce between slices" for messages over the data-centre network
+    axes: str  # the mesh axes of the exchange; "?" if the groups are not those of any axes
+    groups: int  # number of groups of devices that exchange among themselves
+    group_size: int  # devices in a group
+    count: int  # runs in one call of the program, loop trips included
+    bytes: int  # payload of all `count` together on one device: the operand of a reduction, the result of a gather
+    certain: bool  # False in a loop whose number of trips cannot be read; one trip is then counted
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Every collective of a compiled program, equal ones together.
+    """Lists the collectives of a compiled program, equal ones together, the largest first.
 
-    Args:
-        module: the program.
-        mesh_shape: devices along each mesh axis, in the order of the mesh.
-
-    Returns:
-        The collectives, the largest first.
+    `mesh_shape` has the devices along each mesh axis, in the order of the mesh.
     """
-    found: dict[tuple[str, str, int, int, bool], list[int]] = {}
+    totals: dict[tuple[str, str, int, int, bool], Counter[str]] = {}
     starts = _starts(module)
     chains = {_chain(module.computations[computation][name]) for computation, name in starts}
     for item in executed(module):
@@ -80,14 +68,14 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
             continue  # a device by itself exchanges nothing
         else:
             axes, count = ("?", 1) if groups is None else (axes_of(groups, mesh_shape), len(groups))
-        total = found.setdefault((kind, axes, count, size, item.certain), [0, 0])
-        total[0] += item.times
-        total[1] += item.times * payload
-    made = [
-        Collective(kind=kind, axes=axes, groups=groups, group_size=size, count=count, bytes=total, certain=certain)
-        for (kind, axes, groups, size, certain), (count, total) in found.items()
+        total = totals.setdefault((kind, axes, count, size, item.certain), Counter())
+        total["count"] += item.times
+        total["bytes"] += item.times * payload
+    listed = [
+        Collective(kind=kind, axes=axes, groups=groups, group_size=size, certain=certain, **total)
+        for (kind, axes, groups, size, certain), total in totals.items()
     ]
-    return tuple(sorted(made, key=lambda c: -c.bytes))
+    return tuple(sorted(listed, key=lambda c: -c.bytes))
 
 
 def _kind(item: Executed) -> str | None:
@@ -101,9 +89,9 @@ def _kind(item: Executed) -> str | None:
 
 
 def _starts(module: Module) -> set[tuple[str, str]]:
-    """Where collectives start that a TPU runs beside other work: computation and name.
+    """Finds the starts of collectives that a TPU runs beside other work, as computation and name.
 
-    It makes a chain of several fusions of such a one, and each holds it.
+    Such a collective becomes a chain of several fusions, each of which holds it.
     """
     return {
         (computation, name)
@@ -122,15 +110,15 @@ def _chain(instruction: Instruction) -> tuple[str, str] | None:
 
 
 def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] | None:
-    """The groups of devices of one collective.
+    """Reads the groups of devices of one collective.
 
     Args:
-        attributes: of the instruction; holds `replica_groups={{0,1},{2,3}}`, or `[2,2]<=[4]`, or with a transpose
+        attributes: of the instruction, with `replica_groups={{0,1},{2,3}}`, or `[2,2]<=[4]`, or with a transpose
             `[2,2]<=[2,2]T(1,0)`, or by axes `mesh['host'=2,'core'=2] {'core'}`, or `source_target_pairs`.
-        num_devices: devices of the program, for `{}`, which means all of them.
+        num_devices: devices of the program, for `{}`, which stands for all of them.
 
     Returns:
-        Places of devices on the flattened mesh, group by group; None if the form is another.
+        Places of devices on the flattened mesh, group by group; None for an unknown form.
 
     Example:
         >>> replica_groups(", replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
@@ -159,7 +147,7 @@ def replica_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]] |
 
 
 def _connected(pairs: list[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """Devices that reach one another along the pairs."""
+    """Groups the devices that reach one another along the pairs."""
     groups: list[set[int]] = []
     for pair in pairs:
         touched = [group for group in groups if group & set(pair)]
@@ -168,7 +156,7 @@ def _connected(pairs: list[tuple[int, int]]) -> list[tuple[int, ...]]:
 
 
 def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """Places on the flattened mesh, a row for each group of devices that differ along `axes` alone."""
+    """Lists places on the flattened mesh, a row for each group of devices that differ along `axes` alone."""
     names = list(mesh_shape)
     ids = np.arange(int(np.prod(list(mesh_shape.values())))).reshape(tuple(mesh_shape.values()))
     order = [i for i, name in enumerate(names) if name not in axes] + [names.index(name) for name in axes]
@@ -176,7 +164,7 @@ def _rows(mesh_shape: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]
 
 
 def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str:
-    """The mesh axes whose devices form `groups`, joined by " x "; "?" if none do.
+    """Names the mesh axes whose devices form `groups`, joined by " x "; "?" if none do.
 
     Example:
         >>> axes_of([(0, 2), (1, 3)], {"host": 2, "core": 2})
@@ -190,3 +178,59 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
     if len(wanted) == 1 and len(mesh_shape) == 1 and int(np.prod(list(mesh_shape.values()))) % len(groups[0]) == 0:
         return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
     return "?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopies:
+    """The copies between one device and its host in one call: their number, and their bytes in both directions."""
+
+    count: int
+    bytes: int
+
+
+def host_copies(module: Module) -> HostCopies:
+    """Counts the copies between a device and its host, loop trips included; messages between TPU slices are none."""
+    count = total = 0
+    for item in executed(module):
+        operands = [module.computations[item.computation].get(name) for name in item.instruction.operands]
+        moved = _moved(item.instruction, [x for x in operands if x is not None])
+        if moved is not None:
+            count += item.times
+            total += item.times * moved
+    return HostCopies(count=count, bytes=total)
+
+
+def _moved(instruction: Instruction, operands: list[Instruction]) -> int | None:
+    """Bytes that an instruction copies between device and host; None for one that copies nothing."""
+    opcode, attributes = instruction.opcode, instruction.attributes
+    by_message = "is_host_transfer=true" in attributes and "_xla_megascale" not in attributes
+    if opcode == "outfeed" or (opcode == "send" and by_message):
+        return shape_bytes(operands[0].shape) if operands else 0
+    if opcode == "infeed" or (opcode == "recv" and by_message):
+        return shape_bytes(instruction.shape)
+    if opcode.startswith("custom-call") and "DEVICE_TYPE_HOST" in attributes:  # a program of the host, and its result
+        ends = opcode == "custom-call-done"
+        return (_on_device(instruction.shape) if ends else sum(_on_device(x.shape) for x in operands)) or None
+    if not operands:
+        return None
+    from_host = _is_on_host(operands[0].shape)
+    if opcode in ("copy", "copy-start"):  # what a start makes is (there, here, context)
+        return shape_bytes(operands[0].shape) if from_host != _is_on_host(_arrays(instruction.shape)[0]) else None
+    if opcode == "dynamic-slice" and from_host and not _is_on_host(instruction.shape):
+        return shape_bytes(instruction.shape)
+    if opcode == "dynamic-update-slice" and from_host and not _is_on_host(operands[1].shape):
+        return shape_bytes(operands[1].shape)
+    return None
+
+
+def _is_on_host(shape: str) -> bool:
+    return _ON_HOST in shape
+
+
+def _on_device(shape: str) -> int:
+    """Bytes of those arrays of a shape that are in the device's memory."""
+    return sum(shape_bytes(array) for array in _arrays(shape) if not _is_on_host(array))
+
+
+def _arrays(shape: str) -> list[str]:
+    return _ARRAY.findall(shape)

@@ -1,4 +1,4 @@
-"""A planned step, compiled: memory and bytes by the compiler's own account."""
+"""A planned step, compiled: memory and bytes by the compiler's account, and its memory beside that of a real step."""
 
 from __future__ import annotations
 
@@ -9,88 +9,63 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
+from jdist.experiment.config import Config
+from jdist.experiment.prepare import Parts
+from jdist.experiment.step import state_maker
 from jdist.plan.hlo import Module, parse
 from jdist.plan.step import PlannedStep
+from jdist.support.arrays import is_key
+
+PyTree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What one device needs for a step, in bytes.
+    """The memory of one device for a step, in bytes."""
 
-    Attributes:
-        arguments: state, batch and token.
-        outputs: new state, metrics and token.
-        aliased: part of the outputs that takes the place of donated arguments.
-        temporaries: activations, gradients, buffers of collectives.
-        code: the program itself; 0 where the compiler does not say.
-        host: arguments, outputs and temporaries in the host's memory.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-    host: int
+    arguments: int  # state, batch and token
+    outputs: int  # new state, metrics and token
+    aliased: int  # part of the outputs that takes the place of donated arguments
+    temporaries: int  # activations, gradients, buffers of collectives
+    code: int  # the program itself; 0 where the compiler does not say
+    host: int  # arguments, outputs and temporaries in the host's memory
 
     @property
     def total(self) -> int:
-        """What has to fit: arguments + outputs - aliased + temporaries + code."""
+        """The bytes that have to fit: arguments + outputs - aliased + temporaries + code."""
         # Not the compiler's own peak: on CPU that leaves the temporaries out.
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 @dataclass(frozen=True, kw_only=True)
 class TooLarge:
-    """The compiler's refusal of a step that does not fit.
+    """The compiler's refusal of a step that does not fit."""
 
-    Attributes:
-        message: its first sentence.
-        needed: bytes it would need; None if the message does not say.
-        available: bytes there are; None if the message does not say.
-        partly: whether `needed` leaves out arguments and results, and is temporaries alone.
-    """
-
-    message: str
-    needed: int | None
-    available: int | None
-    partly: bool
+    message: str  # its first sentence
+    needed: int | None  # bytes it would need; None if the message does not say
+    available: int | None  # bytes there are; None if the message does not say
+    partly: bool  # whether `needed` leaves out arguments and results, and is temporaries alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A step that the compiler took.
+    """A step that the compiler took."""
 
-    Attributes:
-        memory: of one device.
-        bytes_moved: between a device and its memory in one call; what the compiler counts, times `_loops`.
-        module: the program.
-        compile_s: seconds to lower and compile it.
-        compiled: JAX's own object.
-    """
-
-    memory: Memory
-    bytes_moved: float
-    module: Module
-    compile_s: float
-    compiled: jax.stages.Compiled
+    memory: Memory  # of one device
+    bytes_moved: float  # between a device and its memory in one call; the compiler's count, times `_loops`
+    module: Module  # the program
+    compile_s: float  # seconds to lower and compile it
 
 
 def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
-    """Compiles a step by the compiler of its devices, whether they are here or not.
-
-    Args:
-        planned: the step and its shapes.
-
-    Returns:
-        The compiled step, or the compiler's refusal if it does not fit into a device's memory.
-    """
+    """Compiles a step by the compiler of its devices, here or not; or returns its refusal of one that does not fit."""
     start = time.perf_counter()
     lowered = planned.step.lower(planned.state, planned.batch)
     try:
         with warnings.catch_warnings():
-            # JAX's compilation cache, where a user has one, keeps what it cannot load without such devices.
+            # JAX's compilation cache, where a user has one, holds entries that it cannot load without such devices.
             warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
             compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as exc:
@@ -113,7 +88,7 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
     )
     cost: Any = compiled.cost_analysis()
     moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
-    return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s, compiled=compiled)
+    return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s)
 
 
 def too_large(message: str) -> TooLarge:
@@ -129,11 +104,11 @@ def too_large(message: str) -> TooLarge:
     temporaries = re.search(
         r"required for HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", text
     )
-    found = used or temporaries
+    sizes = used or temporaries
     return TooLarge(
         message=text.splitlines()[0],
-        needed=None if found is None else _bytes(found[1]),
-        available=None if found is None else _bytes(found[2]),
+        needed=None if sizes is None else _bytes(sizes[1]),
+        available=None if sizes is None else _bytes(sizes[2]),
         partly=used is None and temporaries is not None,
     )
 
@@ -144,10 +119,68 @@ def _bytes(text: str) -> int:
 
 
 def _loops(planned: PlannedStep, counted_flops: float) -> float:
-    """How many times more work a call does than the compiler counts, which takes each loop's body once.
+    """The work of a call over the compiler's count, which takes each loop's body once.
 
-    Read from the FLOPs, which are known with all trips: layers in a loop, microbatches and steps of one call move
+    It follows from the FLOPs, which are known with all trips: layers in a loop, microbatches and steps of one call move
     their bytes as often as they multiply.
     """
     steps = planned.step.options.steps_per_call
     return max(1.0, planned.flops * steps / counted_flops) if counted_flops > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCheck:
+    """Predicted and measured bytes on one device, of `what`."""
+
+    what: str
+    predicted: int
+    measured: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def check_memory(config: Config, parts: Parts, planned: PlannedStep, memory: Memory) -> tuple[MemoryCheck, ...]:
+    """Makes one real step, on devices that are here, and compares its memory with the prediction.
+
+    On GPU the allocator has its peak, of all that this process ever held at once, the making of the state included. A CPU
+    has no such count; there the bytes of arguments and outputs are compared, and the temporaries are not.
+    """
+    strategy = parts.strategy
+    state = strategy.init(*state_maker(config, parts))
+    dataset = strategy.distribute_dataset(parts.train_data, steps_per_call=config.train.steps_per_call, prefetch=0)
+    batch = next(iter(dataset))
+    state = planned.step.prepare(state, batch)  # with what its all-reduce keeps
+    token = np.zeros(2, np.int32).nbytes
+    arguments = bytes_on_a_device((state, batch)) + token
+    returned = jax.block_until_ready(planned.step(state, batch))
+    planned.step.wait()
+    outputs = bytes_on_a_device(returned) + token
+    dataset.close()
+    checks = [
+        MemoryCheck(what="arguments", predicted=memory.arguments, measured=arguments),
+        MemoryCheck(what="outputs", predicted=memory.outputs, measured=outputs),
+    ]
+    device = strategy.devices[0] if strategy.devices else jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats is not None and "peak_bytes_in_use" in stats:
+        # The program's code is not the allocator's.
+        predicted = memory.total - memory.code
+        checks.append(
+            MemoryCheck(what="allocator's peak", predicted=predicted, measured=int(stats["peak_bytes_in_use"]))
+        )
+    return tuple(checks)
+
+
+def bytes_on_a_device(tree: PyTree) -> int:
+    """Counts the bytes of a tree of arrays on the first of its devices."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if not isinstance(leaf, jax.Array):  # under default a batch stays on the host until the step takes it
+            total += leaf.nbytes
+            continue
+        data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        total += data.addressable_shards[0].data.nbytes
+    return total

@@ -1,4 +1,4 @@
-"""The text of a compiled program: its instructions, and how often one call runs each."""
+"""The text of a compiled program, read: its instructions, and how often one call runs each."""
 
 from __future__ import annotations
 
@@ -16,46 +16,31 @@ _CALLED_SEVERAL = re.compile(r"\b(?:branch_computations|called_computations)=\{(
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: what other lines call it.
-        shape: its result as XLA writes it, a tuple in parentheses.
-        opcode: "all-reduce", "fusion", ...
-        operands: names of the instructions it reads.
-        arguments: what stands in the parentheses after the opcode.
-        attributes: the rest of the line.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    arguments: str
-    attributes: str
+    name: str  # as other lines refer to it
+    shape: str  # of its result as XLA writes it, a tuple in parentheses
+    opcode: str  # "all-reduce"
+    operands: tuple[str, ...]  # names of the instructions it reads
+    arguments: str  # the text in the parentheses after the opcode
+    attributes: str  # the rest of the line
 
 
 @dataclass(kw_only=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        header: the line with its aliases and layout.
-        entry: name of the computation that a call runs.
-        computations: instructions by name, by computation.
-        roots: each computation's result.
-    """
-
-    header: str = ""
-    entry: str = ""
+    header: str = ""  # the line with its aliases and layout
+    entry: str = ""  # name of the computation that a call runs
+    # instructions by name, by computation
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
-    roots: dict[str, Instruction] = field(default_factory=dict)
+    roots: dict[str, Instruction] = field(default_factory=dict)  # each computation's result
 
     @property
     def num_devices(self) -> int:
         """Devices that run the program together: partitions times replicas."""
-        found = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
-        return prod(int(match[1]) for match in found if match)
+        counts = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
+        return prod(int(match[1]) for match in counts if match)
 
     def operand_bytes(self, computation: str, instruction: Instruction) -> int:
         """Bytes of all that an instruction reads."""
@@ -65,29 +50,16 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Executed:
-    """An instruction and how often one call of the program runs it.
+    """An instruction and how often one call of the program runs it."""
 
-    Attributes:
-        computation: name of the computation that it stands in.
-        instruction: the instruction.
-        times: how often; in a branch of a conditional as if the branch were taken.
-        certain: False if it stands in a loop whose number of trips cannot be read: `times` then takes one.
-    """
-
-    computation: str
-    instruction: Instruction
-    times: int
-    certain: bool
+    computation: str  # name of its computation
+    instruction: Instruction  # the instruction
+    times: int  # how often; in a branch of a conditional as if the branch were taken
+    certain: bool  # False in a loop whose number of trips cannot be read: `times` then takes one
 
 
 def parse(text: str) -> Module:
-    """Reads a compiled program.
-
-    Args:
-        text: what `jax.stages.Compiled.as_text()` returns.
-
-    Returns:
-        The program.
+    """Reads a compiled program, as `jax.stages.Compiled.as_text()` writes it.
 
     Example:
         >>> import jax
@@ -143,7 +115,7 @@ def _until_closed(text: str) -> tuple[str, str]:
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of a shape as XLA writes it, without the padding of its layout; of a tuple, of all its parts.
+    """Counts the bytes of a shape, without the padding of its layout; of a tuple, of all its parts.
 
     Example:
         >>> shape_bytes("(f32[2,3]{1,0:T(8,128)S(1)}, bf16[4]{0}, pred[])")
@@ -159,9 +131,9 @@ def shape_bytes(shape: str) -> int:
 
 
 def executed(module: Module) -> Iterator[Executed]:
-    """Every instruction that one call runs, loops and called computations followed; fusions are not looked into.
+    """Lists every instruction that one call runs, in loops and called computations too.
 
-    A fusion that stands for a collective (TPU fuses a slice into an all-reduce) is followed.
+    Of fusions only those that stand for a collective are followed, as TPU fuses a slice into an all-reduce.
     """
     yield from _executed(module, module.entry, 1, True)
 
@@ -190,7 +162,7 @@ def _is_collective(module: Module, computation: str) -> bool:
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """How often a loop runs; None if that cannot be read.
+    """Reads the number of trips of a loop; None if that is not possible.
 
     XLA writes it down on CPU and GPU. On TPU it is read from the loop: a counter that starts at a constant and is
     compared with one. JAX's loops count up by one.
@@ -214,7 +186,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
 
 
 def _element(outside: dict[str, Instruction], initial: Instruction | None, read: Instruction) -> int | None:
-    """The constant that a loop's state holds at first where `read` reads it."""
+    """The constant of a loop's initial state at the index that `read` reads."""
     index = re.search(r"index=(\d+)", read.attributes)
     if initial is None or initial.opcode != "tuple" or index is None:
         return None
@@ -222,7 +194,7 @@ def _element(outside: dict[str, Instruction], initial: Instruction | None, read:
 
 
 def _constant(known: dict[str, Instruction], instruction: Instruction | None) -> int | None:
-    """The whole number that an instruction is, followed through copies."""
+    """The whole number of a constant, followed through copies; None for other instructions."""
     while instruction is not None and instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
         instruction = known.get(instruction.operands[0])
     if instruction is None or instruction.opcode != "constant":

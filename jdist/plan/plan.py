@@ -1,4 +1,4 @@
-"""A config and a target -> what its step needs there; reads top to bottom."""
+"""The plan of a config's step on a target, step by step from top to bottom."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from jdist.experiment.prepare import Parts, prepare
 from jdist.experiment.summary import arithmetic
 from jdist.experiment.validate import validate
 from jdist.plan import roofline
-from jdist.plan.check import check_memory
-from jdist.plan.collectives import Collective, collectives
-from jdist.plan.compile import CompiledStep, TooLarge, compile_step
-from jdist.plan.hardware import Chip, chip_of
-from jdist.plan.host import host_copies
+from jdist.plan.collectives import Collective, collectives, host_copies
+from jdist.plan.compile import CompiledStep, TooLarge, check_memory, compile_step
+from jdist.plan.roofline import Chip, chip_of
 from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
-from jdist.plan.target import Target, find_target_devices, parse_target, settle, strategy_on
+from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
 from jdist.strategies.topology import parse_topology
 
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
 
 def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) -> Plan:
-    """What the step of a config file needs on hardware that need not be here; `jdist plan` in Python, without its check.
+    """Plans the step of a config file on hardware that need not be here; `jdist plan` in Python, without its check.
 
     Args:
         config: the YAML file, as for `jdist run`.
@@ -52,21 +50,15 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
     """
     target, document = parse_target(topology), load(os.fspath(config), overrides)
     checked = validate(document)
-    settle(target, checked.platform)
+    configure_platform(target, checked.platform)
     return make_plan(checked, document, target, check=False)
 
 
 def make_plan(config: Config, document: Document, target: Target, *, check: bool = True) -> Plan:
     """Compiles a config's step for a target and reads what it needs; on the devices themselves nothing is allocated.
 
-    Args:
-        config: the checked config.
-        document: what it was read from.
-        target: what to compile for; `settle` was called for it.
-        check: where the devices are here, also make one step and compare its memory with the prediction.
-
-    Returns:
-        The plan.
+    `configure_platform` was called for the target. With `check`, and devices that are here, one step is made to compare its
+    memory with the prediction.
 
     Raises:
         ConfigError: the config names something that is not there, or a global batch beyond all limits.
@@ -114,7 +106,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
 
 
 def _more_than_the_data(config: Config, parts: Parts) -> list[str]:
-    """What `jdist run` would say of a batch that the data cannot fill; a plan may be made before the data is there."""
+    """Warns of a batch that the data cannot fill, as `jdist run` would; a plan may be made before the data is there."""
     batch, rows = config.train.global_batch, parts.rows_per_epoch
     if rows is None or batch <= 2 * rows:
         return []
@@ -122,17 +114,13 @@ def _more_than_the_data(config: Config, parts: Parts) -> list[str]:
 
 
 def check_global_batch(name: str, rows: int) -> None:
-    """Refuses a global batch that no compiler takes.
-
-    Raises:
-        ConfigError: it has more than `MOST_ROWS` rows.
-    """
+    """Refuses, by a ConfigError, a global batch of more than `MOST_ROWS` rows."""
     if rows > MOST_ROWS:
         raise ConfigError(f"{name} is {rows:,}; a plan takes global batches of at most {MOST_ROWS:,} rows.")
 
 
 def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
-    """The plan with a model of its step's time."""
+    """Adds a model of the step's time to a plan."""
     topology = parse_topology(target.name) if target.platform == "tpu" else None
     domain = math.prod(topology.shape) if topology is not None and topology.slices > 1 else chip.domain_chips
     missing = []
@@ -158,13 +146,13 @@ def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
 
 
 def _per_step(compiled: CompiledStep, mesh_shape: Mapping[str, int], steps: int) -> tuple[Collective, ...]:
-    """The collectives of one optimiser step out of those of a call."""
-    found = collectives(compiled.module, mesh_shape) if mesh_shape else ()
-    return tuple(dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in found)
+    """Divides the collectives of a call among its optimiser steps."""
+    of_call = collectives(compiled.module, mesh_shape) if mesh_shape else ()
+    return tuple(dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in of_call)
 
 
 def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
-    """Memory of one device: as its allocator says, as its maker says, or its share of this machine's."""
+    """The memory of one device: of its allocator, its maker, or its share of this machine's."""
     if target.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     stats = devices[0].memory_stats() if target.is_here else None

@@ -1,12 +1,15 @@
-"""A model of a step's time from public peaks: no measurement, and no overlap, latency or contention in it."""
+"""A model of a step's time from the public peaks in `chips.yaml`: no measurement, overlap, latency or contention."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import yaml
 
 from jdist.plan.collectives import BETWEEN_SLICES, Collective
-from jdist.plan.hardware import Chip
 
 CHIPS = (8, 64, 512, 4096)
 FORMULA = (
@@ -21,22 +24,62 @@ _DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # nothing i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """The model's answer for one number of chips.
+class Chip:
+    """The maker's figures of a chip; peaks, not measurements."""
 
-    Attributes:
-        chips: how many, one replica each.
-        device_s: time of the chip's own work, seconds.
-        exchange_s: time of communication; None where the network's figure is not published.
-        host_s: time of copies between the chip and its host; None where the link's figure is not published.
-        bound: "compute" or "memory": what limits the computation.
+    name: str  # "v5p"
+    kinds: tuple[str, ...]  # JAX's names of the device
+    hbm_bytes: int  # memory
+    hbm_bytes_per_s: float  # its bandwidth
+    flops_per_s: float  # dense bfloat16
+    link_bytes_per_s: float  # of a chip to others of its domain, one way, over all its links together
+    domain_chips: int  # most chips that these links join; beyond it there is the network
+    network_bytes_per_s: float | None  # of a chip over the network; None: nothing is published
+    host_bytes_per_s: float | None  # between a chip and its host, each way; None: nothing is published
+    source: str  # of the figures
+
+
+def load_chips() -> dict[str, Chip]:
+    """Loads the chips of `chips.yaml`, by name.
+
+    Example:
+        >>> load_chips()["v5e"].hbm_bytes // 2**30
+        16
     """
+    text = resources.files("jdist.plan").joinpath("chips.yaml").read_text(encoding="utf-8")
+    return {name: _chip(name, figures) for name, figures in yaml.safe_load(text).items()}
 
-    chips: int
-    device_s: float
-    exchange_s: float | None
-    host_s: float | None
-    bound: str
+
+def _chip(name: str, figures: dict[str, Any]) -> Chip:
+    network, host = figures["network_gb_per_s"], figures["host_gb_per_s"]
+    return Chip(
+        name=name,
+        kinds=tuple(figures["kinds"]),
+        hbm_bytes=figures["hbm_gib"] * 2**30,
+        hbm_bytes_per_s=figures["hbm_gb_per_s"] * 1e9,
+        flops_per_s=figures["bf16_tflops"] * 1e12,
+        link_bytes_per_s=figures["interconnect_gb_per_s"] * 1e9 / 2,  # published for both directions together
+        domain_chips=figures["domain_chips"],
+        network_bytes_per_s=None if network is None else network * 1e9,
+        host_bytes_per_s=None if host is None else host * 1e9,
+        source=figures["source"],
+    )
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Finds the chip of a `jax.Device.device_kind`; None if `chips.yaml` does not have it."""
+    return next((chip for chip in load_chips().values() if device_kind in chip.kinds), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The modelled times on one number of chips."""
+
+    chips: int  # how many, one replica each
+    device_s: float  # time of the chip's own work, seconds
+    exchange_s: float | None  # time of communication; None where the network's figure is not published
+    host_s: float | None  # time of copies between the chip and its host; None where the link's figure is not published
+    bound: str  # the limit of the computation, "compute" or "memory"
 
     @property
     def step_s(self) -> float | None:
@@ -63,7 +106,7 @@ def estimate(
     domain_chips: int | None = None,
     host_bytes: float = 0,
 ) -> Estimate:
-    """The model's step time on some number of chips, the work of each chip staying the same.
+    """Models the step time on some number of chips, with the same work for each chip.
 
     Args:
         chip: public figures.
@@ -76,15 +119,15 @@ def estimate(
         host_bytes: bytes that one step copies between all chips together and their hosts.
 
     Returns:
-        The estimate; `FORMULA` says how it is made.
+        The estimate, by `FORMULA`.
     """
     by_flops, by_memory = flops / chip.flops_per_s, memory_bytes / chip.hbm_bytes_per_s
-    near = min(chips, chip.domain_chips if domain_chips is None else domain_chips)
+    joined = min(chips, chip.domain_chips if domain_chips is None else domain_chips)
     exchange: float | None = 0.0
     for collective in exchanged:
         if not collective.kind.endswith(BETWEEN_SLICES):
-            exchange += _factor(collective.kind, near) * collective.bytes / chip.link_bytes_per_s
-    crossing = _crossing(exchanged, near, -(-chips // near))
+            exchange += _factor(collective.kind, joined) * collective.bytes / chip.link_bytes_per_s
+    crossing = _crossing(exchanged, joined, -(-chips // joined))
     if crossing:
         network = chip.network_bytes_per_s
         exchange = None if network is None else exchange + crossing / network
@@ -98,12 +141,12 @@ def estimate(
     )
 
 
-def _crossing(exchanged: Sequence[Collective], near: int, domains: int) -> float:
-    """Bytes that a chip sends over the network to other domains, of `near` chips each."""
+def _crossing(exchanged: Sequence[Collective], joined: int, domains: int) -> float:
+    """Bytes that a chip sends over the network to other domains, of `joined` chips each."""
     messages = [c for c in exchanged if c.kind.endswith(BETWEEN_SLICES)]
-    if messages:  # the program was compiled for several slices, and the compiler has said what crosses
+    if messages:  # the program was compiled for several slices, and the compiler has listed what crosses
         return sum(_factor(c.kind.removesuffix(BETWEEN_SLICES), domains) * c.bytes for c in messages)
-    return sum(_factor(c.kind, domains) * c.bytes / (1 if c.kind in _DIRECT else near) for c in exchanged)
+    return sum(_factor(c.kind, domains) * c.bytes / (1 if c.kind in _DIRECT else joined) for c in exchanged)
 
 
 def _factor(kind: str, n: int) -> float:

@@ -1,17 +1,19 @@
-"""The step that `jdist run` would compile, and the shapes it is called with; nothing is allocated."""
+"""The step that `jdist run` would compile: its shapes, and its floating-point operations; nothing is allocated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist.experiment.config import Config
 from jdist.experiment.dry_run import shapes_of_run
 from jdist.experiment.prepare import Parts
 from jdist.experiment.step import make_train_step
-from jdist.plan.flops import count_flops
+from jdist.jaxpr import graph
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.arrays import is_key
 
@@ -20,19 +22,12 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """A step with the shapes of its arguments.
+    """A step with the shapes of its arguments."""
 
-    Attributes:
-        step: the config's train step.
-        state: shapes of the state.
-        batch: shapes of the global batch of one call, over all replicas, padding and mask included.
-        flops: operations of the matrix products and convolutions of one optimiser step on one device.
-    """
-
-    step: DistributedStep
-    state: PyTree
-    batch: PyTree
-    flops: float
+    step: DistributedStep  # the config's train step
+    state: PyTree  # shapes of the state
+    batch: PyTree  # shapes of the global batch of one call, over all replicas, padding and mask included
+    flops: float  # operations of the matrix products and convolutions of one optimiser step on one device
 
     @property
     def state_bytes(self) -> int:
@@ -42,15 +37,7 @@ class PlannedStep:
 
 
 def plan_step(config: Config, parts: Parts) -> PlannedStep:
-    """The train step of an experiment, ready to be lowered.
-
-    Args:
-        config: the checked config.
-        parts: what `prepare` made of it; the devices of its strategy need not be here.
-
-    Returns:
-        The step and the shapes.
-    """
+    """Makes the train step of an experiment, ready to be lowered; the devices of its strategy need not be here."""
     steps = config.train.steps_per_call
     shapes = shapes_of_run(config, parts)
     state, batch = shapes.state, shapes.batch
@@ -62,3 +49,55 @@ def plan_step(config: Config, parts: Parts) -> PlannedStep:
     return PlannedStep(
         step=make_train_step(config, parts), state=state, batch=batch, flops=flops / parts.strategy.num_replicas
     )
+
+
+def count_flops(function: Any, *args: Any) -> int:
+    """Counts the operations of one call from its jaxpr, as the compiler's own count takes a loop's body once.
+
+    Args:
+        function: a pure function; it is not run.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        Those of all devices together: two for each multiply-add of a `dot_general` or convolution. The body of a `scan`
+        counts as often as it runs, of a `while_loop` once, of a conditional the branch with most.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> count_flops(lambda x: x @ x, jnp.ones((8, 8)))
+        1024
+    """
+    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _flops(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            total += 2 * prod(eqn.outvars[0].aval.shape) * prod(left[i] for i in contracted)
+        elif name == "conv_general_dilated":
+            total += _convolution(eqn)
+        else:
+            inner = [_flops(sub) for sub in graph.nested(eqn)]
+            if inner:
+                total += max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
+    return total
+
+
+def _convolution(eqn: Any) -> int:
+    """Counts a convolution, without products with padding and with the zeros between dilated inputs."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    image, kernel, result = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    pairs = 1
+    for d in range(len(result) - 2):
+        low, _ = params["padding"][d]
+        spread, apart = params["lhs_dilation"][d], params["rhs_dilation"][d]
+        outputs = np.arange(result[numbers.out_spec[d + 2]]) * params["window_strides"][d]
+        at = outputs[:, None] + np.arange(kernel[numbers.rhs_spec[d + 2]]) * apart - low
+        inside = (at >= 0) & (at <= (image[numbers.lhs_spec[d + 2]] - 1) * spread) & (at % spread == 0)
+        pairs *= int(inside.sum())
+    rows, features = (result[numbers.out_spec[i]] for i in (0, 1))
+    return 2 * rows * features * kernel[numbers.rhs_spec[1]] * pairs

@@ -1,22 +1,69 @@
-"""`--sweep global_batch=...`: the same step with other global batches, and the largest that fits."""
+"""`jdist plan`: plans a config, or a sweep over its global batch, and says by its exit code whether the step fits."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
+from jdist.cluster import exit_status
 from jdist.errors import ConfigError
-from jdist.plan.plan import Plan, check_global_batch
+from jdist.experiment.load import load
+from jdist.experiment.validate import validate
+from jdist.plan.plan import Plan, check_global_batch, make_plan
+from jdist.plan.table import show, show_sweep, sweep_row
+from jdist.plan.target import Target
+
+
+def plan_command(
+    config: str,
+    overrides: Sequence[str],
+    target: Target,
+    *,
+    batches: list[int] | None = None,
+    check: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Plans a config file, or a sweep over its global batch, and prints the result.
+
+    Args:
+        config: the YAML file.
+        overrides: `key=value` each.
+        target: see `make_plan`.
+        batches: global batches to try, in rising order; None for the config's own.
+        check: see `make_plan`.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        The exit code: 1 if the step, or every one of a sweep, does not fit; else 0.
+    """
+
+    def plan(more: Sequence[str] = (), *, check: bool) -> Plan:
+        document = load(config, [*overrides, *more])
+        return make_plan(validate(document), document, target, check=check)
+
+    if batches is None:
+        planned = plan(check=check)
+        print(json.dumps(planned.as_json(), indent=2) if as_json else show(planned))
+        return 1 if planned.fits is False else 0
+    plans, interrupted = [], False
+    try:
+        for each in sweep(batches, lambda batch: plan([f"train.global_batch={batch}"], check=False)):
+            plans.append(each)
+            # Not with the result: a large batch may take the compiler minutes.
+            print(sweep_row(each), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted after {len(plans)} of {len(batches)} global batches", file=sys.stderr)
+    print(json.dumps([p.as_json() for p in plans], indent=2) if as_json else show_sweep(plans))
+    if interrupted:
+        return exit_status.INTERRUPTED
+    return 1 if all(p.fits is False for p in plans) else 0
 
 
 def parse_sweep(text: str) -> list[int]:
-    """The global batches that a sweep names, in rising order.
-
-    Args:
-        text: `global_batch=128,256,384`, or `global_batch=128..4096` for doublings.
-
-    Returns:
-        The batches.
+    """Reads global batches, in rising order, from `global_batch=128,256,384` or, for doublings, `global_batch=128..4096`.
 
     Raises:
         ConfigError: it is neither, or one of them is larger than any plan takes.
@@ -44,17 +91,9 @@ def _batches(text: str) -> list[int]:
 
 
 def sweep(batches: list[int], plan: Callable[[int], Plan]) -> Iterator[Plan]:
-    """Plans each global batch in turn, up to the first that does not fit.
-
-    Args:
-        batches: in rising order.
-        plan: makes the plan of one.
-
-    Yields:
-        The plans, as they are made; more rows never need less memory, so what comes after a misfit is left out.
-    """
+    """Plans global batches in rising order, up to the first that does not fit: more rows never need less memory."""
     for batch in batches:
-        made = plan(batch)
-        yield made
-        if made.fits is False:
+        planned = plan(batch)
+        yield planned
+        if planned.fits is False:
             return

@@ -1,4 +1,4 @@
-"""A plan, as text and as tables of a notebook."""
+"""A plan, as text and as tables in a notebook."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.plan import roofline
-from jdist.plan.check import MemoryCheck
 from jdist.plan.collectives import Collective
-from jdist.plan.compile import Memory, TooLarge
-from jdist.plan.hardware import Chip
+from jdist.plan.compile import Memory, MemoryCheck, TooLarge
+from jdist.plan.roofline import Chip
 from jdist.report.progress import size
 from jdist.support.html import paragraph, table
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """What one optimiser step of a config needs on each device of a target.
+    """The needs of one optimiser step of a config on each device of a target.
 
     Attributes:
-        target: what it was compiled for, as it was asked for.
-        device_kind: what JAX calls the device.
-        num_devices: how many.
+        target: the topology it was compiled for.
+        device_kind: JAX's name of the device.
+        num_devices: number of devices.
         global_batch: rows of a step over all replicas.
         summary: strategy, batch and length in words.
-        capacity: bytes of a device's memory; None if nobody says.
-        state_bytes: of the state, as far as each device holds it whole; 0 where the hosts do.
-        rows: that a device computes with at a time: of a microbatch, or of its batch.
+        capacity: bytes of a device's memory; None if it is not known.
+        state_bytes: of the state, if each device holds it whole; 0 where the hosts do.
+        rows: of a microbatch, or of the batch, of one device.
         memory: of one device; None if the compiler refused the step.
-        refusal: the compiler's words, if it refused.
+        refusal: the compiler's message, if it refused.
         flops: operations of matrix products and convolutions on one device.
         bytes_moved: between a device and its memory.
         collectives: what the devices exchange in one step.
@@ -39,8 +38,8 @@ class Plan:
         host_bytes: of these copies, on one device.
         steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
         estimates: a model of the step's time; empty if the chip has no public figures here.
-        not_in_model: what that model leaves out, in words.
-        domain_chips: how many chips the model takes the fast links to join; 0 without a model.
+        not_in_model: omissions of that model, in words.
+        domain_chips: number of chips that the fast links join, in the model; 0 without a model.
         chip: those figures.
         checks: predicted and measured memory, where a step could be run.
         compile_s: seconds to lower and compile.
@@ -81,10 +80,10 @@ class Plan:
         values = dataclasses.asdict(self) | {"fits": self.fits, "formula": roofline.FORMULA}
         if self.memory is not None:
             values["memory"]["total"] = self.memory.total
-        for made, estimate in zip(values["estimates"], self.estimates, strict=True):
-            made |= {"step_s": estimate.step_s, "exchange_share": estimate.exchange_share}
-        for made, check in zip(values["checks"], self.checks, strict=True):
-            made["error"] = check.error
+        for row, estimate in zip(values["estimates"], self.estimates, strict=True):
+            row |= {"step_s": estimate.step_s, "exchange_share": estimate.exchange_share}
+        for row, check in zip(values["checks"], self.checks, strict=True):
+            row["error"] = check.error
         return values
 
     def __repr__(self) -> str:
@@ -100,14 +99,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
-    """A part of a plan.
-
-    Attributes:
-        title: what it is about.
-        header: names of the columns; none where rows are names and values.
-        rows: the columns.
-        notes: lines below.
-    """
+    """A part of a plan: a table, without a header where its rows are names and values, and notes below it."""
 
     title: str
     header: tuple[str, ...] = ()
@@ -116,26 +108,26 @@ class _Section:
 
 
 def show(plan: Plan) -> str:
-    """The whole plan, some thirty lines."""
+    """Formats the whole plan, in some thirty lines."""
     lines = plan.summary.splitlines()
     for section in _sections(plan):
         rows = [section.header, *section.rows] if section.header else section.rows
         lines += ["", section.title]
         lines += [f"  {line}" for line in [*(_aligned(rows) if rows else ()), *section.notes]]
     if plan.memory is not None:
-        lines += ["", _compiled(plan)]
+        lines += ["", f"compiled in {plan.compile_s:.1f} s"]
     return "\n".join(lines)
 
 
 def show_html(plan: Plan) -> str:
-    """The whole plan as a notebook shows it: a table a section."""
+    """Formats the whole plan for a notebook: a table a section."""
     parts = [paragraph(plan.summary)]
     for section in _sections(plan):
         notes = "\n".join(section.notes)
         parts.append(
             table(section.rows, header=section.header, title=section.title) + (paragraph(notes) if notes else "")
         )
-    return "".join(parts) + (paragraph(_compiled(plan)) if plan.memory is not None else "")
+    return "".join(parts) + (paragraph(f"compiled in {plan.compile_s:.1f} s") if plan.memory is not None else "")
 
 
 def _sections(plan: Plan) -> list[_Section]:
@@ -145,22 +137,18 @@ def _sections(plan: Plan) -> list[_Section]:
     return [_memory(plan), _work(plan), _collectives(plan), _model(plan), *checks]
 
 
-def _compiled(plan: Plan) -> str:
-    return f"compiled in {plan.compile_s:.1f} s"
-
-
 def show_sweep(plans: Sequence[Plan]) -> str:
-    """One line a plan, and the largest global batch that fits."""
+    """Formats one line a plan, and the largest global batch that fits."""
     rows = [("global batch", "memory of a device", "free of it", ""), *map(_cells, plans)]
     fitting = [plan.global_batch for plan in plans if plan.fits]
-    found = f"largest that fits: {max(fitting):,}" if fitting else "none of them fits"
+    result = f"largest that fits: {max(fitting):,}" if fitting else "none of them fits"
     if fitting and all(plan.fits for plan in plans):
-        found += "; all that were tried fit, so a larger one may"
-    return "\n".join([*_aligned(rows), found])
+        result += "; all that were tried fit, so a larger one may"
+    return "\n".join([*_aligned(rows), result])
 
 
 def sweep_row(plan: Plan) -> str:
-    """One plan of a sweep in words."""
+    """Formats one plan of a sweep in words."""
     batch, needed, free, verdict = _cells(plan)
     return f"global batch {batch}: {needed} a device, {verdict}" + (f", {free} free" if free else "")
 
@@ -180,13 +168,9 @@ def _memory(plan: Plan) -> _Section:
         assert plan.refusal is not None  # a plan has the one or the other
         notes = [f"does not fit; the compiler: {plan.refusal.message}"]
         if plan.refusal.needed is not None and plan.refusal.available is not None:
-            over, what = (
-                plan.refusal.needed - plan.refusal.available,
-                "temporaries alone" if plan.refusal.partly else "it",
-            )
-            notes.append(
-                f"{what} would need {size(plan.refusal.needed)} of {size(plan.refusal.available)}, {size(over)} too much"
-            )
+            needed, available = plan.refusal.needed, plan.refusal.available
+            what = "temporaries alone" if plan.refusal.partly else "it"
+            notes.append(f"{what} would need {size(needed)} of {size(available)}, {size(needed - available)} too much")
         return _Section(title=title, notes=[*notes, *_remedies(plan)])
     m = plan.memory
     rows = [
@@ -205,7 +189,7 @@ def _memory(plan: Plan) -> _Section:
 
 
 def _remedies(plan: Plan) -> list[str]:
-    """What would need less, of what this plan can still change."""
+    """Names changes of the config by which the step would need less."""
     if plan.capacity is not None and plan.state_bytes > plan.capacity:
         return [
             f"the state alone is {size(plan.state_bytes)} and each device holds all of it, so no batch fits in "
@@ -256,7 +240,9 @@ def _model(plan: Plan) -> _Section:
     rows = []
     for e in plan.estimates:
         times = [("exchange", e.exchange_s), ("host", e.host_s), (e.bound, e.device_s)]
-        bound = max(times, key=lambda named: named[1] or 0.0)[0]
+        bound, _ = max(times, key=lambda named: named[1] or 0.0)
+        if e.step_s is None:
+            bound = "no public figure of the " + ("network" if e.exchange_s is None else "host's link")
         exchange, host, step = ("?" if s is None else duration(s) for s in (e.exchange_s, e.host_s, e.step_s))
         rows.append(
             (
@@ -266,7 +252,7 @@ def _model(plan: Plan) -> _Section:
                 host,
                 step,
                 "?" if e.exchange_share is None else f"{e.exchange_share:.1%}",
-                bound if e.step_s is not None else "no public figure of the " + _unknown(e),
+                bound,
             )
         )
     formula = textwrap.wrap(roofline.FORMULA, 108)
@@ -289,10 +275,6 @@ def _host_link(plan: Plan) -> str:
     return "" if link is None or not plan.host_bytes else f", to the host {link / 1e9:,.0f} GB/s each way"
 
 
-def _unknown(estimate: roofline.Estimate) -> str:
-    return "network" if estimate.exchange_s is None else "host's link"
-
-
 def _checks(plan: Plan) -> _Section:
     counted = any("peak" in c.what for c in plan.checks)
     return _Section(
@@ -304,7 +286,7 @@ def _checks(plan: Plan) -> _Section:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns; the first and the last to the left, the others to the right."""
+    """Aligns columns, the first and the last to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - 1
     return [
@@ -317,7 +299,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them: `1.2 ms`."""
+    """Formats seconds in the unit that suits them: `1.2 ms`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 1:
             return f"{seconds * factor:,.3g} {unit}"

@@ -1,4 +1,4 @@
-"""`--topology`: which devices to compile for, and a config's strategy on them."""
+"""The devices to compile for, named by `--topology`, and a config's strategy on them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,11 @@ KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What to compile for.
+    """The devices to compile for."""
 
-    Attributes:
-        name: as it was asked for.
-        platform: "tpu", "cpu" or "gpu".
-        count: how many devices; None for all there are, or for a TPU, whose topology says it.
-    """
-
-    name: str
-    platform: str
-    count: int | None = None
+    name: str  # the argument, "v5p:8x8x8"
+    platform: str  # "tpu", "cpu" or "gpu"
+    count: int | None = None  # number of devices; None for all that are here, or for a TPU, whose topology has it
 
     @property
     def is_here(self) -> bool:
@@ -42,16 +36,10 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Reads what `--topology` says; starts no JAX devices.
-
-    Args:
-        name: "cpu:8", "gpu", "gpu:4", or a TPU topology.
-
-    Returns:
-        The target.
+    """Reads "cpu:8", "gpu", "gpu:4", or a TPU topology; starts no JAX devices.
 
     Raises:
-        DeviceError: none of these, which lists the forms; or more CPU devices than a process can have.
+        DeviceError: none of these, or more CPU devices than a process can have.
 
     Example:
         >>> parse_target("cpu:8").count
@@ -74,13 +62,8 @@ def parse_target(name: str) -> Target:
     return Target(name=name, platform="tpu")
 
 
-def settle(target: Target, section: PlatformSection) -> None:
-    """Sets what has to be settled before JAX starts: virtual CPU devices, or no wait for an accelerator.
-
-    Args:
-        target: what to compile for.
-        section: the config's `platform`; its `cpu_devices` gives way to the target's.
-    """
+def configure_platform(target: Target, section: PlatformSection) -> None:
+    """Configures JAX before it starts, by a config's `platform` section, with the target's number of virtual CPU devices."""
     if target.platform == "gpu":
         apply_platform(section.model_copy(update={"cpu_devices": None}))
     elif "jax" not in sys.modules or not _started_with(target):
@@ -89,7 +72,7 @@ def settle(target: Target, section: PlatformSection) -> None:
 
 
 def _started_with(target: Target) -> bool:
-    """Whether this process has JAX on CPU already, with enough devices; so it is in a notebook or a test."""
+    """Whether JAX is on CPU already, with enough devices, as in a notebook or a test."""
     flags = os.environ.get("XLA_FLAGS", "")
     match = re.search(r"--xla_force_host_platform_device_count=(\d+)", flags)
     enough = int(match[1]) if match else 1
@@ -97,7 +80,7 @@ def _started_with(target: Target) -> bool:
 
 
 def find_target_devices(target: Target) -> tuple[Device, ...]:
-    """The devices of a target, in the order that a mesh over them has.
+    """Finds the devices of a target, in the order of a mesh over them.
 
     Raises:
         DeviceError: they are not there, or cannot be described.
@@ -109,29 +92,22 @@ def find_target_devices(target: Target) -> tuple[Device, ...]:
     import jax
 
     try:
-        found = jax.local_devices(backend=target.platform)
+        devices = jax.local_devices(backend=target.platform)
     except RuntimeError as exc:
         reason = str(exc).partition("\n")[0]
         raise DeviceError(f"--topology {target.name}: JAX finds no {target.platform} here: {reason}.") from exc
-    if len(found) < (target.count or 1):
+    if len(devices) < (target.count or 1):
         raise DeviceError(
-            f"--topology {target.name}: there are only {len(found)} {target.platform} devices here. "
-            f"Write {target.platform}:{len(found)} or less."
+            f"--topology {target.name}: there are only {len(devices)} {target.platform} devices here. "
+            f"Write {target.platform}:{len(devices)} or less."
         )
-    return tuple(found[: target.count])
+    return tuple(devices[: target.count])
 
 
 def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **options: Any) -> Strategy:
-    """The strategy that a config names, on a target's devices instead of those that it would find.
+    """Makes a config's strategy on a target's devices instead of those that it would find.
 
-    Args:
-        target: what to compile for.
-        devices: its devices.
-        name: the strategy.
-        **options: of that strategy; which devices it is to take is left out.
-
-    Returns:
-        The strategy; where the devices are not here, one that can only be compiled for.
+    Options that name devices are left out. Where the devices are not here, the strategy can only be compiled for.
 
     Raises:
         StrategyError: the strategy cannot be built on chosen devices, or an option is not right.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from jdist.cluster import failpoints
 from jdist.cluster.address import join, split
 from jdist.cluster.exit_status import FINISHED, PEER_LOST, PREEMPTED
-from jdist.cluster.listen import resolved
+from jdist.cluster.listen import numeric_address
 from jdist.cluster.resolvers.tf_config import tf_config
 from jdist.errors import LaunchError, PortInUseError, WireError
 from jdist.ps.transport.interface import Header, Method, Methods
@@ -97,7 +97,7 @@ def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> 
                 "address there, or give --address."
             )
         host, port = split(spec.address)
-        return found, join(resolved(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
+        return found, join(numeric_address(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
     return found, "127.0.0.1:0" if address is None else address
 
 
@@ -191,7 +191,7 @@ def _check(address: str, security: Security, *, insecure: bool) -> None:
     _check_form("--address", address)
     host, port = split(address)
     # What counts is the address that the name leads to.
-    wrong = open_to_others([join(resolved(host, os.environ, whose="this server"), port)], security)
+    wrong = open_to_others([join(numeric_address(host, os.environ, whose="this server"), port)], security)
     if wrong is not None and not insecure:
         raise LaunchError(
             f"the address is {address!r}. {wrong} {how_to_protect(security)} Or listen on 127.0.0.1; or, in a network that "

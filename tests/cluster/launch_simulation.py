@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jdist.launcher.events import Asked, Attempt, Ended, Phase, Say, Send, Settings, Start, State, Tick
-from jdist.launcher.exit_cause import Task
+from jdist.launcher.events import Asked, Phase, Say, Send, Settings, Start, State, Tick
+from jdist.launcher.exit_cause import Attempt, End, Task
 from jdist.launcher.supervisor import begin, step
 
 
@@ -118,7 +118,7 @@ def simulate(
         if ended is not None:
             at, code = ends.pop(ended)
             del alive[ended]
-            event = Ended(at=max(at, 0.0), task=ended, code=code)
+            event = End(at=max(at, 0.0), task=ended, code=code)
         elif asking and asking[0][0] <= done.now:
             event = Asked(at=done.now, signal=asking.pop(0)[1])
         else:

@@ -20,7 +20,7 @@ def test_everyone_hears_what_all_have_said_by_index(network):
     assert (
         run(3, lambda i: network.exchanges[i].exchange("a", {"from": i}, 20.0)) == [[{"from": i} for i in range(3)]] * 3
     )
-    assert network.hub.values == {}
+    assert network.state.values == {}
 
 
 def test_whoever_hears_nothing_yet_asks_again(network):
@@ -66,9 +66,9 @@ def test_nothing_is_kept_once_all_have_left(network):
     for process in range(3):
         say(network, f"pass 0, step {process}", range(process + 1))
         network.exchanges[process].forget("pass 0, ")
-    assert network.hub.values != {}
+    assert network.state.values != {}
     network.beat()
-    assert (network.hub.values, network.hub.forgotten) == ({}, {})
+    assert (network.state.values, network.state.forgotten) == ({}, {})
     assert [exchanges._answers for exchanges in network.exchanges] == [{}, {}, {}]
 
 
@@ -76,22 +76,22 @@ def test_one_whose_program_has_ended_counts_as_having_left(network):
     say(network, "a", [0])
     network.exchanges[0].forget("b")
     network.beat()
-    network.tell(2, {"type": "bye"})
+    network.send(2, {"type": "bye"})
     with pytest.raises(ClusterError, match=r"process 2 does not come to 'a': .* its program has ended"):
         network.exchanges[0].hear("a", 20.0)
     network.exchanges[1].forget("b")
     network.beat()
-    assert network.hub.forgotten == {}
+    assert network.state.forgotten == {}
 
 
 def test_one_that_leaves_an_exchange_after_its_program_has_ended_is_not_kept_for_ever(network):
     for process in (0, 1):
         network.exchanges[process].forget("a")
     network.beat()
-    network.tell(2, {"type": "bye"})
+    network.send(2, {"type": "bye"})
     network.exchanges[2].forget("a")
     network.beat()
-    assert network.hub.forgotten == {}
+    assert network.state.forgotten == {}
 
 
 def test_a_loss_ends_all_waits(network):

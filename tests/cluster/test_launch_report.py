@@ -2,9 +2,7 @@ import signal
 
 import pytest
 
-from jdist.launcher.events import Attempt
-from jdist.launcher.exit_cause import End, Task
-from jdist.launcher.report import failure, summary
+from jdist.launcher.exit_cause import Attempt, End, Task, failure, summary
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no\n'
 
@@ -48,7 +46,7 @@ def test_a_failure_names_process_end_log_and_traceback():
 
 def test_a_failure_counts_those_that_followed():
     followed = End(task=Task("worker", 0), code=75, at=3.0)
-    killed = End(task=Task("worker", 2), code=-9, at=9.0, told=signal.SIGKILL)
+    killed = End(task=Task("worker", 2), code=-9, at=9.0, sent=signal.SIGKILL)
     text = failure(attempt(0, 1, others=(followed, killed)), log_of, "")
     assert "(1 noticed and left; process 2 had to be killed)" in text
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jdist.launcher.exit_cause import Task
-from jdist.launcher.servers import Restarts
+from jdist.launcher.supervisor import Restarts
 
 PS, WORKER = Task("ps", 0, serves=True), Task("worker", 0, serves=True)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_simulation import Child, simulate
 
-from jdist.launcher.events import Ended, Phase, Settings, Tick
-from jdist.launcher.exit_cause import Task
+from jdist.launcher.events import Phase, Settings, Tick
+from jdist.launcher.exit_cause import End, Task
 from jdist.launcher.supervisor import LONGEST_BACKOFF_S, backoff_s, begin, step
 
 TWO = Settings(smallest=2, largest=2, grace_s=10, stop_timeout_s=300, regrow_s=100)
@@ -322,7 +322,7 @@ def test_no_order_of_events_breaks_it(config, events):
     for now, event in enumerate(events):
         before = state
         state, commands = step(
-            state, Tick(at=float(now)) if event is None else Ended(at=float(now), task=worker(event[0]), code=event[1])
+            state, Tick(at=float(now)) if event is None else End(at=float(now), task=worker(event[0]), code=event[1])
         )
         if before.phase is Phase.DONE:
             assert (state, commands) == (before, ())

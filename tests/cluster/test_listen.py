@@ -7,7 +7,7 @@ import pytest
 
 from jdist.cluster import exit_status
 from jdist.cluster.listen import check_free, check_reachable, listen
-from jdist.cluster.watch.client import Place, connect
+from jdist.cluster.watch.client import Identity, connect
 from jdist.errors import ClusterError, ClusterTimeoutError, PortInUseError
 
 
@@ -56,7 +56,7 @@ def test_who_waits_for_process_0_says_so(monkeypatch, capsys, taken):
     monkeypatch.setattr("jdist.cluster.watch.client._QUIET_S", 0.1)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         free = server.getsockname()[1]
-    place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=free, token="")
+    place = Identity(process=1, addresses=(None, None), host="127.0.0.1", port=free, token="")
     with pytest.raises(ClusterTimeoutError, match="did not reach process 0"):
         connect(place, 1.0)
     said = capsys.readouterr().err.splitlines()

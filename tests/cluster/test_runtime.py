@@ -180,7 +180,7 @@ def test_a_program_that_waits_in_vain_says_so_by_its_exit_code_and_by_no_other(t
 
 def test_who_fails_has_the_code_of_its_error_and_the_others_say_that_they_followed(tmp_path):
     body = """
-from jdist.cluster.agree import together
+from jdist.cluster.runtime import together
 with together("reading", 60):
     if index == 1: raise OSError("disk gone")
 """

@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 from jdist.cluster.stop import preemption
-from jdist.cluster.watch.client import Place, Watch
+from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.watch.server import WatchServer
 from jdist.errors import ClusterError
 
@@ -134,7 +134,7 @@ def two():
     switchboard = WatchServer(server, 2, silence_s=30.0, start_timeout_s=30.0, token="")
 
     def join(process):
-        place = Place(process=process, addresses=("a:1", "b:1"), host="127.0.0.1", port=port, token="")
+        place = Identity(process=process, addresses=("a:1", "b:1"), host="127.0.0.1", port=port, token="")
         return Watch(place, start_timeout_s=30.0, silence_s=30.0, on_lost=lost.append)
 
     watches = each(join)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jdist.cluster.agree import together
-from jdist.cluster.runtime import alone
+from jdist.cluster.runtime import alone, together
 from jdist.errors import CheckpointError, PeerFailedError
 
 

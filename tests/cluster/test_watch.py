@@ -8,8 +8,8 @@ import time
 import pytest
 
 from jdist.cluster import exit_status
-from jdist.cluster.watch import server as switchboards
-from jdist.cluster.watch.client import Place, Watch
+from jdist.cluster.watch import server as watch_server
+from jdist.cluster.watch.client import Identity, Watch
 from jdist.cluster.watch.messages import MOST_BYTES
 from jdist.cluster.watch.server import WatchServer
 from jdist.errors import ClusterError, ClusterTimeoutError
@@ -26,17 +26,17 @@ class Job:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.create_server((host, 0), family=family)
         self.host, self.port = host, server.getsockname()[1]
-        self.switchboard = WatchServer(server, count, silence_s=silence_s, start_timeout_s=start_timeout_s, token=token)
+        self.server = WatchServer(server, count, silence_s=silence_s, start_timeout_s=start_timeout_s, token=token)
         self.watches, self.losses = {}, {i: queue.SimpleQueue() for i in range(count)}
 
-    def place(self, process, **changed):
+    def identity(self, process, **changed):
         addresses = tuple(f"n{i}:1" for i in range(self.count))
         given = {"process": process, "addresses": addresses, "host": self.host, "port": self.port, "token": self.token}
-        return Place(**given | changed)
+        return Identity(**given | changed)
 
     def watch(self, process, *, is_waiting=lambda: False, **changed):
         return Watch(
-            self.place(process, **changed),
+            self.identity(process, **changed),
             start_timeout_s=self.start_timeout_s,
             silence_s=self.silence_s,
             on_lost=self.losses[process].put,
@@ -93,7 +93,7 @@ def job():
         for watch in made.watches.values():
             if isinstance(watch, Watch):
                 watch.close()
-        made.switchboard.close()
+        made.server.close()
 
 
 def until(condition, message):
@@ -128,7 +128,7 @@ def test_ipv6(job):
 def test_process_0_may_come_last(job):
     made = job(2)
     early = in_thread(made.start, 1)
-    until(lambda: 1 in made.switchboard._hub.members, "process 1 did not come")
+    until(lambda: 1 in made.server._state.members, "process 1 did not come")
     made.start(0)
     early()
     assert made.watches[1].addresses == ("n0:1", "n1:1")
@@ -156,7 +156,7 @@ def test_one_of_a_job_of_another_size_is_no_matter_of_time(job):
 def test_a_port_that_nobody_listens_on():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=port, token="")
+    place = Identity(process=1, addresses=(None, None), host="127.0.0.1", port=port, token="")
     with pytest.raises(
         ClusterError, match=rf"process 1 did not reach process 0 at 127.0.0.1:{port} within 0.3 s \(.*refused"
     ):
@@ -171,7 +171,7 @@ def test_a_port_that_another_program_listens_on():
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         answered = in_thread(answer, server)
-        place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=server.getsockname()[1], token="")
+        place = Identity(process=1, addresses=(None, None), host="127.0.0.1", port=server.getsockname()[1], token="")
         with pytest.raises(ClusterError, match=r"what answers at .* is not jdist's process 0"):
             Watch(place, start_timeout_s=SOON_S, silence_s=SOON_S, on_lost=print)
         answered()
@@ -231,7 +231,7 @@ def test_strangers_are_sent_away_and_the_job_goes_on(job, said):
 
 
 def test_who_says_nothing_is_sent_away(job, monkeypatch):
-    monkeypatch.setattr(switchboards, "_HELLO_S", 0.1)
+    monkeypatch.setattr(watch_server, "_HELLO_S", 0.1)
     made = job(2, silence_s=SILENCE_S)
     with made.stranger() as connection:
         assert connection.recv(1) == b""
@@ -240,7 +240,7 @@ def test_who_says_nothing_is_sent_away(job, monkeypatch):
 def test_many_silent_strangers_do_not_keep_a_process_out(job):
     made = job(2)
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(made.stranger()) for _ in range(switchboards._MOST_STRANGERS + 10)]
+        strangers = [stack.enter_context(made.stranger()) for _ in range(watch_server._MOST_STRANGERS + 10)]
         made.start()
         assert strangers[0].recv(1) == b""  # the oldest made way
     assert made.watches[1].addresses == ("n0:1", "n1:1")
@@ -310,7 +310,7 @@ def test_a_line_that_breaks_is_a_loss_to_all_others(job):
 
 def test_the_end_of_process_0_is_a_loss_to_all_others(job):
     made = job(3).start()
-    made.switchboard.close()
+    made.server.close()
     assert [made.lost(i).process for i in (1, 2)] == [0, 0]
 
 
@@ -361,7 +361,7 @@ def test_a_process_that_stands_still_is_lost(job):
 def test_a_silent_stranger_at_the_port_is_named_in_time():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=port, token="")
+        place = Identity(process=1, addresses=(None, None), host="127.0.0.1", port=port, token="")
         losses = queue.SimpleQueue()
         with pytest.raises(ClusterTimeoutError, match=rf"what listens at 127.0.0.1:{port} has not answered for 1 s"):
             Watch(place, start_timeout_s=SOON_S, silence_s=SILENCE_S, on_lost=losses.put)
@@ -377,7 +377,7 @@ def test_a_process_0_that_stands_still_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         losses = queue.SimpleQueue()
         answered = in_thread(beat, server)
-        place = Place(process=1, addresses=(None, None), host="127.0.0.1", port=server.getsockname()[1], token="")
+        place = Identity(process=1, addresses=(None, None), host="127.0.0.1", port=server.getsockname()[1], token="")
         watch = Watch(place, start_timeout_s=SOON_S, silence_s=SILENCE_S, on_lost=losses.put)
         lost = losses.get(timeout=SOON_S)
         watch.close()
@@ -408,12 +408,12 @@ def test_all_part_and_nobody_is_lost(job):
     def leave(i):
         made.watches[i].say_bye()
         if i == 0:
-            made.switchboard.wait_until_alone(SOON_S)
+            made.server.wait_until_alone(SOON_S)
         made.watches[i].part()
 
     before = time.monotonic()
     each(leave, [0, 1, 2])
-    made.switchboard.close()
+    made.server.close()
     assert time.monotonic() - before < SOON_S
     assert all(losses.empty() for losses in made.losses.values())
 
@@ -434,7 +434,7 @@ def test_nothing_is_left_of_a_job(job):
     made = job(2).start()
     for watch in made.watches.values():
         watch.close()
-    made.switchboard.close()
+    made.server.close()
     assert set(threading.enumerate()) <= before
     with socket.create_server((made.host, made.port)):
         pass

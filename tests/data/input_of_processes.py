@@ -153,7 +153,7 @@ def left_behind():
     while True:
         left = [len(runtime.exchanges._answers)]
         if index == 0:
-            hub = runtime._switchboard._hub
+            hub = runtime._server._state
             left += [len(hub.values), len(hub.forgotten)]
         if not any(left) or time.monotonic() > deadline_s:
             return left

@@ -312,7 +312,7 @@ def test_by_data_iterables_of_one_length_end_together_and_begin_again():
     assert zero == [[[1], [3], [5]]] * 2
     assert one == [[[2], [4], []]] * 2
     job.network.beat()
-    assert (job.network.hub.values, job.network.hub.forgotten) == ({}, {})
+    assert (job.network.state.values, job.network.state.forgotten) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -388,16 +388,16 @@ def test_threads_that_are_unequally_far_ahead_lose_nothing(kind, prefetches):
         thread.join(20)
         assert not thread.is_alive()
     job.network.beat()
-    assert job.network.hub.values == {}
+    assert job.network.state.values == {}
     if kind == "random-access":  # a generator's pass lasts as long as the dataset
-        assert job.network.hub.forgotten == {}
+        assert job.network.state.forgotten == {}
 
 
 def test_loops_left_early_leave_nothing_behind():
     job = Job(2)
     left_early(job, [arrays(range(12), epochs=None), arrays(range(7), epochs=None)], [1] * 5, prefetches=(1, 3))
     job.network.beat()
-    assert (job.network.hub.values, job.network.hub.forgotten) == ({}, {})
+    assert (job.network.state.values, job.network.state.forgotten) == ({}, {})
     assert [exchanges._answers for exchanges in job.network.exchanges] == [{}, {}]
 
 
@@ -410,10 +410,12 @@ def test_datasets_that_are_dropped_within_a_loop_leave_nothing_behind():
 
     assert job.run(program) == [[0, 1], [0, 1]]
     deadline_s = time.monotonic() + 20
-    while (job.network.hub.values or job.network.hub.forgotten or prefetch_threads()) and time.monotonic() < deadline_s:
+    while (
+        job.network.state.values or job.network.state.forgotten or prefetch_threads()
+    ) and time.monotonic() < deadline_s:
         job.network.beat()
         time.sleep(0.01)
-    assert (job.network.hub.values, job.network.hub.forgotten, prefetch_threads()) == ({}, {}, [])
+    assert (job.network.state.values, job.network.state.forgotten, prefetch_threads()) == ({}, {}, [])
 
 
 def test_a_process_that_goes_on_where_another_has_left_the_loop_is_told():

@@ -155,13 +155,13 @@ class TestReport:
     def test_what_cannot_come_is_not_waited_for(self, monkeypatch):
         config = {"cluster": {"worker": ["no-such-host.invalid:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        monkeypatch.setattr(together, "joined", lambda _: pytest.fail("waited"))
+        monkeypatch.setattr(together, "join", lambda _: pytest.fail("waited"))
         assert "fail" in statuses(examine(alone=False, timeout_s=1.0))
 
     def test_alone_leaves_the_others_out(self, monkeypatch):
         config = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-        monkeypatch.setattr(together, "joined", lambda _: pytest.fail("waited"))
+        monkeypatch.setattr(together, "join", lambda _: pytest.fail("waited"))
         assert "fail" not in statuses(examine(alone=True, timeout_s=1.0))
 
 

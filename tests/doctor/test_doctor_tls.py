@@ -5,7 +5,7 @@ import datetime
 import pytest
 import trustme
 
-from jdist.doctor.tls import AUTHORITY, CERTIFICATE, KEY, tls
+from jdist.doctor.network import AUTHORITY, CERTIFICATE, KEY, tls
 
 
 def written(folder, authority, name="worker.job", **options):

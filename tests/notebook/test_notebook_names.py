@@ -3,7 +3,7 @@
 import pytest
 from notebook_cells import namespace
 
-from jdist.notebook.names import NoSource, source_of
+from jdist.notebook.source import NoSource, source_of
 
 FUNCTION = """\
 @at_once(decorator_argument)

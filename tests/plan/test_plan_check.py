@@ -9,8 +9,7 @@ import jdist
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.plan.check import MemoryCheck, bytes_on_a_device, check_memory
-from jdist.plan.compile import compile_step
+from jdist.plan.compile import MemoryCheck, bytes_on_a_device, check_memory, compile_step
 from jdist.plan.step import plan_step
 
 

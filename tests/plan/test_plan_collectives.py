@@ -10,9 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdist
-from jdist.plan.collectives import BETWEEN_SLICES, axes_of, collectives, replica_groups
+from jdist.plan.collectives import BETWEEN_SLICES, HostCopies, axes_of, collectives, host_copies, replica_groups
 from jdist.plan.hlo import parse
-from jdist.plan.host import HostCopies, host_copies
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jdist.plan.flops import count_flops
+from jdist.plan.step import count_flops
 
 X = jnp.ones((8, 8))
 PRODUCT = 2 * 8**3

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from jdist.plan.collectives import BETWEEN_SLICES, Collective
-from jdist.plan.hardware import Chip
-from jdist.plan.roofline import estimate
+from jdist.plan.roofline import Chip, estimate
 
 CHIP = Chip(
     name="x",

@@ -5,7 +5,7 @@ import pytest
 
 from jdist.errors import DeviceError, StrategyError
 from jdist.experiment.config import PlatformSection
-from jdist.plan.target import Target, find_target_devices, parse_target, settle, strategy_on
+from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_devices_that_are_here():
 
 def test_a_process_that_has_enough_devices_is_left_alone():
     before = jax.device_count()
-    settle(parse_target("cpu:4"), PlatformSection(cpu_devices=2))
-    settle(parse_target("v5e:2x4"), PlatformSection())
+    configure_platform(parse_target("cpu:4"), PlatformSection(cpu_devices=2))
+    configure_platform(parse_target("v5e:2x4"), PlatformSection())
     assert jax.device_count() == before
 
 

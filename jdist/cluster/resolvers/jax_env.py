@@ -1,4 +1,4 @@
-"""The cluster in JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."""
+"""JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which also correct what other resolvers find."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from jdist.cluster import address, environment
 from jdist.cluster.address import refused
 from jdist.cluster.spec import ClusterSpec
 
-MOST = 100_000  # processes of one job: more than any has, and a slip of the pen makes no longer list
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+PORT = "JAX_COORDINATOR_PORT"
+COUNT = "JAX_NUM_PROCESSES"
+INDEX = "JAX_PROCESS_ID"
+DEVICES = "JAX_LOCAL_DEVICE_IDS"
+MOST = 100_000  # processes of one job: more than any has, and a typing error makes no longer list
+_FIRST_PORT, _PORTS = 20000, 4096
 
 
 def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the three variables that JAX and many launchers know: where process 0 is, how many there are, which is this.
+    """Read the three variables of JAX: the address of process 0, the number of processes, this one's index.
 
     It applies once JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must be. JAX_COORDINATOR_ADDRESS alone
     only corrects the address that another resolver finds.
-
-    Args:
-        environ: the environment.
 
     Returns:
         The spec, with workers alone; the addresses of all but process 0 are not known.
@@ -32,35 +35,18 @@ def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
     """
     if environment.text(environ, COUNT) is None and environment.text(environ, INDEX) is None:
         return None
-    return counted(
-        environ,
-        resolver="jax_env",
-        coordinator=environment.address(environ, ADDRESS),
-        address_variable=ADDRESS,
-        count_variable=COUNT,
-        index_variable=INDEX,
-    )
+    return counted(environ, "jax_env", environment.address(environ, ADDRESS), ADDRESS, COUNT, INDEX)
 
 
 def counted(
     environ: Mapping[str, str],
-    *,
     resolver: str,
     coordinator: str | None,
     address_variable: str,
     count_variable: str,
     index_variable: str,
 ) -> ClusterSpec:
-    """The spec in the coordinator's address, a variable with the number of processes and one with this one's index.
-
-    Args:
-        environ: the environment.
-        resolver: the name to give as the spec's resolver.
-        coordinator: the address of process 0; None is refused.
-        address_variable: where it is from.
-        count_variable: holds the number of processes.
-        index_variable: holds this process's index.
-    """
+    """Make the spec from the coordinator's address, which must be known, and variables with count and index."""
     mend = f"Set {address_variable}, {count_variable} and {index_variable} together on every process."
     count = environment.needed(environ, count_variable, mend, least=1)
     if count > MOST:
@@ -68,32 +54,46 @@ def counted(
     index = environment.index(environ, index_variable, count, count_variable, mend)
     if coordinator is None:
         raise refused(address_variable, None, "the address of process 0, host:port", mend)
-    devices, devices_from = chosen_devices(environ)
+    return workers_spec(
+        environ,
+        resolver,
+        (coordinator,) + (None,) * (count - 1),
+        index,
+        jobs_from=f"{address_variable}, {count_variable}",
+        count_from=count_variable,
+        index_from=index_variable,
+    )
+
+
+def workers_spec(
+    environ: Mapping[str, str],
+    resolver: str,
+    addresses: tuple[str | None, ...],
+    index: int,
+    *,
+    jobs_from: str,
+    count_from: str,
+    index_from: str,
+    gpus: tuple[int, ...] | None = None,
+    gpus_from: str | None = None,
+) -> ClusterSpec:
+    """Make the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`.
+
+    The GPUs are those of `chosen_devices`, by default `gpus`.
+    """
+    devices, devices_from = chosen_devices(environ, gpus, gpus_from)
     return ClusterSpec(
-        jobs={"worker": (coordinator,) + (None,) * (count - 1)},
+        jobs={"worker": addresses},
         task_type="worker",
         task_index=index,
         resolver=resolver,
-        origins={
-            "jobs": f"{address_variable}, {count_variable}",
-            "task_type": count_variable,
-            "task_index": index_variable,
-            **devices_from,
-        },
+        origins={"jobs": jobs_from, "task_type": count_from, "task_index": index_from, **devices_from},
         local_device_ids=devices,
     )
 
 
-ADDRESS = "JAX_COORDINATOR_ADDRESS"
-PORT = "JAX_COORDINATOR_PORT"
-COUNT = "JAX_NUM_PROCESSES"
-INDEX = "JAX_PROCESS_ID"
-DEVICES = "JAX_LOCAL_DEVICE_IDS"
-_FIRST_PORT, _PORTS = 20000, 4096
-
-
 def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> tuple[int, str]:
-    """The port of process 0, and where it came from: JAX_COORDINATOR_PORT, or that of JAX_COORDINATOR_ADDRESS.
+    """Take the port of process 0 from JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS, else the default; and its origin.
 
     Raises:
         ClusterConfigError: no port, or the two differ.
@@ -109,15 +109,10 @@ def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> 
 def chosen_coordinator(
     environ: Mapping[str, str], processes: Sequence[str | None], *sources: str
 ) -> tuple[tuple[str | None, ...], str]:
-    """The processes' addresses, process 0 where JAX_COORDINATOR_ADDRESS has it.
-
-    Args:
-        environ: the environment.
-        processes: the addresses of all processes.
-        sources: the variables that they came from; empty ones and repetitions are left out.
+    """Move process 0 to JAX_COORDINATOR_ADDRESS, if that is set.
 
     Returns:
-        The addresses, and the variables with commas between them.
+        The addresses of all processes, and their variables joined by commas, without empty ones and repetitions.
     """
     at = environment.address(environ, ADDRESS)
     if at is not None and processes:
@@ -126,9 +121,9 @@ def chosen_coordinator(
 
 
 def derived_port(number: int) -> int:
-    """A port for process 0 that all processes compute from a job's number, below the ports of outgoing connections.
+    """Compute the port of process 0 from a job's number: even, as the one after it belongs to the same job.
 
-    It is even: the port after it belongs to the same job. Jobs with neighbouring numbers have different ports.
+    It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different ports.
 
     Example:
         >>> derived_port(0), derived_port(4095), derived_port(4096)
@@ -138,24 +133,19 @@ def derived_port(number: int) -> int:
 
 
 def chosen_devices(
-    environ: Mapping[str, str], found: tuple[int, ...] | None = None, origin: str | None = None
+    environ: Mapping[str, str], default: tuple[int, ...] | None = None, default_from: str | None = None
 ) -> tuple[tuple[int, ...] | None, dict[str, str]]:
-    """The GPUs in JAX_LOCAL_DEVICE_IDS, "0,1", or what was found elsewhere.
-
-    Args:
-        environ: the environment.
-        found: what was found elsewhere; None: all.
-        origin: where that came from; None: it is only the default.
+    """Take the GPUs from JAX_LOCAL_DEVICE_IDS ("0,1"), else the default.
 
     Returns:
-        The numbers, None for all; and the spec's `origins` of them.
+        The numbers, None for all; and the spec's `origins` of them, with `default_from` for the default.
 
     Raises:
-        ClusterConfigError: something else than whole numbers, or one twice.
+        ClusterConfigError: something other than whole numbers, or one twice.
     """
     written = environment.text(environ, DEVICES)
     if written is None:
-        return found, {} if origin is None else {"local_device_ids": origin}
+        return default, {} if default_from is None else {"local_device_ids": default_from}
     ids = [environment.whole_number(part.strip()) for part in written.split(",")]
     if None in ids or len(set(ids)) < len(ids):
         raise refused(DEVICES, written, "whole numbers with commas between them, each once", "Write 0,1.")

@@ -1,4 +1,4 @@
-"""The cluster of a pod: Kubernetes Jobs and JobSets, LeaderWorkerSets, Kubeflow's Trainer and JAXJob.
+"""Pods: Kubernetes Jobs and JobSets, LeaderWorkerSets, Kubeflow's Trainer and JAXJob.
 
 A TFJob sets TF_CONFIG, a PyTorchJob the variables of `torchrun`.
 """
@@ -20,7 +20,7 @@ _HOST, _PORT, _COUNT, _INDEX = "COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_P
 
 
 def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read what a pod is told of its cluster.
+    """Read the variables of a pod.
 
     - Kubeflow Trainer, with a runtime whose policy is `jax`: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
       JAX_PROCESS_ID are set.
@@ -31,11 +31,8 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
 
     Kubernetes' API is not asked, so no service account needs rights.
 
-    Args:
-        environ: the environment.
-
     Returns:
-        The spec, with workers alone; None outside a pod, or in one that is told nothing.
+        The spec, with workers alone; None outside a pod, or in one without any of these.
 
     Raises:
         ClusterConfigError: some of the variables are missing, or hold something else.
@@ -51,29 +48,16 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
     Kubernetes, "Indexed Job for parallel processing with static work assignment".
     """
 
-    def there(name: str) -> bool:
+    def is_set(name: str) -> bool:
         return environment.text(environ, name) is not None
 
-    if not there(POD):
+    if not is_set(POD):
         return None
-    if there(COUNT) or there(INDEX):
-        return counted(
-            environ,
-            resolver="kubernetes",
-            coordinator=environment.address(environ, ADDRESS),
-            address_variable=ADDRESS,
-            count_variable=COUNT,
-            index_variable=next(filter(there, (INDEX, COMPLETION_INDEX, WORKER)), INDEX),
-        )
-    if all(map(there, (_HOST, _PORT, _COUNT, _INDEX))):
-        return counted(
-            environ,
-            resolver="kubernetes",
-            coordinator=_joined(environ),
-            address_variable=_HOST,
-            count_variable=_COUNT,
-            index_variable=_INDEX,
-        )
+    if is_set(COUNT) or is_set(INDEX):
+        index_variable = next(filter(is_set, (INDEX, COMPLETION_INDEX, WORKER)), INDEX)
+        return counted(environ, "kubernetes", environment.address(environ, ADDRESS), ADDRESS, COUNT, index_variable)
+    if all(map(is_set, (_HOST, _PORT, _COUNT, _INDEX))):
+        return counted(environ, "kubernetes", _joined(environ), _HOST, _COUNT, _INDEX)
     return None
 
 
@@ -87,12 +71,9 @@ def _joined(environ: Mapping[str, str]) -> str:
 
 
 def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read what a pod of a LeaderWorkerSet is told of its group: one process in each pod, the leader first.
+    """Read the group of a LeaderWorkerSet's pod: one process in each pod, the leader first.
 
     Each group is a job of its own.
-
-    Args:
-        environ: the environment.
 
     Returns:
         The spec, with workers alone; the addresses of all but the leader are not known. None if the pod is alone in
@@ -117,11 +98,4 @@ def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
         if (wrong := host_problem(leader)) is not None:
             raise refused(LEADER, leader, "the leader's host", wrong)
         coordinator = join(leader, chosen_port(environ, LEADER_PORT, "")[0])
-    return counted(
-        environ,
-        resolver="leader_worker_set",
-        coordinator=coordinator,
-        address_variable=LEADER,
-        count_variable=GROUP_SIZE,
-        index_variable=WORKER,
-    )
+    return counted(environ, "leader_worker_set", coordinator, LEADER, GROUP_SIZE, WORKER)

@@ -1,4 +1,4 @@
-"""The cluster of a program that a launcher has started as a rank: its variables have rank and count, and some the rest."""
+"""The spec of a rank, from a launcher's variables: rank, count, and often both of this host."""
 
 from __future__ import annotations
 
@@ -13,48 +13,34 @@ from jdist.cluster.resolvers.jax_env import (
     DEVICES,
     MOST,
     chosen_coordinator,
-    chosen_devices,
     chosen_port,
     derived_port,
+    workers_spec,
 )
-from jdist.cluster.resolvers.slurm import is_task
+from jdist.cluster.resolvers.slurm import VISIBLE, is_task
 from jdist.cluster.spec import ClusterSpec
-
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The variables in which a launcher tells each rank its place.
+    """The variables in which a launcher gives each rank its place."""
 
-    Attributes:
-        name: the launcher, for messages.
-        resolver: the spec's `resolver`.
-        count: how many ranks there are.
-        rank: which of them this is.
-        local_count: how many are on this host.
-        local_rank: which of these this is.
-        jobs: what tells jobs of one host apart; the first that is set gives process 0's port.
-        command: how to hand a variable on to all ranks.
-        needs_local: whether it always tells the two.
-        shows_all: whether its ranks all see the same GPUs, also where a variable says which.
-    """
-
-    name: str
-    resolver: str
-    count: str
-    rank: str
-    local_count: str
-    local_rank: str
-    jobs: tuple[str, ...]
-    command: str
-    needs_local: bool = False
-    shows_all: bool = False
+    name: str  # the launcher, for messages
+    count: str  # number of ranks
+    rank: str  # which of them this is
+    local_count: str  # number of ranks on this host
+    local_rank: str  # which of these this is
+    command: str  # how to hand a variable on to all ranks
+    # the first of them that is set gives process 0's port, another one for each job of a host
+    jobs: tuple[str, ...] = ("PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
+    resolver: str = "mpi"  # the spec's `resolver`
+    needs_local: bool = False  # whether it always sets both local variables
+    shows_all: bool = False  # whether its ranks all see the same GPUs, also where a variable says which
 
     def is_there(self, environ: Mapping[str, str]) -> bool:
-        """Whether it has started this process; not if srun has, whose variables say where process 0 is as well."""
-        told = [environment.text(environ, name) for name in (self.count, self.rank)]
-        return any(told) and not is_task(environ, *told)
+        """Whether it has started this process; not if srun has, whose variables also say where process 0 is."""
+        count, rank = (environment.text(environ, name) for name in (self.count, self.rank))
+        return bool(count or rank) and not is_task(environ, count, rank)
 
     @property
     def mend(self) -> str:
@@ -65,13 +51,13 @@ class Launcher:
 def ranked(
     environ: Mapping[str, str], launcher: Launcher, first: Callable[[], tuple[str, str] | None] = lambda: None
 ) -> ClusterSpec:
-    """The spec of a rank.
+    """Make the spec of a rank.
 
     Args:
         environ: the environment.
-        launcher: whose variables are read.
-        first: finds the address of process 0, and the variables that it is from; None: it is not known. It is asked only
-            where the ranks are on several hosts and JAX_COORDINATOR_ADDRESS is not set.
+        launcher: names the variables.
+        first: finds the address of process 0 and its variables, None if it is not known; called only where the ranks are on
+            several hosts and JAX_COORDINATOR_ADDRESS is not set.
 
     Raises:
         ClusterConfigError: a number is missing or is none, or process 0's host is not known.
@@ -85,14 +71,16 @@ def ranked(
     coordinator, sources = _first(environ, launcher, first, everyone_here=local_count == count)
     addresses, addresses_from = chosen_coordinator(environ, [coordinator] + [None] * (count - 1), *sources)
     gpus = _one_gpu(environ, launcher, local_count, local_index)
-    devices, devices_from = chosen_devices(environ, gpus, None if gpus is None else launcher.local_rank)
-    return ClusterSpec(
-        jobs={"worker": addresses},
-        task_type="worker",
-        task_index=index,
-        resolver=launcher.resolver,
-        origins={"jobs": addresses_from, "task_type": launcher.count, "task_index": launcher.rank, **devices_from},
-        local_device_ids=devices,
+    return workers_spec(
+        environ,
+        launcher.resolver,
+        addresses,
+        index,
+        jobs_from=addresses_from,
+        count_from=launcher.count,
+        index_from=launcher.rank,
+        gpus=gpus,
+        gpus_from=None if gpus is None else launcher.local_rank,
     )
 
 
@@ -124,15 +112,12 @@ def _first(
         job = zlib.crc32(environ.get(named, "").encode("utf-8", "replace"))
         port, port_from = chosen_port(environ, derived_port(job), named)
         return join("localhost", port), (launcher.local_count, port_from, launcher.count)
-    if (found := first()) is not None:
-        return found[0], (found[1], launcher.count)
-    raise refused(
-        ADDRESS,
-        None,
-        f"the address of rank 0, host:port, as the ranks are on several hosts and {launcher.name} does not tell which is "
-        "rank 0's",
-        f"Say where rank 0 runs: {launcher.command}.",
-    )
+    if (rank_0 := first()) is not None:
+        address, address_from = rank_0
+        return address, (address_from, launcher.count)
+    why = f"the ranks are on several hosts and {launcher.name} does not tell which is rank 0's"
+    allowed = f"the address of rank 0, host:port, as {why}"
+    raise refused(ADDRESS, None, allowed, f"Say where rank 0 runs: {launcher.command}.")
 
 
 def _one_gpu(
@@ -141,15 +126,11 @@ def _one_gpu(
     """The GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
     if local_index is None or local_count == 1:
         return None
-    visible = next((found for name in VISIBLE if (found := environment.text(environ, name)) is not None), None)
+    visible = next((value for name in VISIBLE if (value := environment.text(environ, name)) is not None), None)
     if visible is not None and not (launcher.shows_all and len(visible.split(",")) >= (local_count or 2)):
         return None
     if local_count is None and environment.text(environ, DEVICES) is None:
-        raise refused(
-            launcher.local_count,
-            None,
-            f"the number of ranks on this host: {launcher.local_rank} alone does not tell whether a rank has all GPUs of its "
-            "host or one of them",
-            f"Set it, or {DEVICES} to the indices of each rank's GPUs.",
-        )
+        why = f"{launcher.local_rank} alone does not tell whether a rank has all GPUs of its host or one of them"
+        mend = f"Set it, or {DEVICES} to the indices of each rank's GPUs."
+        raise refused(launcher.local_count, None, f"the number of ranks on this host: {why}", mend)
     return (local_index,)

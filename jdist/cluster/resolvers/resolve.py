@@ -1,28 +1,111 @@
-"""The cluster of this process, found by itself."""
+"""The cluster of this process: found by the first resolver that applies, or named by arguments.
+
+Signs of several processes without their addresses are refused: each would train alone on all data.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from jdist.cluster.resolvers.jax_env import jax_env
-from jdist.cluster.resolvers.kubernetes import kubernetes, leader_worker_set
-from jdist.cluster.resolvers.lsf import lsf
-from jdist.cluster.resolvers.mpi import mpi
-from jdist.cluster.resolvers.open_mpi import open_mpi
-from jdist.cluster.resolvers.sagemaker import sagemaker
-from jdist.cluster.resolvers.skypilot import skypilot
-from jdist.cluster.resolvers.slurm import slurm
-from jdist.cluster.resolvers.tf_config import tf_config
+from jdist.cluster import environment
+from jdist.cluster.address import refused
+from jdist.cluster.resolvers.host_lists import LSF_HOSTS, lsf, lsf_slots, sagemaker, skypilot
+from jdist.cluster.resolvers.jax_env import ADDRESS, COUNT, INDEX, jax_env
+from jdist.cluster.resolvers.kubernetes import COMPLETION_INDEX, POD, kubernetes, leader_worker_set
+from jdist.cluster.resolvers.mpi import mpi, open_mpi
+from jdist.cluster.resolvers.slurm import HET_SIZE, NODES, slurm
+from jdist.cluster.resolvers.tf_config import tf_config, vertex
 from jdist.cluster.resolvers.torchrun import torchrun
 from jdist.cluster.resolvers.tpu import tpu
-from jdist.cluster.resolvers.unplaced import allocation, unplaced
-from jdist.cluster.resolvers.vertex import vertex
 from jdist.cluster.spec import ClusterSpec
 
-# What somebody has written for this job comes first, then what a launcher has told this very process, then what a platform
-# says of its hosts. mpirun in a Slurm allocation starts its ranks by srun, one task a node, so that Slurm's variables are those
-# of mpirun's helpers.
+Resolver = Callable[[Mapping[str, str]], ClusterSpec | None]
+"""A pure function of an environment: the cluster that it describes, None if it describes none of this kind."""
+
+_ALONE = "To train in one process on its own, use another strategy (mirrored), or unset the variable."
+_ALL = f"{ADDRESS}, {COUNT} and {INDEX}"
+_SRUN = f"Start every process by srun, which also sets {NODES}. {_ALONE}"
+_SLICE = (
+    f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
+)
+# A variable, its value where one process was started (None: unset), and the remedy. The first that is set counts.
+_OF_SEVERAL = (
+    ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),
+    ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}. {_ALONE}"),
+    ("PET_NNODES", "1", f"Start the program by torchrun, which sets RANK and WORLD_SIZE, or set {_ALL}. {_ALONE}"),
+    ("AWS_BATCH_JOB_NUM_NODES", "1", f"AWS Batch tells where node 0 is to the other nodes alone: set {_ALL}. {_ALONE}"),
+    ("HOROVOD_SIZE", "1", f"Horovod tells no address that JAX can use: set {_ALL}, {INDEX} to $HOROVOD_RANK. {_ALONE}"),
+    ("VC_TASK_INDEX", "0", f"Volcano lists the hosts of each task apart: set {_ALL}. {_ALONE}"),
+    ("PMIX_RANK", "0", f"PMIx is read by MPI programs alone: set {_ALL}. {_ALONE}"),
+    ("PBS_NODENUM", "0", f"PBS lists a job's hosts in a file: set {_ALL}. {_ALONE}"),
+    ("RANK", "0", f"torchrun sets it together with WORLD_SIZE and MASTER_ADDR: set all, or {_ALL}. {_ALONE}"),
+    ("LOCAL_WORLD_SIZE", "1", f"torchrun sets it together with RANK and WORLD_SIZE: set all, or {_ALL}. {_ALONE}"),
+    ("MEGASCALE_NUM_SLICES", "1", _SLICE),
+    ("MEGASCALE_COORDINATOR_ADDRESS", None, _SLICE),
+    ("TPU_WORKER_ID", "0", _SLICE),
+    ("CLOUD_TPU_TASK_ID", "0", f"A TPU's processes are listed in TPU_PROCESS_ADDRESSES: set it, or {_ALL}. {_ALONE}"),
+)
+_FOR_SEVERAL = (
+    (
+        "K_MPI_JOB_ROLE",
+        None,
+        "In an MPIJob mpirun starts the program: run mpirun -x JAX_COORDINATOR_ADDRESS=JOB-worker-0.JOB:PORT in the launcher's "
+        f"pod. {_ALONE}",
+    ),
+    (HET_SIZE, "1", f"Start every process by srun, and set {_ALL} there: {INDEX} to $SLURM_PROCID. {_ALONE}"),
+    ("SLURM_STEP_NUM_TASKS", "1", _SRUN),
+    ("SLURM_NTASKS", "1", _SRUN),
+    ("SLURM_JOB_NUM_NODES", "1", _SRUN),
+    ("SLURM_NNODES", "1", _SRUN),
+    ("SLURM_NTASKS_PER_NODE", "1", _SRUN),
+    ("PBS_NUM_NODES", "1", f"Start a process on each node by mpirun or pbsdsh, with {_ALL}. {_ALONE}"),
+    ("WORLD_SIZE", "1", f"torchrun sets it together with RANK and MASTER_ADDR: set all, or {_ALL}. {_ALONE}"),
+)
+
+
+def unplaced(environ: Mapping[str, str]) -> None:
+    """Refuse an environment in which this process was started as one of several, without their addresses.
+
+    It never finds a cluster.
+
+    Raises:
+        ClusterConfigError: a rank without the number of ranks; a node of torchrun's, or a host of a TPU's, without the others.
+    """
+    _refuse_first(environ, _OF_SEVERAL)
+
+
+def allocation(environ: Mapping[str, str]) -> None:
+    """Refuse an environment with room for several processes, where this one was not started as one of them.
+
+    A strategy of one process, in a notebook of an allocation for instance, has nothing to do with it. It never finds a cluster.
+
+    Raises:
+        ClusterConfigError: a coordinator's address alone; a pod of an Indexed Job without more variables, or of an MPIJob
+            outside mpirun; an allocation of Slurm's or LSF's outside srun and blaunch.
+    """
+    if (address := environment.text(environ, ADDRESS)) is not None:
+        raise refused(ADDRESS, address, f"set together with {COUNT} and {INDEX}", "Set all three, or none.")
+    index = environment.text(environ, COMPLETION_INDEX)
+    if index is not None and environment.text(environ, POD) is not None:
+        mend = f"Set {ADDRESS} and {COUNT} in the manifest, as configs/cluster/jobset.yaml does. {_ALONE}"
+        raise refused(COMPLETION_INDEX, index, f"set together with {ADDRESS} and {COUNT}", mend)
+    _refuse_first(environ, _FOR_SEVERAL)
+    listed = environment.text(environ, LSF_HOSTS)
+    if listed is not None and len(lsf_slots(listed)) > 1:
+        start = f"Start one process on each host by blaunch, or by jsrun or mpirun. {_ALONE}"
+        raise refused(LSF_HOSTS, listed, "one host here", start)
+
+
+def _refuse_first(environ: Mapping[str, str], signs: tuple[tuple[str, str | None, str], ...]) -> None:
+    for variable, alone, mend in signs:
+        value = environment.text(environ, variable)
+        if value is not None and value != alone:
+            raise refused(variable, value, "unset here" if alone is None else f"{alone} here", mend)
+
+
+# First what somebody has written for this job, then what a launcher sets for each process, then what a platform sets on its
+# hosts. mpirun in a Slurm allocation starts its helpers by srun, one task a node, and its ranks inherit their variables.
 STARTED: tuple[Resolver, ...] = (
     tf_config,
     kubernetes,
@@ -43,7 +126,7 @@ DEFAULT: tuple[Resolver, ...] = (*STARTED, allocation)
 
 
 def resolve(environ: Mapping[str, str] | None = None, resolvers: Sequence[Resolver] = DEFAULT) -> ClusterSpec:
-    """Find the cluster that this process belongs to, in its environment.
+    """Find the cluster of this process in its environment.
 
     Args:
         environ: the environment; that of this process if None.
@@ -71,5 +154,82 @@ def resolve(environ: Mapping[str, str] | None = None, resolvers: Sequence[Resolv
     return ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0, resolver="nothing (one process)")
 
 
-Resolver = Callable[[Mapping[str, str]], ClusterSpec | None]
-"""A pure function of an environment: the cluster that it describes, None if it describes none of this kind."""
+def simple(
+    *,
+    jobs: Mapping[str, Sequence[str | None]],
+    task_type: str,
+    task_index: int,
+    local_device_ids: Sequence[int] | None = None,
+) -> ClusterSpec:
+    """Name a cluster by arguments; the environment is not read.
+
+    Args:
+        jobs: for each of "chief", "worker", "ps", "evaluator" the tasks' addresses, "host:port".
+        task_type: which of them this process is.
+        task_index: its place there, from 0.
+        local_device_ids: which of the visible GPUs this process takes; None: all.
+
+    Returns:
+        The spec.
+
+    Raises:
+        ClusterConfigError: see `ClusterSpec`.
+
+    Example:
+        >>> simple(jobs={"worker": ["a:2222", "b:2222"]}, task_type="worker", task_index=1)
+        ClusterSpec(worker 1, process 1 of 2; cluster: 2 worker; from simple)
+    """
+    return ClusterSpec(
+        jobs=jobs,  # type: ignore[arg-type]  # ClusterSpec makes tuples of the lists, and refuses what is neither
+        task_type=task_type,
+        task_index=task_index,
+        resolver="simple",
+        origins={name: f"`{name}`" for name in ("jobs", "task_type", "task_index", "local_device_ids")},
+        local_device_ids=None if local_device_ids is None else tuple(local_device_ids),
+    )
+
+
+def union(*parts: Resolver | ClusterSpec) -> Resolver:
+    """Join the clusters of several resolvers, as tf.distribute's UnionResolver does.
+
+    The first part that applies says which task this process is, and which GPUs it takes. A job that several parts name
+    has the tasks of all, in the parts' order; parts that name the same addresses in the same order agree, and
+    count once.
+
+    Args:
+        parts: resolvers, or specs; those that do not apply (None) are passed over.
+
+    Returns:
+        The resolver. It gives None if no part applies, and raises ClusterConfigError if the parts contradict each other: two
+        chiefs, one address for two tasks.
+
+    Example:
+        >>> from jdist.cluster import simple, tf_config
+        >>> servers = simple(jobs={"ps": ["p:2222"]}, task_type="ps", task_index=0)
+        >>> config = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'
+        >>> union(tf_config, servers)({"TF_CONFIG": config})
+        ClusterSpec(worker 1, process 1 of 2; cluster: 2 worker, 1 ps; from union(tf_config, simple))
+    """
+
+    def joined(environ: Mapping[str, str]) -> ClusterSpec | None:
+        all_specs = [part if isinstance(part, ClusterSpec) else part(environ) for part in parts]
+        specs = [spec for spec in all_specs if spec is not None]
+        if not specs:
+            return None
+        jobs: dict[str, list[tuple[str | None, ...]]] = {}
+        for spec in specs:
+            for name, addresses in spec.jobs.items():
+                named = jobs.setdefault(name, [])
+                if addresses not in named:
+                    named.append(addresses)
+        sources = [spec.origins.get("jobs") or spec.resolver for spec in specs]
+        return ClusterSpec(
+            jobs={name: sum(named, ()) for name, named in jobs.items()},
+            task_type=specs[0].task_type,
+            task_index=specs[0].task_index,
+            resolver=f"union({', '.join(spec.resolver for spec in specs)})",
+            origins={**specs[0].origins, "jobs": ", ".join(dict.fromkeys(sources))},
+            local_device_ids=specs[0].local_device_ids,
+        )
+
+    return joined

@@ -1,4 +1,4 @@
-"""The cluster of a Slurm job step: what `srun` sets in each of its tasks."""
+"""Slurm job steps: what `srun` sets in each of its tasks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 from jdist.cluster import environment
 from jdist.cluster.address import join, refused
-from jdist.cluster.check import JOBS
 from jdist.cluster.resolvers.jax_env import (
     ADDRESS,
     COUNT,
     INDEX,
+    MOST,
     chosen_coordinator,
     chosen_devices,
     chosen_port,
     derived_port,
 )
-from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.spec import JOBS, ClusterSpec
 
 NODES, RANK, JOB, STEP = "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID"
 LOCAL_RANK, DISTRIBUTION = "SLURM_LOCALID", "SLURM_DISTRIBUTION"
@@ -62,20 +62,17 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
         return None
     components = environment.number(environ, HET_SIZE, "Slurm sets it.") or 1
     if components > 1:
-        raise refused(
-            HET_SIZE,
-            components,
-            "1: in a step of a heterogeneous job Slurm's lists have the tasks of one component only",
-            f"In each task set {ADDRESS}=HOST:PORT to where {RANK} is 0, {COUNT} to the number of all tasks, and "
-            f"{INDEX}=${RANK}.",
-        )
+        allowed = "1: in a step of a heterogeneous job Slurm's lists have the tasks of one component only"
+        at, count = f"{ADDRESS}=HOST:PORT to where {RANK} is 0", f"{COUNT} to the number of all tasks"
+        raise refused(HET_SIZE, components, allowed, f"In each task set {at}, {count}, and {INDEX}=${RANK}.")
     nodes = expand_nodes(listed, NODES)
     tasks, tasks_from = _tasks_per_node(environ, len(nodes))
     rank = environment.index(environ, RANK, sum(tasks), tasks_from, _MEND)
     places = _places(environ, tasks)
     node, local = places[rank]
-    if (said := environment.number(environ, LOCAL_RANK, _MEND)) is not None and said != local:
-        raise refused(LOCAL_RANK, said, f"{local}, as {RANK} is {rank} and {tasks_from} says so", _MEND)
+    local_rank = environment.number(environ, LOCAL_RANK, _MEND)
+    if local_rank not in (None, local):
+        raise refused(LOCAL_RANK, local_rank, f"{local}, as {RANK} is {rank} and {tasks_from} says so", _MEND)
     port, port_from = _port(environ)
     addresses = [join(nodes[node], port + 2 * local) for node, local in places]
     members, task_type, task_index = _assigned(addresses, rank, jobs)
@@ -94,19 +91,14 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
 
 
 def is_task(environ: Mapping[str, str], count: str | None, rank: str | None) -> bool:
-    """Whether srun itself has started this process as that rank of so many.
+    """Whether srun itself has started this process as `rank` (None: any) of `count`.
 
     Some scripts and MPI plug-ins set the variables of another launcher in srun's tasks. If they agree with Slurm's own,
     Slurm's lists count, which say where each task is. Where a launcher has started its helpers by srun, they do not agree.
-
-    Args:
-        environ: the environment.
-        count: how many ranks the other launcher tells of.
-        rank: which of them this is; None: it does not tell.
     """
     if environment.text(environ, NODES) is None or not _is_in_step(environ):
         return False
-    tasks = next((found for name in COUNTS if (found := environment.text(environ, name)) is not None), None)
+    tasks = next((value for name in COUNTS if (value := environment.text(environ, name)) is not None), None)
     return count == tasks and rank in (None, environment.text(environ, RANK))
 
 
@@ -117,15 +109,14 @@ def _is_in_step(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[int], str]:
-    """How many tasks each node has, and the variable that says so."""
+    """The number of tasks on each node, and its variable."""
     count_from = next((name for name in COUNTS if environment.text(environ, name) is not None), COUNTS[0])
     count = environment.number(environ, count_from, _MEND, least=1)
     variable = next((name for name in TASKS_PER_NODE if environment.text(environ, name) is not None), None)
     if variable is None:
         if count != num_nodes:
-            raise refused(
-                TASKS_PER_NODE[0], None, f"there, as {NODES} has {num_nodes} nodes for {count_from}={count}", _MEND
-            )
+            allowed = f"there, as {NODES} has {num_nodes} nodes for {count_from}={count}"
+            raise refused(TASKS_PER_NODE[0], None, allowed, _MEND)
         return [1] * num_nodes, count_from
     listed = environ[variable]
     tasks = expand_tasks(listed, variable)
@@ -137,7 +128,7 @@ def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[in
 
 
 def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int]]:
-    """Each task's node and its number there: node after node (Slurm's "block"), or in turns ("cyclic")."""
+    """Each task's node and its number there: node after node (Slurm's "block"), or in turn ("cyclic")."""
     by_block = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     how = environment.text(environ, DISTRIBUTION) or "block"
     if how.startswith(("plane", "arbitrary")):
@@ -163,39 +154,30 @@ def _assigned(
         return {"worker": tuple(addresses)}, "worker", rank
     wrong = [name for name in jobs if name not in JOBS]
     if wrong or sum(jobs.values()) != len(addresses) or min(jobs.values()) < 0:
-        raise refused(
-            "jobs",
-            dict(jobs),
-            f"numbers of tasks of {', '.join(sorted(JOBS))} that add up to the step's {len(addresses)}",
-            "Correct them, or srun's --ntasks.",
-        )
+        allowed = f"numbers of tasks of {', '.join(sorted(JOBS))} that add up to the step's {len(addresses)}"
+        raise refused("jobs", dict(jobs), allowed, "Correct them, or srun's --ntasks.")
     members: dict[str, tuple[str | None, ...]] = {}
-    own, start = ("", 0), 0
+    job, index, start = "", 0, 0
     for name in sorted(jobs):
         members[name] = tuple(addresses[start : start + jobs[name]])
         if start <= rank < start + jobs[name]:
-            own = (name, rank - start)
+            job, index = name, rank - start
         start += jobs[name]
-    return members, *own
+    return members, job, index
 
 
 ON_NODE = "SLURM_GPUS_ON_NODE"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 PLATFORMS = "JAX_PLATFORMS"
-_NONE = ("-1", "NoDevFiles")  # what stands for no GPU
+_NONE = ("-1", "NoDevFiles")  # they stand for no GPU
 
 
 def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
-    """The numbers of this task's GPUs among those that it sees, and where they came from.
-
-    Args:
-        environ: the environment.
-        tasks: how many tasks this node has.
-        local: this task's number among them.
+    """Share the GPUs of this node among its `tasks`, of which this is number `local`.
 
     Returns:
-        None for all that it sees: it is alone, or Slurm has shown each task its own, or there is none. Otherwise an equal
-        share.
+        The numbers of this task's GPUs among those that it sees, and their variables; None for all that it sees, where it is
+        alone, or Slurm has shown each task its own, or there is none.
 
     Raises:
         ClusterConfigError: all tasks see all GPUs, and their number cannot be shared equally.
@@ -212,17 +194,14 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
     if len(seen) < on_node:
         return None, None
     if on_node % tasks:
-        raise refused(
-            ON_NODE,
-            on_node,
-            f"a multiple of the {tasks} tasks of this node, which all see all its GPUs ({visible}={environ[visible][:80]})",
-            "Start as many tasks as there are GPUs, or one a node, or give each its own by srun --gpus-per-task=1.",
-        )
+        shown = f"{visible}={environ[visible][:80]}"
+        allowed = f"a multiple of the {tasks} tasks of this node, which all see all its GPUs ({shown})"
+        mend = "Start as many tasks as there are GPUs, or one a node, or give each its own by srun --gpus-per-task=1."
+        raise refused(ON_NODE, on_node, allowed, mend)
     share = on_node // tasks
     return tuple(range(local * share, (local + 1) * share)), f"{ON_NODE}, SLURM_LOCALID"
 
 
-MOST = 100_000  # nodes, or tasks: a slip of the pen must not fill the memory
 _ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
 _PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -230,11 +209,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_nodes(listed: str, variable: str) -> list[str]:
-    """The nodes of a list, in its order; a range counts up, and keeps the zeros that it is written with.
-
-    Args:
-        listed: as Slurm writes it.
-        variable: where it is from.
+    """Expand Slurm's list of nodes, in its order; a range keeps its leading zeros.
 
     Raises:
         ClusterConfigError: it is no such list, a range counts down, or a node is there twice.
@@ -263,7 +238,7 @@ def expand_nodes(listed: str, variable: str) -> list[str]:
 
 
 def _numbers(ranges: str, listed: str, variable: str) -> list[str]:
-    """What stands in brackets, "1-3,07": each number as it is written."""
+    """Expand the ranges in brackets, "1-3,07"; each number keeps its zeros."""
     numbers: list[str] = []
     for part in ranges.split(","):
         bounds = _RANGE.fullmatch(part)
@@ -283,11 +258,7 @@ def _no_nodes(variable: str, listed: str) -> Exception:
 
 
 def expand_tasks(listed: str, variable: str) -> list[int]:
-    """How many tasks each node has.
-
-    Args:
-        listed: as Slurm writes it.
-        variable: where it is from.
+    """Expand Slurm's list of the number of tasks on each node.
 
     Raises:
         ClusterConfigError: it is no such list, or a node has no task.
@@ -298,12 +269,13 @@ def expand_tasks(listed: str, variable: str) -> list[int]:
     """
     tasks: list[int] = []
     for part in listed.split(","):
-        found = _TASKS.fullmatch(part.strip())
-        if found is None or int(found[1]) == 0 or int(found[2] or 1) == 0:
+        match = _TASKS.fullmatch(part.strip())
+        count, nodes = (0, 0) if match is None else (int(match[1]), int(match[2] or 1))
+        if not count or not nodes:
             raise refused(variable, listed, "numbers of tasks such as 2(x2),1", "Slurm sets it in each job step.")
-        if len(tasks) + int(found[2] or 1) > MOST:
+        if len(tasks) + nodes > MOST:
             raise refused(variable, listed, f"numbers of tasks of at most {MOST} nodes", "Slurm sets it.")
-        tasks += [int(found[1])] * int(found[2] or 1)
+        tasks += [count] * nodes
     if sum(tasks) > MOST:
         raise refused(variable, listed, f"at most {MOST} tasks in all", "Slurm sets it in each job step.")
     return tasks

@@ -1,16 +1,16 @@
-"""The cluster in TF_CONFIG: a JSON object that people, Kubeflow's TFJob and Vertex AI set."""
+"""JSON descriptions of a cluster: TF_CONFIG, set by people, Kubeflow's TFJob and Vertex AI; Vertex AI's CLUSTER_SPEC."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from jdist.cluster.address import refused
-from jdist.cluster.check import JOBS
 from jdist.cluster.environment import text, whole_number
 from jdist.cluster.resolvers.jax_env import chosen_devices
-from jdist.cluster.spec import ClusterSpec
+from jdist.cluster.spec import JOBS, ClusterSpec
 from jdist.errors import ClusterConfigError
 
 VARIABLE = "TF_CONFIG"
@@ -23,9 +23,6 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     `cluster` maps each job to a list of addresses (or to an object from index to address), `task` says which of them
     this process is. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An
     index may be a number or its text. An address may be null: not known.
-
-    Args:
-        environ: the environment.
 
     Returns:
         The spec; None if TF_CONFIG is not set, or names neither a cluster nor a task.
@@ -45,28 +42,18 @@ def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     if not isinstance(config, dict):
         raise refused(VARIABLE, source, "a JSON object", f"Write {_EXAMPLE}.")
     if "sparseCluster" in config:
-        raise refused(
-            VARIABLE,
-            config["sparseCluster"],
-            "absent: all workers must be known",
-            "Set `enableDynamicWorker: false` in the TFJob.",
-            field="sparseCluster",
-        )
+        disable = "Set `enableDynamicWorker: false` in the TFJob."
+        value = config["sparseCluster"]
+        raise refused(VARIABLE, value, "absent: all workers must be known", disable, field="sparseCluster")
     cluster, task = config.get("cluster"), config.get("task")
     if cluster in (None, {}) and task in (None, {}):
         if (job := next((job for job in JOBS if job in config), None)) is not None:
-            raise refused(
-                VARIABLE, config[job], "inside of `cluster`, beside which `task` is", f"Write {_EXAMPLE}.", field=job
-            )
+            allowed = "inside of `cluster`, beside which `task` is"
+            raise refused(VARIABLE, config[job], allowed, f"Write {_EXAMPLE}.", field=job)
         return None
     if cluster in (None, {}):
-        raise refused(
-            VARIABLE,
-            cluster,
-            "there, as `task` is",
-            "Name every process; to train in one process alone, unset TF_CONFIG.",
-            field="cluster",
-        )
+        name = "Name every process; to train in one process alone, unset TF_CONFIG."
+        raise refused(VARIABLE, cluster, "there, as `task` is", name, field="cluster")
     if not isinstance(cluster, dict):
         raise refused(VARIABLE, cluster, "an object from job to addresses", f"Write {_EXAMPLE}.", field="cluster")
     if not isinstance(task, dict):
@@ -99,12 +86,12 @@ def _parse(source: str) -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; Python itself would take the last of two values of one key."""
-    made: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in entries:
             raise refused(VARIABLE, value, "given once, but the key is there twice", "Leave one of them.", field=key)
-        made[key] = value
-    return made
+        entries[key] = value
+    return entries
 
 
 def _constant(name: str) -> Any:
@@ -124,21 +111,68 @@ def _tasks(job: str, tasks: Any) -> Any:
     for i in range(len(by_index)):
         if i not in by_index:
             there = ", ".join(map(str, sorted(by_index)[:6]))
-            raise refused(
-                VARIABLE, None, f"there, as the tasks are {there}", "Number the tasks from 0.", field=f"{job}[{i}]"
-            )
+            allowed = f"there, as the tasks are {there}"
+            raise refused(VARIABLE, None, allowed, "Number the tasks from 0.", field=f"{job}[{i}]")
     return [by_index[i] for i in range(len(by_index))]
 
 
-def _type(found: Any) -> str:
-    if not isinstance(found, str):
+def _type(value: Any) -> str:
+    if not isinstance(value, str):
         mend = f"Say which job this process is, as in {_EXAMPLE}."
-        raise refused(VARIABLE, found, "chief, worker, ps or evaluator", mend, field="task.type")
-    return found
+        raise refused(VARIABLE, value, "chief, worker, ps or evaluator", mend, field="task.type")
+    return value
 
 
-def _index(found: Any, field: str) -> int:
-    index = whole_number(found.strip()) if isinstance(found, str) else found
+def _index(value: Any, field: str) -> int:
+    index = whole_number(value.strip()) if isinstance(value, str) else value
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise refused(VARIABLE, found, "a whole number of at least 0", "Number each job's tasks from 0.", field=field)
+        raise refused(VARIABLE, value, "a whole number of at least 0", "Number each job's tasks from 0.", field=field)
     return index
+
+
+VERTEX = "CLUSTER_SPEC"
+_VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+_VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
+
+
+def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
+    """Read CLUSTER_SPEC, in which the first worker pool is the chief, and the others are workers, ps and evaluator.
+
+    Where Vertex AI sets TF_CONFIG as well, that comes first and says the same.
+
+    Returns:
+        The spec; None if CLUSTER_SPEC is not set.
+
+    Raises:
+        ClusterConfigError: CLUSTER_SPEC is no JSON object with `cluster` and `task`, or see `ClusterSpec`.
+
+    Example:
+        >>> vertex({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a-0:2222"], "workerpool1": ["b-0:2222", "b-1:2222"]}, '
+        ...                         '"task": {"type": "workerpool1", "index": 1}}'})
+        ClusterSpec(worker 1, process 2 of 3; cluster: 1 chief, 2 worker; from vertex)
+
+    Source: Vertex AI, "Distributed training", "CLUSTER_SPEC format".
+    """
+    source = text(environ, VERTEX)
+    if source is None:
+        return None
+    config: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        config = json.loads(source)
+    cluster: Any = config.get("cluster") if isinstance(config, dict) else None
+    task: Any = config.get("task") if isinstance(config, dict) else None
+    if not isinstance(cluster, dict) or not isinstance(task, dict):
+        raise refused(VERTEX, source, "a JSON object with the objects `cluster` and `task`", _VERTEX_MEND)
+    pool, written_index = task.get("type"), task.get("index")
+    jobs: dict[str, Any] = {_VERTEX_JOBS.get(name) or name: addresses for name, addresses in cluster.items()}
+    number = whole_number(written_index) if isinstance(written_index, str) else None
+    index: Any = written_index if number is None else number
+    devices, devices_from = chosen_devices(environ)
+    return ClusterSpec(
+        jobs=jobs,
+        task_type=_VERTEX_JOBS.get(pool, pool) if isinstance(pool, str) else str(pool),
+        task_index=index,
+        resolver="vertex",
+        origins={"jobs": VERTEX, "task_type": VERTEX, "task_index": VERTEX, **devices_from},
+        local_device_ids=devices,
+    )

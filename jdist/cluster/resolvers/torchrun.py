@@ -1,4 +1,4 @@
-"""The cluster in PyTorch's variables: torchrun, Kubeflow's PyTorchJob, Kubeflow Trainer's torch runtimes, and many scripts."""
+"""PyTorch's variables: torchrun, Kubeflow's PyTorchJob, Kubeflow Trainer's torch runtimes, and many scripts."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     Kubeflow Trainer sets PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT for torchrun; a program that is
     started there without it is one process on each node, with all its GPUs.
 
-    Args:
-        environ: the environment.
-
     Returns:
         The spec, with workers alone; the addresses of all but process 0 are not known. None if there is one process, or if
         RANK is not set.
@@ -60,37 +57,29 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
     guide", "Process initialization".
     """
 
-    def told(name: str) -> str | None:
+    def text(name: str) -> str | None:
         return environment.text(environ, name)
 
-    if told(TORCHRUN.local_rank) is None and told(NODE_RANK) is not None:  # RANK is then a node's as well
-        return counted(
-            environ,
-            resolver="torchrun",
-            coordinator=environment.address(environ, ADDRESS) or _address(environ, NODES_HOST, NODES_PORT),
-            address_variable=NODES_HOST,
-            count_variable=NODES,
-            index_variable=NODE_RANK,
-        )
+    if text(TORCHRUN.local_rank) is None and text(NODE_RANK) is not None:  # RANK is then a node's as well
+        coordinator = environment.address(environ, ADDRESS) or _address(environ, NODES_HOST, NODES_PORT)
+        return counted(environ, "torchrun", coordinator, NODES_HOST, NODES, NODE_RANK)
     # Scripts set all but the rank for a whole job, whose tasks something else starts.
-    if told(TORCHRUN.rank) is None and told(AGENT) is None:
+    if text(TORCHRUN.rank) is None and text(AGENT) is None:
         return None
-    if told(TORCHRUN.count) is None and told(HOST) is None:
+    if text(TORCHRUN.count) is None and text(HOST) is None:
         return None
-    if told(TORCHRUN.count) == "1":
-        tasks = next((found for name in COUNTS if (found := told(name)) is not None), "1")
-        if told(AGENT) is not None and told(STEP_NODES) is not None and tasks != "1":
-            raise refused(
-                TORCHRUN.count,
-                1,
-                f"{tasks} or more here, as srun has started torchrun {tasks} times",
+    if text(TORCHRUN.count) == "1":
+        tasks = next((value for name in COUNTS if (value := text(name)) is not None), "1")
+        if text(AGENT) is not None and text(STEP_NODES) is not None and tasks != "1":
+            mend = (
                 f"Give torchrun --nnodes={tasks} and --rdzv-endpoint=HOST:PORT, or start python by srun without it. To train "
-                f"apart in each, use another strategy (mirrored), or unset {STEP_NODES}.",
+                f"apart in each, use another strategy (mirrored), or unset {STEP_NODES}."
             )
+            raise refused(TORCHRUN.count, 1, f"{tasks} or more here, as srun has started torchrun {tasks} times", mend)
         return None
     if not TORCHRUN.is_there(environ):
         return None
-    if told(TORCHRUN.local_count) is None and (ranks_here := told(_DEEPSPEED_LOCAL_COUNT)) is not None:
+    if text(TORCHRUN.local_count) is None and (ranks_here := text(_DEEPSPEED_LOCAL_COUNT)) is not None:
         environ = {**environ, TORCHRUN.local_count: ranks_here}
     return ranked(environ, TORCHRUN, lambda: _rank_0(environ))
 
@@ -101,12 +90,9 @@ def _rank_0(environ: Mapping[str, str]) -> tuple[str, str] | None:
         return None
     local_count = environment.text(environ, TORCHRUN.local_count)
     if split(address)[0] in _LOOPBACK and local_count is not None:
-        raise refused(
-            HOST,
-            environ[HOST],
-            f"an address that all hosts reach, as {local_count} of the {environ[TORCHRUN.count]} ranks are on this one",
-            "Give torchrun --master-addr, the name of the first host.",
-        )
+        count = environ[TORCHRUN.count]
+        allowed = f"an address that all hosts reach, as {local_count} of the {count} ranks are on this one"
+        raise refused(HOST, environ[HOST], allowed, "Give torchrun --master-addr, the name of the first host.")
     return address, f"{HOST}, {PORT}"
 
 
@@ -118,6 +104,6 @@ def _address(environ: Mapping[str, str], host_variable: str, port_variable: str)
     if (wrong := host_problem(host)) is not None:
         raise refused(host_variable, host, "the name or address of rank 0's host", wrong)
     port = environment.port(environ, port_variable) or _PORT
-    taken = environment.text(environ, AGENT) is not None
-    chosen, _ = chosen_port(environ, derived_port(port) if taken else port, port_variable)
-    return join(host, chosen)
+    torchrun_listens = environment.text(environ, AGENT) is not None
+    own_port, _ = chosen_port(environ, derived_port(port) if torchrun_listens else port, port_variable)
+    return join(host, own_port)

@@ -1,4 +1,4 @@
-"""The cluster of a Cloud TPU slice, or of several: TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*."""
+"""Cloud TPU slices: TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, MEGASCALE_*."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jdist.cluster import environment
 from jdist.cluster.address import host_problem, join, refused
-from jdist.cluster.resolvers.jax_env import chosen_coordinator, chosen_devices, chosen_port
+from jdist.cluster.resolvers.jax_env import chosen_coordinator, chosen_port, workers_spec
 from jdist.cluster.spec import ClusterSpec
 
 HOSTS = "TPU_WORKER_HOSTNAMES"
@@ -30,9 +30,6 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     known to the metadata server only, it finds nothing: configs/cluster/cloud_tpu.sh asks that server and sets JAX's
     own variables (`jax_env`). Which chips a host has, and how they are wired, is always left to JAX.
 
-    Args:
-        environ: the environment.
-
     Returns:
         The spec, with workers alone; None if neither TPU_WORKER_HOSTNAMES nor TPU_PROCESS_ADDRESSES is set.
 
@@ -50,9 +47,7 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
     if listed is None:
         return None
     if listed == "localhost" and environment.text(environ, INDEX) is None:
-        return (
-            None  # set where there is no TPU, to keep libtpu quiet (jdist/strategies/libtpu.py); GKE sets an index too
-        )
+        return None  # jdist/strategies/libtpu.py sets it to keep libtpu quiet without a TPU; GKE sets an index too
     entries = [_split(entry.strip(), variable) for entry in listed.split(",")]
     for i, entry in enumerate(entries):
         if entry in entries[:i] or (variable == HOSTS and entry[0] in [host for host, _ in entries[:i]]):
@@ -63,7 +58,7 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
         index = 0
     else:
         index = environment.index(environ, index_from, len(hosts), variable, _MEND)
-    port, port_from = chosen_port(environ, _free(entries), "")
+    port, port_from = chosen_port(environ, _free_port(entries), "")
     slices, own_slice = _slices(environ)
     processes: list[str | None] = [None] * (slices * len(hosts))
     processes[own_slice * len(hosts) : (own_slice + 1) * len(hosts)] = [
@@ -74,19 +69,14 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
         processes[0] = join(_first_host(environ), port)
         sources += [FIRST, SLICES] if slices > 1 else [FIRST]
     addresses, addresses_from = chosen_coordinator(environ, processes, *sources, port_from)
-    devices, devices_from = chosen_devices(environ)
-    return ClusterSpec(
-        jobs={"worker": addresses},
-        task_type="worker",
-        task_index=own_slice * len(hosts) + index,
-        resolver="tpu",
-        origins={
-            "jobs": addresses_from,
-            "task_type": variable,
-            "task_index": index_from if slices == 1 else f"{SLICE}, {index_from}",
-            **devices_from,
-        },
-        local_device_ids=devices,
+    return workers_spec(
+        environ,
+        "tpu",
+        addresses,
+        own_slice * len(hosts) + index,
+        jobs_from=addresses_from,
+        count_from=variable,
+        index_from=index_from if slices == 1 else f"{SLICE}, {index_from}",
     )
 
 
@@ -102,18 +92,18 @@ def _split(entry: str, variable: str) -> tuple[str, int | None]:
     return host, number
 
 
-def _free(entries: list[tuple[str, int | None]]) -> int:
-    """A port that is not libtpu's own, and neither is the one after it: eight processes of a host take 8476 to 8483."""
-    taken = {port for _, port in entries}
-    return next(port for port in range(PORT, PORT + 4 * len(entries) + 4, 2) if not {port, port + 1} & taken)
+def _free_port(entries: list[tuple[str, int | None]]) -> int:
+    """Find two ports in a row that are not libtpu's: eight processes of a host have 8476 to 8483."""
+    of_libtpu = {port for _, port in entries}
+    return next(port for port in range(PORT, PORT + 4 * len(entries) + 4, 2) if not {port, port + 1} & of_libtpu)
 
 
 def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
     """How many slices there are, and which this is."""
     slices = environment.number(environ, SLICES, _MEND_SLICES, least=1)
     if slices is None:
-        if (found := environment.text(environ, SLICE)) is not None:
-            raise refused(SLICES, None, f"set, as {SLICE} is {found[:80]}", _MEND_SLICES)
+        if (index := environment.text(environ, SLICE)) is not None:
+            raise refused(SLICES, None, f"set, as {SLICE} is {index[:80]}", _MEND_SLICES)
         return 1, 0
     if slices > 10_000:
         raise refused(SLICES, slices, "at most 10000", _MEND_SLICES)
@@ -124,7 +114,8 @@ def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
 
 def _first_host(environ: Mapping[str, str]) -> str:
     """The host of process 0 in the first slice; the variable's port is that of another service."""
-    found = environment.text(environ, FIRST)
-    if found is None:
+    address = environment.text(environ, FIRST)
+    if address is None:
         raise refused(FIRST, None, "the first host of the first slice", _MEND_SLICES)
-    return _split(found, FIRST)[0]
+    host, _ = _split(address, FIRST)
+    return host

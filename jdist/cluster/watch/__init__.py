@@ -1,8 +1,7 @@
 """The processes of a job watch each other: a connection from each to process 0.
 
-Start at `membership`, the pure state machine of process 0; `server` runs it, `client` is what each process has.
-JAX's own heartbeat ends a job without naming who was lost, and keeps no step, no phase and no exchange of
-values; that is why this is here.
+Start at `membership`, the pure state machine of process 0; `server` runs it, and each process has a `client`.
+JAX's own heartbeat ends a job without naming the lost process, and carries no step, no phase and no values.
 
 May import: support, errors, and `jdist.cluster`'s own files.
 """

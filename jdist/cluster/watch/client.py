@@ -1,6 +1,6 @@
-"""A process's line to process 0: it tells of itself, hears of the others, and learns at once when one is lost.
+"""A process's connection to process 0: sends beats, receives news of the others, notices at once when one is lost.
 
-The thread here goes on while the program is blocked in a collective, which a lost process would block for ever. It alone
+Its thread goes on while the program is blocked in a collective, which a lost process would block for ever. It alone
 uses the connection; the program leaves it messages, and may do so from a signal handler.
 """
 
@@ -21,29 +21,46 @@ from jdist.cluster import failpoints
 from jdist.cluster.address import join
 from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Line
-from jdist.cluster.watch.server import WakeupPipe
+from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, WakeupPipe
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _FOR_EVER_S = 1e9  # JSON has no infinity
-_QUIET_S = 5.0  # who waits longer for the others to come says so
+_QUIET_S = 5.0  # a longer wait for the others to come is reported on standard error
+_TRY_S, _RETRY_S = 2.0, 0.2
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who this process is, and where it finds process 0."""
+
+    process: int  # its index
+    # of all processes, by index, "host:port"; None: process 0 sees where it comes from
+    addresses: tuple[str | None, ...]
+    host: str  # process 0's host
+    port: int  # the port that process 0 watches on
+    token: str  # shared by all processes of the job; "" for none
+
+    def label(self, process: int) -> str:
+        """A process for people: its number, and its address if that is known."""
+        address = self.addresses[process] if 0 <= process < len(self.addresses) else None
+        return f"process {process}" + (f" ({address})" if address else "")
+
+
 class Watch:
-    """The line, and the thread that listens to it.
+    """The connection, and the thread that serves it.
 
     Args:
-        place: who this process is.
+        identity: who this process is.
         start_timeout_s: how long to wait until all processes have come.
         silence_s: a process that is not heard of for so long is lost.
         on_lost: called once, from the thread, when a process is lost; the program is to end.
-        is_waiting: whether the program waits for other processes now; one that has left will never come.
+        is_waiting: whether the program waits for other processes now; one that has left never comes.
         patience_s: how long it may wait at one step.
         where: where the program is; see `whereabouts`.
 
     Attributes:
-        exchanges: what the processes say to all.
+        exchanges: of values between all processes.
 
     Raises:
         ClusterTimeoutError: process 0 was not reached, did not answer, or not all came, in time.
@@ -52,7 +69,7 @@ class Watch:
 
     def __init__(
         self,
-        place: Place,
+        identity: Identity,
         *,
         start_timeout_s: float,
         silence_s: float,
@@ -61,11 +78,11 @@ class Watch:
         patience_s: Callable[[], float] = lambda: math.inf,
         where: Callable[[], Mapping[str, Any]] = dict,
     ):
-        self.place, self._silence_s, self._on_lost, self._is_waiting = place, silence_s, on_lost, is_waiting
+        self.identity, self._silence_s, self._on_lost, self._is_waiting = identity, silence_s, on_lost, is_waiting
         self._patience_s, self._where = patience_s, where
         self._waits_since, self._waits_at = None, 0
         self._beat_s = silence_s / 5
-        self.exchanges = Exchanges(self._tell)
+        self.exchanges = Exchanges(self._send)
         self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._addresses: tuple[str, ...] = ()
@@ -76,16 +93,16 @@ class Watch:
         self._left: set[int] = set()
         self._lost: PeerLostError | None = None
         self._closed = self._parted = False
-        connection = connect(place, start_timeout_s)
+        connection = connect(identity, start_timeout_s)
         failpoints.reached(Point.IN_CONNECT)
-        everyones = (len(place.addresses) + 1) * MOST_BYTES
-        self._line = Line(connection, most_bytes=everyones, most_kept_bytes=everyones)
-        self._bell = WakeupPipe()
-        self._tell(self._hello())
+        everyones = (len(identity.addresses) + 1) * MOST_BYTES
+        self._connection = Connection(connection, most_bytes=everyones, most_unsent_bytes=everyones)
+        self._wakeup = WakeupPipe()
+        self._send(self._hello())
         self._thread = threading.Thread(target=self._run, name="jdist-watch", daemon=True)
         self._thread.start()
         try:
-            self._come(start_timeout_s)
+            self._await_start(start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -111,17 +128,17 @@ class Watch:
 
     def wish_to_stop(self, reason: str) -> None:
         """Asks all processes to stop after the same step; may be called from a signal handler."""
-        self._tell({"type": "wish", "reason": reason})
+        self._send({"type": "wish", "reason": reason})
 
     def stops_after(self, step: int) -> bool:
         """Whether all processes stop now, after `step` steps; to be asked after every step, by all.
 
-        Once one of them wishes to stop, each tells the last step that it has gone past, and goes past no other before it
+        Once one of them wishes to stop, each sends the last step that it has gone past, and goes past no other before it
         knows the furthest: all stop when they next ask. No process waits here for the program of another, which may itself
         be blocked in a step that needs this one.
 
         Raises:
-            ClusterTimeoutError: process 0 did not say in time when to stop.
+            ClusterTimeoutError: process 0 did not answer in time.
             PeerLostError: a process was lost meanwhile.
         """
         self._step = step
@@ -136,62 +153,69 @@ class Watch:
         return step >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
-        """The loss of a process, if one is noticed in time: it may be why a collective has failed."""
+        """Waits for the loss of a process, which may be why a collective has failed; None if none is noticed in time."""
         self._wait_for(lambda: False, timeout_s)
         return self._lost
 
     def say_bye(self) -> None:
-        """Tells the others that this program has come to its end, and waits until they have, too.
+        """Announces that this program has come to its end, and waits until all have.
 
         Raises:
             PeerLostError: a process was lost meanwhile.
         """
-        self._tell({"type": "bye"})
+        self._send({"type": "bye"})
         # However long they still compute: as long as they are heard of, they will come to their end.
-        self._wait_for(lambda: len(self._left) == len(self.place.addresses), None)
+        self._wait_for(lambda: len(self._left) == len(self.identity.addresses), None)
         self._raise_if_lost()
 
     def part(self) -> None:
-        """Ends the line after all have said bye."""
+        """Ends the connection after the byes of all."""
         self._parted = True
-        self._tell({"type": "gone"})
+        self._send({"type": "gone"})
         self._thread.join(self._silence_s)  # process 0 hangs up
         self.close()
 
     def close(self) -> None:
-        """Ends the line at once. To the others this process is lost then, unless it has parted."""
+        """Ends the connection at once; to the others this process is lost then, unless it has parted."""
         self._closed = True
-        self._bell.ring()
+        self._wakeup.wake()
         self._thread.join(2.0)
 
     def _hello(self) -> dict[str, Any]:
-        place = self.place
-        hello = {"type": "hello", "process": place.process, "count": len(place.addresses), "token": place.token}
-        address = place.addresses[place.process]
+        identity = self.identity
+        hello = {
+            "type": "hello",
+            "process": identity.process,
+            "count": len(identity.addresses),
+            "token": identity.token,
+        }
+        address = identity.addresses[identity.process]
         return hello | ({} if address is None else {"address": address})
 
-    def _come(self, start_timeout_s: float) -> None:
-        # Process 0 says who is missing when its own time is over, which may have begun a little later.
+    def _await_start(self, start_timeout_s: float) -> None:
+        # Process 0 names the missing when its own time is over, which may have begun a little later.
         left_s = start_timeout_s + 2 * self._silence_s
-        self._wait_for(self._settled, min(_QUIET_S, left_s))
-        if not self._settled() and self._lost is None:
-            count = len(self.place.addresses)
-            text = f"jdist: process {self.place.process} waits for all of the {count} processes to come, up to {left_s:.0f} s"
-            print(text, file=sys.stderr, flush=True)
-            self._wait_for(self._settled, left_s - _QUIET_S)
+        self._wait_for(self._is_decided, min(_QUIET_S, left_s))
+        if not self._is_decided() and self._lost is None:
+            count = len(self.identity.addresses)
+            text = (
+                f"process {self.identity.process} waits for all of the {count} processes to come, up to {left_s:.0f} s"
+            )
+            print(f"jdist: {text}", file=sys.stderr, flush=True)
+            self._wait_for(self._is_decided, left_s - _QUIET_S)
         if self._no_start is not None:
             raise self._no_start
         if not self._addresses and self._lost is None:
             raise ClusterTimeoutError(
-                f"{self.place.label(0)} did not say within {start_timeout_s:g} s whether all processes have come. "
+                f"{self.identity.label(0)} did not say within {start_timeout_s:g} s whether all processes have come. "
                 "Is its program still running? Look at its log."
             )
 
-    def _settled(self) -> bool:
+    def _is_decided(self) -> bool:
         return bool(self._addresses or self._no_start)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
-        """Waits until it is so, or a process is lost, or the time is over."""
+        """Waits until the condition holds, a process is lost, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._lost is not None, timeout_s)
 
@@ -199,9 +223,9 @@ class Watch:
         if self._lost is not None:
             raise self._lost
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         self._outbox.put(message)
-        self._bell.ring()
+        self._wakeup.wake()
 
     def _run(self) -> None:
         lost = None
@@ -210,19 +234,19 @@ class Watch:
                 lost = self._listen(selector)
         except (OSError, BadMessage) as exc:
             if self._parted or self._closed or self._no_start is not None:
-                pass  # nothing more was to come
+                pass  # the end was expected
             elif isinstance(exc, BadMessage) and not self._addresses:
-                where = join(self.place.host, self.place.port)
+                where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterError(
                     f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
                 )
             else:
                 lost = self._loss(0, _BROKEN)
         except Exception as exc:  # noqa: BLE001  # with nobody listening, the program could wait for ever
-            lost = self._loss(self.place.process, f"its watch failed: {exc!r}")
+            lost = self._loss(self.identity.process, f"its watch failed: {exc!r}")
         finally:
-            self._line.close()
-            self._bell.close()
+            self._connection.close()
+            self._wakeup.close()
         self._lost = lost
         if lost is not None:
             self._on_lost(lost)  # first: a program that is woken would only get in the way of the record
@@ -231,37 +255,39 @@ class Watch:
             self._changed.notify_all()
 
     def _listen(self, selector: selectors.BaseSelector) -> PeerLostError | None:
-        """Goes on until the line is closed, or a process is lost."""
-        selector.register(self._bell, selectors.EVENT_READ)
-        selector.register(self._line.connection, selectors.EVENT_READ)
+        """Serves the connection until it is closed, or a process is lost."""
+        selector.register(self._wakeup, selectors.EVENT_READ)
+        selector.register(self._connection.connection, selectors.EVENT_READ)
         awake_s = heard_s = active_s = time.monotonic()
-        told_s, answered = 0.0, False
+        beat_sent_s, answered = 0.0, False
         while not self._closed and self._no_start is None:
-            if (now_s := time.monotonic()) - told_s >= self._beat_s:
-                told_s = now_s
+            if (now_s := time.monotonic()) - beat_sent_s >= self._beat_s:
+                beat_sent_s = now_s
                 self._outbox.put(self._beat(now_s))
-            self.exchanges.tell_forgotten()
+            self.exchanges.send_forgotten()
             while not self._outbox.empty():
-                self._line.say(self._outbox.get())
-            self._line.flush()
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._line.keeps else 0)
-            selector.modify(self._line.connection, wanted)
-            ready = selector.select(max(0.0, told_s + self._beat_s - time.monotonic()))
+                self._connection.send(self._outbox.get())
+            self._connection.flush()
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._connection.has_unsent else 0)
+            selector.modify(self._connection.connection, wanted)
+            ready = selector.select(max(0.0, beat_sent_s + self._beat_s - time.monotonic()))
             now_s, before_s = time.monotonic(), awake_s
             awake_s = now_s
             if now_s - before_s > self._silence_s:  # looked at first: after a standstill all others seem silent
                 still_s = now_s - before_s
                 return self._loss(
-                    self.place.process, f"it stood still for {still_s:.0f} s, and the others went without it"
+                    self.identity.process, f"it stood still for {still_s:.0f} s, and the others went without it"
                 )
-            self._bell.hear()
-            if any(key.fileobj is self._line.connection and events & selectors.EVENT_READ for key, events in ready):
-                for message in self._line.take():
+            self._wakeup.clear()
+            if any(
+                key.fileobj is self._connection.connection and events & selectors.EVENT_READ for key, events in ready
+            ):
+                for message in self._connection.receive():
                     heard_s, answered = now_s, True
                     if (lost := self._take(message)) is not None:
                         return lost
             if now_s - heard_s > self._silence_s and not answered:
-                where = join(self.place.host, self.place.port)
+                where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterTimeoutError(
                     f"what listens at {where} has not answered for {self._silence_s:g} s: another program has the port of "
                     "jdist's process 0, or process 0 stands still. Look which program it is there; for another port set "
@@ -270,7 +296,7 @@ class Watch:
                 return None
             if now_s - heard_s > self._silence_s:
                 return self._loss(0, f"nothing was heard of it for {self._silence_s:g} s: it stands still")
-            left = self._left - {self.place.process}
+            left = self._left - {self.identity.process}
             if not left or not self._is_waiting():
                 active_s = now_s
             elif now_s - active_s > self._silence_s:
@@ -289,29 +315,28 @@ class Watch:
         return {"type": "beat", "step": step, "waits_s": waits_s, "patience_s": patience_s}
 
     def _take(self, message: dict[str, Any]) -> PeerLostError | None:
-        """Notes what was said; the loss, if it was one."""
+        """Takes in a message; returns the loss, if it is one."""
         with self._changed:
             match message:
                 case {"type": "welcome", "addresses": list(addresses)}:
                     self._addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
-                    text = f"{self.place.label(0)} refused process {self.place.process}: {reason}."
-                    self._no_start = ClusterError(text)
+                    refusal = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
+                    self._no_start = ClusterError(refusal)
                 case {"type": "absent", "processes": list(absent), "refused": list(refused)}:
-                    names = ", ".join(map(self.place.label, absent))
+                    names = ", ".join(map(self.identity.label, absent))
                     came = f" But {'; '.join(map(str, refused))}." if refused else ""
-                    told = (
-                        f"not all of the {len(self.place.addresses)} processes came in time; missing: {names}.{came} Look at "
-                        "their logs; if they only start late, raise the time (`CommunicationOptions(start_timeout_s=...)`)."
+                    text = (
+                        f"not all of the {len(self.identity.addresses)} processes came in time; missing: {names}.{came} "
+                        "Look at their logs; if they only start late, raise the time "
+                        "(`CommunicationOptions(start_timeout_s=...)`)."
                     )
-                    # Where some were started for a job of another size, to start all again leads to the same.
+                    # A restart helps nothing where some were started for a job of another size.
                     lasts = message.get("misnumbered") is True
-                    self._no_start = ClusterError(told) if lasts else ClusterTimeoutError(told)
-                case {"type": "values", "key": str(), "values": list()} | {
-                    "type": "void",
-                    "key": str(),
-                    "process": int(),
-                }:
+                    self._no_start = ClusterError(text) if lasts else ClusterTimeoutError(text)
+                case {"type": "values", "key": str(), "values": list()}:
+                    self.exchanges.take(message)
+                case {"type": "void", "key": str(), "process": int()}:
                     self.exchanges.take(message)
                 case {"type": "where"}:
                     self._outbox.put({"type": "at", **self._where()})
@@ -335,59 +360,33 @@ class Watch:
         return None
 
     def _loss(self, process: int, cause: str) -> PeerLostError:
-        known = self._addresses or self.place.addresses
-        address = known[process] or (join(self.place.host, self.place.port) if process == 0 else "address not known")
+        known = self._addresses or self.identity.addresses
+        address = known[process] or (
+            join(self.identity.host, self.identity.port) if process == 0 else "address not known"
+        )
         return PeerLostError(process, address, self._step, cause)
 
 
-_TRY_S = 2.0
-_RETRY_S = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Who this process is, and where process 0 waits for it.
-
-    Attributes:
-        process: its index.
-        addresses: of all processes, by index, "host:port"; None: process 0 sees where it comes from.
-        host: process 0's host.
-        port: the port that process 0 watches on.
-        token: shared by all processes of the job; "" for none.
-    """
-
-    process: int
-    addresses: tuple[str | None, ...]
-    host: str
-    port: int
-    token: str
-
-    def label(self, process: int) -> str:
-        """A process for people: its number, and its address if that is known."""
-        address = self.addresses[process] if 0 <= process < len(self.addresses) else None
-        return f"process {process}" + (f" ({address})" if address else "")
-
-
-def connect(place: Place, timeout_s: float) -> socket.socket:
-    """A connection to process 0, which may not listen yet.
+def connect(identity: Identity, timeout_s: float) -> socket.socket:
+    """Connects to process 0, which may not listen yet.
 
     Raises:
         ClusterTimeoutError: it was not reached in time.
     """
+    at = join(identity.host, identity.port)
     deadline_s, last = time.monotonic() + timeout_s, "no answer"
     speak_at_s = time.monotonic() + _QUIET_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
-            return socket.create_connection((place.host, place.port), min(_TRY_S, left_s))
+            return socket.create_connection((identity.host, identity.port), min(_TRY_S, left_s))
         except OSError as exc:
             last = str(exc)
             if time.monotonic() > speak_at_s:
                 speak_at_s = deadline_s
-                to = join(place.host, place.port)
-                text = f"process {place.process} waits for process 0 at {to}, up to {timeout_s:g} s ({last})"
+                text = f"process {identity.process} waits for process 0 at {at}, up to {timeout_s:g} s ({last})"
                 print(f"jdist: {text}", file=sys.stderr, flush=True)
             time.sleep(min(_RETRY_S, left_s))
     raise ClusterTimeoutError(
-        f"process {place.process} did not reach process 0 at {join(place.host, place.port)} within {timeout_s:g} s ({last}). "
+        f"process {identity.process} did not reach process 0 at {at} within {timeout_s:g} s ({last}). "
         "Is it running, is the address right, and is the port open between the machines?"
     )

@@ -1,4 +1,4 @@
-"""What a process has said to all, and has yet to hear of all."""
+"""Exchanges of small values between all processes, as one of them sees them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ Message = dict[str, Any]
 class Exchanges:
     """The exchanges that a process takes part in: each says a value under a key, and hears everyone's.
 
-    Any thread may say, hear and forget.
-
-    Args:
-        tell: sends a message to process 0.
+    Any thread may say, hear and forget. `send` sends a message to process 0.
     """
 
-    def __init__(self, tell: Callable[[Message], None]):
-        self._tell = tell
+    def __init__(self, send: Callable[[Message], None]):
+        self._send = send
         self._changed = threading.Condition()
         self._answers: dict[str, Message | None] = {}  # by key; None: not there yet
-        self._forgotten: deque[str] = deque()  # not told yet
+        self._forgotten: deque[str] = deque()  # not sent yet
         self._lost: PeerLostError | None = None
 
     def exchange(self, key: str, value: Any, timeout_s: float) -> list[Any]:
-        """What every process said under `key`, by index; returns once all have.
+        """Says a value under `key`, and returns everyone's, by index, once all have come.
 
         Args:
             key: the same on all, and used once.
@@ -39,7 +36,7 @@ class Exchanges:
             timeout_s: how long to wait.
 
         Raises:
-            ClusterTimeoutError: not all said theirs in time.
+            ClusterTimeoutError: not all values came in time.
             ClusterError: one of them never will, or the value is too large.
             PeerLostError: a process was lost meanwhile.
         """
@@ -56,7 +53,7 @@ class Exchanges:
         return values
 
     def say(self, key: str, value: Any) -> None:
-        """This process's part of an exchange.
+        """Sends this process's value of an exchange.
 
         Raises:
             ClusterError: the value is too large.
@@ -69,10 +66,10 @@ class Exchanges:
             )
         with self._changed:
             self._answers[key] = None
-        self._tell(message)
+        self._send(message)
 
     def hear(self, key: str, timeout_s: float) -> list[Any] | None:
-        """What every process said under `key`, by index, once; None: not all have, within `timeout_s`. Ask again then.
+        """Waits for everyone's value under `key`, by index, once; None: not all came within `timeout_s`. Ask again then.
 
         Raises:
             ClusterError: one of them never will.
@@ -95,23 +92,23 @@ class Exchanges:
         )
 
     def forget(self, prefix: str) -> None:
-        """Takes no part in exchanges whose keys begin so, from now on; none of them may be said or heard any more.
+        """Takes no part in exchanges whose keys begin with `prefix` any more; none of them may be said or heard.
 
         Takes no lock and sends nothing, so the garbage collector may call it.
         """
         self._forgotten.append(prefix)
 
-    def tell_forgotten(self) -> None:
-        """Tells process 0 what was forgotten since the last time."""
+    def send_forgotten(self) -> None:
+        """Sends process 0 the prefixes that were forgotten since the last time."""
         while self._forgotten:
             prefix = self._forgotten.popleft()
             with self._changed:
                 for key in [key for key in self._answers if key.startswith(prefix)]:
                     del self._answers[key]
-            self._tell({"type": "forget", "prefix": prefix})
+            self._send({"type": "forget", "prefix": prefix})
 
     def take(self, message: Message) -> None:
-        """Takes in an answer of process 0; nobody waits for one that was forgotten."""
+        """Takes in an answer of process 0; one that was forgotten is dropped."""
         with self._changed:
             if message["key"] in self._answers:
                 self._answers[message["key"]] = message

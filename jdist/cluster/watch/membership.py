@@ -1,18 +1,18 @@
-"""What process 0 knows of all processes, and what it tells them: pure functions from a state and an event.
+"""What process 0 knows of all processes, and what it sends them: pure functions from a state and an event.
 
-No clock, socket or lock: `switchboard.py` has these. Messages are dicts that JSON can hold, with a "type".
+No clock, socket or lock: `server` has these. Messages are dicts that JSON can hold, with a "type".
 
-A process says                              It is told
+A process sends                             It receives
     hello   once, when it comes                 welcome     once all have come
                                                 absent      not all came in time; all give up
     beat    every so often, with its step,      beat        every so often
             and since when it waits for others
-    at      where it is: phase and stack        where       some have waited for too long: say where you are
-    value   its part of an exchange             values      everyone's, once all have said theirs
+    at      where it is: phase and stack        where       some have waited for too long: send where you are
+    value   its part of an exchange             values      everyone's, once all have sent theirs
                                                 void        one of them takes no part any more
     forget  takes no part in exchanges whose
             keys begin so, any more
-    wish    that all stop                       stopping    someone wished it: say which step you passed last
+    wish    that all stop                       stopping    someone wished it: send which step you passed last
     passed  the last step it went on after      stop_at     the step after which all stop
     bye     its program has come to an end      left        the same of another; once all have, they part
     misses  one that has left, as it waits for it
@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
-_ASK_AGAIN_S = 10.0  # after those who are waited for said that what they do may last
-_MOST_REFUSED = 4  # that are told of
-_MOST_OPEN = 100  # exchanges that some have said their part of and others have not; a correct job has a few
+_ASK_AGAIN_S = 10.0  # after processes that are waited for answered that their work may last
+_MOST_REFUSED = 4  # that are named in a message
+_MOST_OPEN = 100  # exchanges to which some have sent their value and others have not; a correct job has a few
 
 
-class Tell(NamedTuple):
+class Outgoing(NamedTuple):
     """A message to one process, or to all (None)."""
 
     to: int | None
@@ -43,66 +43,40 @@ class Tell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A process that has come.
-
-    Attributes:
-        address: where it is.
-        heard_s: when it was last heard of.
-        step: the last step that it told of.
-        waits_s, patience_s: how long it has waited for others at that step, and how long that may be.
-        place: where it is, as far as it has said since all were asked.
-        passed: the last step after which it went on, told once all are to stop; it goes past no other until it knows
-            when to stop.
-        left: whether its program has come to an end.
-        gone: whether it has parted from the others.
-    """
+    """A process that has come."""
 
     address: str
-    heard_s: float
-    step: int = 0
-    waits_s: float = 0.0
+    heard_s: float  # when it was last heard of
+    step: int = 0  # the step in its last beat
+    waits_s: float = 0.0  # how long it has waited for others at that step, and how long that may be
     patience_s: float = math.inf
-    place: Message | None = None
+    place: Message | None = None  # its phase and stack; None until it has answered the last "where"
+    # the last step that it went past, sent once all are to stop; then it waits at the next until it knows when
     passed: int | None = None
-    left: bool = False
-    gone: bool = False
+    left: bool = False  # whether its program has come to an end
+    gone: bool = False  # whether it has parted from the others
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hub:
-    """The state.
+class Membership:
+    """The state of the job, as process 0 knows it."""
 
-    Attributes:
-        count: how many processes there are.
-        silence_s: a process that was not heard of for so long is lost.
-        start_by_s: by when all have to come.
-        awake_s: when process 0 itself was last seen to run.
-        members: those that have come.
-        values: what was said in each exchange that not all have taken part in yet.
-        forgotten: beginnings of keys, and who takes no part in such exchanges any more; until nobody does.
-        stopping: why all are to stop; None if nobody wishes it.
-        stop_at: the step after which they do; None until all have said which one they passed.
-        asked_s: when all were asked where they are.
-        lost: the process that was lost first; all ends with it.
-        given_up: whether not all came in time.
-        refused: who came and could not be taken in, and why, each once.
-        misnumbered: whether one was started for a job of another size: no other start would end otherwise.
-    """
-
-    count: int
-    silence_s: float
-    start_by_s: float
-    awake_s: float
-    members: Mapping[int, Member] = field(default_factory=dict)
+    count: int  # number of processes
+    silence_s: float  # a process that was not heard of for so long is lost
+    start_by_s: float  # by when all have to come
+    awake_s: float  # when process 0 itself was last seen to run
+    members: Mapping[int, Member] = field(default_factory=dict)  # that have come
+    # of each open exchange, the values by process
     values: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    # prefixes of keys, and the processes that take no part in such exchanges any more; until nobody does
     forgotten: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    stopping: str | None = None
-    stop_at: int | None = None
-    asked_s: float = -math.inf
-    lost: int | None = None
-    given_up: bool = False
-    refused: tuple[str, ...] = ()
-    misnumbered: bool = False
+    stopping: str | None = None  # why all are to stop; None if nobody wishes it
+    stop_at: int | None = None  # the step after which they do; None until all have sent which one they passed
+    asked_s: float = -math.inf  # when all were asked where they are
+    lost: int | None = None  # the process that was lost first; all ends with it
+    given_up: bool = False  # whether not all came in time
+    refused: tuple[str, ...] = ()  # which connections were refused and why, each once
+    misnumbered: bool = False  # whether one was started for a job of another size: a restart would end the same
 
     @property
     def absent(self) -> list[int]:
@@ -110,187 +84,180 @@ class Hub:
         return [i for i in range(self.count) if i not in self.members]
 
 
-Next = tuple[Hub, list[Tell]]
+Transition = tuple[Membership, list[Outgoing]]
 
 
-def refusal(hub: Hub, hello: Message) -> str | None:
+def refusal(state: Membership, hello: Message) -> str | None:
     """Why a process that says hello cannot take part, as a clause; None if it can."""
     process, count = hello.get("process"), hello.get("count")
-    if count != hub.count:
-        return f"it was started as one of {count!r} processes, process 0 as one of {hub.count}"
-    if isinstance(process, bool) or not isinstance(process, int) or not 0 <= process < hub.count:
-        return f"process index {process!r} is not among 0 to {hub.count - 1}"
-    if process in hub.members:
-        return f"another process, at {hub.members[process].address}, is process {process} already"
-    if hub.lost is not None:
-        return f"process {hub.lost} was lost, and the job ends"
-    if hub.given_up:
+    if count != state.count:
+        return f"it was started as one of {count!r} processes, process 0 as one of {state.count}"
+    if isinstance(process, bool) or not isinstance(process, int) or not 0 <= process < state.count:
+        return f"process index {process!r} is not among 0 to {state.count - 1}"
+    if process in state.members:
+        return f"another process, at {state.members[process].address}, is process {process} already"
+    if state.lost is not None:
+        return f"process {state.lost} was lost, and the job ends"
+    if state.given_up:
         return "not all processes came in time, and the job ends"
     return None
 
 
-def refused(hub: Hub, peer: str, why: str, *, misnumbered: bool = False) -> Hub:
-    """A process was refused: it may be one that the others wait for."""
-    hub = replace(hub, misnumbered=hub.misnumbered or misnumbered)
-    told = f"one from {peer.rpartition(':')[0]} was refused: {why}"
-    return (
-        hub if told in hub.refused or len(hub.refused) >= _MOST_REFUSED else replace(hub, refused=(*hub.refused, told))
-    )
+def note_refused(state: Membership, peer: str, why: str, *, misnumbered: bool = False) -> Membership:
+    """Notes that a process was refused: it may be one that the others wait for."""
+    state = replace(state, misnumbered=state.misnumbered or misnumbered)
+    text = f"one from {peer.rpartition(':')[0]} was refused: {why}"
+    if text in state.refused or len(state.refused) >= _MOST_REFUSED:
+        return state
+    return replace(state, refused=(*state.refused, text))
 
 
-def joined(hub: Hub, process: int, address: str, now_s: float) -> Next:
-    """A process has said a hello that is not refused."""
-    members = {**hub.members, process: Member(address=address, heard_s=now_s)}
-    hub = replace(hub, members=members)
-    if hub.absent:
-        return hub, []
-    addresses = [members[i].address for i in range(hub.count)]
-    tells = [Tell(None, {"type": "welcome", "addresses": addresses})]
-    if hub.stopping is not None:  # those that came later have not heard
-        tells.append(Tell(None, {"type": "stopping", "reason": hub.stopping}))
-    return hub, tells
+def join(state: Membership, process: int, address: str, now_s: float) -> Transition:
+    """Takes in a process whose hello is not refused."""
+    members = {**state.members, process: Member(address=address, heard_s=now_s)}
+    state = replace(state, members=members)
+    if state.absent:
+        return state, []
+    addresses = [members[i].address for i in range(state.count)]
+    outgoing = [Outgoing(None, {"type": "welcome", "addresses": addresses})]
+    if state.stopping is not None:  # later ones have not received it
+        outgoing.append(Outgoing(None, {"type": "stopping", "reason": state.stopping}))
+    return state, outgoing
 
 
-def heard(hub: Hub, process: int, message: Message, now_s: float) -> Next:
-    """A process has said something; what makes no sense is passed over."""
-    member = replace(hub.members[process], heard_s=now_s)
+def receive(state: Membership, process: int, message: Message, now_s: float) -> Transition:
+    """Takes in a message of a process; one that makes no sense is ignored."""
+    member = replace(state.members[process], heard_s=now_s)
     match message:
         case {"type": "beat", "step": int(step), "waits_s": float(waits_s), "patience_s": float(patience_s)}:
             member = replace(member, step=step, waits_s=waits_s, patience_s=patience_s)
         case {"type": "at", "phase": str(), "may_last": bool(), "where": str(), "stack": list()}:
-            return _found(_with(hub, process, replace(member, place=message)))
+            return _judge(_with_member(state, process, replace(member, place=message)))
         case {"type": "value", "key": str(key), "value": value}:
-            return _exchanged(_with(hub, process, member), process, key, value)
+            return _exchange(_with_member(state, process, member), process, key, value)
         case {"type": "forget", "prefix": str(prefix)}:
-            who = hub.forgotten.get(prefix, frozenset()) | {process}
-            return _voided(replace(_with(hub, process, member), forgotten={**hub.forgotten, prefix: who}))
-        case {"type": "wish", "reason": str(reason)} if hub.stopping is None:
-            hub = replace(_with(hub, process, member), stopping=reason)
-            return hub, [Tell(None, {"type": "stopping", "reason": reason})]
+            who = state.forgotten.get(prefix, frozenset()) | {process}
+            return _void(replace(_with_member(state, process, member), forgotten={**state.forgotten, prefix: who}))
+        case {"type": "wish", "reason": str(reason)} if state.stopping is None:
+            state = replace(_with_member(state, process, member), stopping=reason)
+            return state, [Outgoing(None, {"type": "stopping", "reason": reason})]
         case {"type": "passed", "step": int(step)}:
-            return _agreed(_with(hub, process, replace(member, passed=step)))
+            return _agree(_with_member(state, process, replace(member, passed=step)))
         case {"type": "bye"}:
-            hub, voids = _voided(_with(hub, process, replace(member, left=True)))
-            return hub, [Tell(None, {"type": "left", "process": process}), *voids]
-        case {"type": "misses", "process": int(other)} if other in hub.members:
+            state, voids = _void(_with_member(state, process, replace(member, left=True)))
+            return state, [Outgoing(None, {"type": "left", "process": process}), *voids]
+        case {"type": "misses", "process": int(other)} if other in state.members:
             return _lose(
-                _with(hub, process, member), other, f"its program has ended, while process {process} waits for it"
+                _with_member(state, process, member),
+                other,
+                f"its program has ended, while process {process} waits for it",
             )
         case {"type": "gone"}:
             member = replace(member, left=True, gone=True)
-    return _with(hub, process, member), []
+    return _with_member(state, process, member), []
 
 
-def disconnected(hub: Hub, process: int) -> Next:
-    """A process's connection has ended: it is lost, unless it has parted."""
-    if hub.members[process].gone:
-        return hub, []
-    return _lose(hub, process, "its connection broke: it was killed, or has crashed")
+def disconnect(state: Membership, process: int) -> Transition:
+    """Takes in the end of a connection: its process is lost, unless it has parted."""
+    if state.members[process].gone:
+        return state, []
+    return _lose(state, process, "its connection broke: it was killed, or has crashed")
 
 
-def awoke(hub: Hub, now_s: float) -> Next:
-    """Process 0 runs; to be told before anything else, as after a standstill all others seem silent."""
-    still_s = now_s - hub.awake_s
-    hub = replace(hub, awake_s=now_s)
-    if still_s > hub.silence_s and 0 in hub.members:
-        return _lose(hub, 0, f"it stood still for {still_s:.0f} s")
-    return hub, []
+def wake(state: Membership, now_s: float) -> Transition:
+    """Notes that process 0 runs; before any other event, as after a standstill all others seem silent."""
+    still_s = now_s - state.awake_s
+    state = replace(state, awake_s=now_s)
+    if still_s > state.silence_s and 0 in state.members:
+        return _lose(state, 0, f"it stood still for {still_s:.0f} s")
+    return state, []
 
 
-def ticked(hub: Hub, now_s: float) -> Next:
-    """Time has passed; what had come by now was heard."""
-    for process, member in hub.members.items():
-        if not member.gone and now_s - member.heard_s > hub.silence_s:
-            return _lose(hub, process, f"nothing was heard of it for {hub.silence_s:g} s: it stands still")
-    if hub.absent and now_s > hub.start_by_s and not hub.given_up:
-        return replace(hub, given_up=True), [
-            Tell(
-                None,
-                {
-                    "type": "absent",
-                    "processes": hub.absent,
-                    "refused": list(hub.refused),
-                    "misnumbered": hub.misnumbered,
-                },
-            )
-        ]
-    tells = [Tell(None, {"type": "beat"})]
-    too_long = any(member.waits_s > member.patience_s for member in hub.members.values() if not member.left)
-    if too_long and now_s - hub.asked_s > _ASK_AGAIN_S:
-        members = {i: replace(member, place=None) for i, member in hub.members.items()}
-        return replace(hub, members=members, asked_s=now_s), [*tells, Tell(None, {"type": "where"})]
-    return hub, tells
+def tick(state: Membership, now_s: float) -> Transition:
+    """Takes in the time, after all messages that have come by then."""
+    for process, member in state.members.items():
+        if not member.gone and now_s - member.heard_s > state.silence_s:
+            return _lose(state, process, f"nothing was heard of it for {state.silence_s:g} s: it stands still")
+    if state.absent and now_s > state.start_by_s and not state.given_up:
+        absent = {"processes": state.absent, "refused": list(state.refused), "misnumbered": state.misnumbered}
+        return replace(state, given_up=True), [Outgoing(None, {"type": "absent", **absent})]
+    outgoing = [Outgoing(None, {"type": "beat"})]
+    too_long = any(member.waits_s > member.patience_s for member in state.members.values() if not member.left)
+    if too_long and now_s - state.asked_s > _ASK_AGAIN_S:
+        members = {i: replace(member, place=None) for i, member in state.members.items()}
+        return replace(state, members=members, asked_s=now_s), [*outgoing, Outgoing(None, {"type": "where"})]
+    return state, outgoing
 
 
-def _with(hub: Hub, process: int, member: Member) -> Hub:
-    return replace(hub, members={**hub.members, process: member})
+def _with_member(state: Membership, process: int, member: Member) -> Membership:
+    return replace(state, members={**state.members, process: member})
 
 
-def _found(hub: Hub) -> Next:
-    """Once all have said where they are: who is behind is lost, unless what it does may last."""
-    members = {i: member for i, member in hub.members.items() if not member.left}
+def _judge(state: Membership) -> Transition:
+    """Once all have sent where they are: the process that is behind is lost, unless its work may last."""
+    members = {i: member for i, member in state.members.items() if not member.left}
     places = {i: member.place for i, member in members.items() if member.place is not None}
     waited_s = max(member.waits_s for member in members.values())
     if len(places) < len(members) or not any(member.waits_s > member.patience_s for member in members.values()):
-        return hub, []
+        return state, []
     if any(place["may_last"] for place in places.values()):
-        return hub, []
+        return state, []
     behind = [i for i, member in members.items() if not member.waits_s]
     guilty = min(behind or members, key=lambda i: (members[i].step, i))
     where = f"{places[guilty]['phase']}, {places[guilty]['where']}"
     cause = f"the others have waited for it for {waited_s:.0f} s, and it is in {where}"
     if not behind:
         cause = f"all wait for each other since {waited_s:.0f} s, at a collective that does not end; it is at {where}"
-    return _lose(hub, guilty, cause, [{"process": i, "step": members[i].step, **places[i]} for i in sorted(places)])
+    return _lose(state, guilty, cause, [{"process": i, "step": members[i].step, **places[i]} for i in sorted(places)])
 
 
-def _lose(hub: Hub, process: int, cause: str, places: Sequence[Message] = ()) -> Next:
-    if hub.lost is not None or hub.given_up:  # all end for that reason
-        return hub, []
+def _lose(state: Membership, process: int, cause: str, places: Sequence[Message] = ()) -> Transition:
+    if state.lost is not None or state.given_up:  # all end for that reason
+        return state, []
     lost = {
         "type": "lost",
         "process": process,
-        "address": hub.members[process].address,
-        "step": max(member.step for member in hub.members.values()),
+        "address": state.members[process].address,
+        "step": max(member.step for member in state.members.values()),
         "cause": cause,
         "places": list(places),
     }
-    return replace(hub, lost=process), [Tell(None, lost)]
+    return replace(state, lost=process), [Outgoing(None, lost)]
 
 
-def _exchanged(hub: Hub, process: int, key: str, value: Any) -> Next:
-    if key not in hub.values and len(hub.values) >= _MOST_OPEN:
-        return hub, []  # whoever waits for it gives up in time
-    said = {**hub.values.get(key, {}), process: value}
-    if len(said) < hub.count:
-        return _voided(replace(hub, values={**hub.values, key: said}))
-    rest = {k: v for k, v in hub.values.items() if k != key}
-    values = [said[i] for i in range(hub.count)]
-    return replace(hub, values=rest), [Tell(None, {"type": "values", "key": key, "values": values})]
+def _exchange(state: Membership, process: int, key: str, value: Any) -> Transition:
+    if key not in state.values and len(state.values) >= _MOST_OPEN:
+        return state, []  # its callers run into their timeout
+    by_process = {**state.values.get(key, {}), process: value}
+    if len(by_process) < state.count:
+        return _void(replace(state, values={**state.values, key: by_process}))
+    rest = {k: v for k, v in state.values.items() if k != key}
+    values = [by_process[i] for i in range(state.count)]
+    return replace(state, values=rest), [Outgoing(None, {"type": "values", "key": key, "values": values})]
 
 
-def _voided(hub: Hub) -> Next:
-    """Gives up exchanges that one takes no part in any more, and beginnings that nobody uses any more.
+def _void(state: Membership) -> Transition:
+    """Gives up exchanges in which a process takes no part any more, and prefixes that nobody uses any more.
 
-    Nor need those be kept that only processes that have left take no part in: these take part in nothing.
+    A prefix that only processes that have left have forgotten goes, too: these take part in nothing.
     """
-    left = {i for i, member in hub.members.items() if member.left}
-    values, tells = {}, []
-    for key, said in hub.values.items():
-        gone = left.union(*(who for prefix, who in hub.forgotten.items() if key.startswith(prefix)))
+    left = {i for i, member in state.members.items() if member.left}
+    values, outgoing = {}, []
+    for key, by_process in state.values.items():
+        gone = left.union(*(who for prefix, who in state.forgotten.items() if key.startswith(prefix)))
         if gone:
-            tells += [Tell(i, {"type": "void", "key": key, "process": min(gone - {i})}) for i in said if gone != {i}]
+            waiting = [i for i in by_process if gone != {i}]
+            outgoing += [Outgoing(i, {"type": "void", "key": key, "process": min(gone - {i})}) for i in waiting]
         else:
-            values[key] = said
-    forgotten = {prefix: who for prefix, who in hub.forgotten.items() if who - left and len(who | left) < hub.count}
-    return replace(hub, values=values, forgotten=forgotten), tells
+            values[key] = by_process
+    forgotten = {prefix: who for prefix, who in state.forgotten.items() if who - left and len(who | left) < state.count}
+    return replace(state, values=values, forgotten=forgotten), outgoing
 
 
-def _agreed(hub: Hub) -> Next:
-    """All stop after the step that follows the furthest one that any of them has passed."""
-    passed = [member.passed for member in hub.members.values()]
-    said = [step for step in passed if step is not None]
-    if hub.stop_at is not None or len(said) < hub.count:
-        return hub, []
-    stop_at = max(said) + 1
-    return replace(hub, stop_at=stop_at), [Tell(None, {"type": "stop_at", "step": stop_at})]
+def _agree(state: Membership) -> Transition:
+    """Decides that all stop one step after the furthest that any of them has passed."""
+    passed = [member.passed for member in state.members.values() if member.passed is not None]
+    if state.stop_at is not None or len(passed) < state.count:
+        return state, []
+    stop_at = max(passed) + 1
+    return replace(state, stop_at=stop_at), [Outgoing(None, {"type": "stop_at", "step": stop_at})]

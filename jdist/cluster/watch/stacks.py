@@ -1,4 +1,4 @@
-"""Where a process is, for the others that wait for it: its phase and its stack, read from outside while it may be stuck."""
+"""The phase and the stack of a program, read from another thread while it may be stuck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JAX, _JDIST = Path(jax.__file__).parent, Path(__file__).parents[2]
 _OTHERS = tuple(str(path) for path in (_JAX.parent, _JDIST, Path(threading.__file__).parent, "<frozen"))
 _ALONE = ("compiling", "tracing")
 WAITING, HOST = "waiting for the others", "the program's own code"
-# What may take as long as it does: a part of the file's path, of the function's name, and what that is.
+# Work that may last: a part of the file's path, a part of the function's name, the phase.
 _LONG = (
     (_JAX / "_src" / "compiler.py", "compile", "compiling"),
     (_JAX / "_src" / "interpreters" / "partial_eval.py", "trace", "tracing"),
@@ -29,71 +29,66 @@ _LONG = (
 )
 
 
-_awaited: dict[int, int] = {}  # of threads of this process, which other one each waits for
-_exchanging: set[int] = set()  # threads that wait for what other processes say
+_awaited: dict[int, int] = {}  # thread -> the thread of this process that it waits for
+_exchanging: set[int] = set()  # threads that wait for values of other processes
 
 
 @contextlib.contextmanager
 def awaiting(thread: int | None) -> Iterator[None]:
     """Notes that this thread waits for another one of this process, as for a batch."""
-    own = threading.get_ident()
+    waiting = threading.get_ident()
     if thread is not None:
-        _awaited[own] = thread
+        _awaited[waiting] = thread
     try:
         yield
     finally:
-        _awaited.pop(own, None)
+        _awaited.pop(waiting, None)
 
 
 @contextlib.contextmanager
 def exchanging() -> Iterator[None]:
-    """Notes that this thread waits for what other processes say."""
-    own = threading.get_ident()
-    _exchanging.add(own)
+    """Notes that this thread waits for values of other processes."""
+    waiting = threading.get_ident()
+    _exchanging.add(waiting)
     try:
         yield
     finally:
-        _exchanging.discard(own)
-
-
-def acting(thread: int) -> int:
-    """The thread whose work a thread waits for; itself if for none."""
-    return _awaited.get(thread, thread)
+        _exchanging.discard(waiting)
 
 
 def is_exchanging(thread: int) -> bool:
-    """Whether a thread, or the one that it waits for, waits for what other processes say."""
-    return acting(thread) in _exchanging
+    """Whether a thread, or the one that it waits for, waits for values of other processes."""
+    return _acting(thread) in _exchanging
 
 
 def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]:
-    """What a thread does, as JSON can hold it.
-
-    Args:
-        thread: its identifier.
-        busy: what the program says that it does; see `Runtime.busy`.
-        waits: whether it waits for other processes.
+    """Describes what a thread does, for JSON; `busy` is the argument of `Runtime.busy`.
 
     Returns:
         `phase`, in words; `may_last`, whether that may take long; `where`, the innermost frame of the program's own code;
         `stack`, the innermost frames, the outermost of them first.
     """
-    frame = sys._current_frames().get(acting(thread))
+    frame = sys._current_frames().get(_acting(thread))
     frames = [] if frame is None else [*traceback.walk_stack(frame)]
-    phase = busy or next((what for each, _ in frames if (what := _long(each)) is not None), None)
+    phase = busy or next((name for each, _ in frames if (name := _long_phase(each)) is not None), None)
     stack = [f"{each.f_code.co_filename}:{line} {each.f_code.co_name}"[-_MOST_LETTERS:] for each, line in frames]
-    own = [
-        said for said, (each, _) in zip(stack, frames, strict=True) if not each.f_code.co_filename.startswith(_OTHERS)
+    of_program = [
+        line for line, (each, _) in zip(stack, frames, strict=True) if not each.f_code.co_filename.startswith(_OTHERS)
     ]
     return {
         "phase": phase or (WAITING if waits else HOST),
-        # Who saves or evaluates, and waits for the others meanwhile, is not what keeps them waiting.
+        # A process that saves or evaluates and waits for the others meanwhile does not keep them waiting.
         "may_last": phase is not None and (busy is not None or not waits or phase in _ALONE),
-        "where": next(iter(own or stack), "no frame"),
+        "where": next(iter(of_program or stack), "no frame"),
         "stack": stack[:_MOST_FRAMES][::-1],
     }
 
 
-def _long(frame: FrameType) -> str | None:
+def _acting(thread: int) -> int:
+    """The thread that a thread waits for; itself if it waits for none."""
+    return _awaited.get(thread, thread)
+
+
+def _long_phase(frame: FrameType) -> str | None:
     file, name = frame.f_code.co_filename, frame.f_code.co_name
-    return next((what for path, part, what in _LONG if file.startswith(str(path)) and part in name), None)
+    return next((phase for path, part, phase in _LONG if file.startswith(str(path)) and part in name), None)

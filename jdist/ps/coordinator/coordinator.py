@@ -128,9 +128,8 @@ class Coordinator:
             link.end()
 
     def _end_if_replaced(self) -> None:
-        exit_status.end_with(
-            exit_status.USAGE, self.engine.replaced_by
-        )  # no launcher starts it again: two would take turns
+        # No launcher starts it again: two would take turns.
+        exit_status.exit_if_uncaught(self.engine.replaced_by, exit_status.USAGE)
 
     def add(self, function: FunctionPlan, program: bytes, combine: Combine | None = None) -> int:
         """Makes a function known, to be installed on each worker that gets a closure of it.

@@ -1,8 +1,8 @@
-"""What a function or class has now and its source does not give: defaults and attributes of classes, set or changed since.
+"""The source of a function or class of a notebook, the names that it uses, and the values that it gives no more.
 
-Its source is run again elsewhere. `def f(rate=RATE)` has there what RATE is by then, and here what it was; and a class may
-have been given another attribute by a later cell. Values that are plain data are put back; what is none, and is seen to be
-another, is refused.
+The source is run again elsewhere. `def f(rate=RATE)` has there what RATE is by then, and here what it was; and a class may
+have been given another attribute by a later cell. Such defaults and attributes are restored if they are plain data, and
+refused if they are seen to differ and are not.
 """
 
 from __future__ import annotations
@@ -10,33 +10,115 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-from collections.abc import Iterator, Mapping
+import symtable
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 from jdist.notebook import values
-from jdist.notebook.names import NoSource
 
 # {"defaults": {method's name, or "" for a function's own: {parameter: value}}, "attributes": {name: value}}
 Changes = dict[str, dict[str, Any]]
-_UNKNOWN = object()  # what a source gives where that can't be told without running it
+_UNKNOWN = object()  # the value of an expression that would have to be run
+
+
+class NoSource(Exception):
+    """The source cannot be used; the message is the predicate to the definition's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The source of one definition."""
+
+    text: str  # the source, decorators included
+    # names that the definition itself uses: in decorators, defaults, base classes, a class's body
+    at_once: tuple[str, ...]
+    later: tuple[str, ...]  # names that are used when it is called
+    attributes: frozenset[str]  # dotted names, "jax.numpy.zeros"
+    is_decorated: bool  # whether it has decorators
+    node: ast.stmt  # the source, parsed
+
+
+def source_of(definition: FunctionType | type, cells: Sequence[str]) -> Source:
+    """Finds the source of a function or class that is defined at the top of a cell or of a script.
+
+    Args:
+        definition: the function or class, without the wrappers of decorators.
+        cells: the notebook's cells in the order in which they ran; none for a script.
+
+    Raises:
+        NoSource: there is none that would mean the same elsewhere.
+    """
+    name = definition.__name__
+    if name == "<lambda>":
+        raise NoSource("is a lambda; give it a name by `def`")
+    if "<locals>" in definition.__qualname__:
+        raise NoSource(
+            f"is defined inside of another function ({definition.__qualname__}); define it at the top of a cell"
+        )
+    if isinstance(definition, type) and cells:
+        text = _of_class(name, cells)
+    else:
+        try:
+            text = textwrap.dedent(inspect.getsource(definition))
+        except (OSError, TypeError) as exc:
+            raise NoSource(
+                "has no source that Python could find, as in its plain interactive shell. Write it into a module and import it "
+                "(in a notebook, `%%writefile my_module.py` makes one)"
+            ) from exc
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as exc:
+        raise NoSource("has a source that does not stand by itself; define it at the top of a cell") from exc
+    at_once: set[str] = set()
+    later: set[str] = set()
+    _names(symtable.symtable(text, name, "exec"), at_once, later, now=True)
+    return Source(
+        text=text.rstrip() + "\n",
+        at_once=tuple(sorted(at_once)),
+        later=tuple(sorted(later - at_once)),
+        attributes=frozenset(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)),
+        is_decorated=any(getattr(node, "decorator_list", None) for node in tree.body),
+        node=tree.body[0],
+    )
+
+
+def _names(table: symtable.SymbolTable, at_once: set[str], later: set[str], *, now: bool) -> None:
+    """Collects the global names that a scope and those inside of it read; a class's body runs where it stands."""
+    names = at_once if now else later
+    names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+    for inner in table.get_children():
+        _names(inner, at_once, later, now=now and inner.get_type() == "class")
+
+
+def _of_class(name: str, cells: Sequence[str]) -> str:
+    """Finds the newest definition of a class in cells; `inspect` looks for classes in files only."""
+    for cell in reversed(cells):
+        try:
+            tree = ast.parse(cell)
+        except SyntaxError:  # a cell that did not run
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                first = min(part.lineno for part in (node, *node.decorator_list))
+                return "\n".join(cell.splitlines()[first - 1 : node.end_lineno])
+    raise NoSource("is a class of which no cell has the definition; write it at the top of one")
 
 
 def changes(definition: FunctionType | type, node: ast.stmt, namespace: Mapping[str, object]) -> Changes:
-    """The plain values that a definition has now, and its source may not give.
+    """Finds the plain values that a definition has now and its source may not give.
 
-    Args:
-        definition: a function, or a class.
-        node: its source.
-        namespace: the names that its source takes, as they are now.
+    `node` is its source, `namespace` the names that this uses, as they are now.
 
     Raises:
-        NoSource: it has something else than its source says, which is no plain value.
+        NoSource: a value differs from the source, and is not plain.
     """
-    found: Changes = {"defaults": {}, "attributes": {}}
+    current: Changes = {"defaults": {}, "attributes": {}}
     if isinstance(definition, FunctionType):
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        found["defaults"][""] = _defaults(definition, node, "", namespace)
+        current["defaults"][""] = _defaults(definition, node, "", namespace)
     else:
         assert isinstance(node, ast.ClassDef)
         methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -46,28 +128,28 @@ def changes(definition: FunctionType | type, node: ast.stmt, namespace: Mapping[
             function = function_in(value)
             if name in methods and function is not None:
                 if _is_own(definition, name, function):
-                    found["defaults"][name] = _defaults(function, methods[name], f"{name}: ", inside)
+                    current["defaults"][name] = _defaults(function, methods[name], f"{name}: ", inside)
                 elif not methods[name].decorator_list:
                     raise _replaced(name, function)
             elif not name.startswith("__") and _is_other(definition, name, value, written, inside):
-                found["attributes"][name] = value
-    found["defaults"] = {name: defaults for name, defaults in found["defaults"].items() if defaults}
-    return {kind: entries for kind, entries in found.items() if entries}
+                current["attributes"][name] = value
+    current["defaults"] = {name: defaults for name, defaults in current["defaults"].items() if defaults}
+    return {kind: entries for kind, entries in current.items() if entries}
 
 
-def restore(definition: FunctionType | type, found: Changes) -> None:
-    """Puts back what `changes` has found, into the same definition elsewhere."""
-    for name, defaults in found.get("defaults", {}).items():
+def restore(definition: FunctionType | type, current: Changes) -> None:
+    """Restores the result of `changes` in the same definition elsewhere."""
+    for name, defaults in current.get("defaults", {}).items():
         function = function_in(vars(definition)[name] if name else definition)
         assert function is not None  # it is the same source
         function.__defaults__ = tuple(defaults.get(p, value) for p, value in _positional(function).items()) or None
         function.__kwdefaults__ = {p: defaults.get(p, value) for p, value in (function.__kwdefaults__ or {}).items()}
-    for name, value in found.get("attributes", {}).items():
+    for name, value in current.get("attributes", {}).items():
         setattr(definition, name, value)
 
 
 def function_in(value: Any) -> FunctionType | None:
-    """The function that decorators, `staticmethod`, `classmethod` and `property` have been put round; None if it is none."""
+    """Unwraps decorators, `staticmethod`, `classmethod` and `property`; None if there is no function inside."""
     if isinstance(value, property):
         value = value.fget
     value = inspect.unwrap(value.__func__ if isinstance(value, staticmethod | classmethod) else value)
@@ -75,7 +157,7 @@ def function_in(value: Any) -> FunctionType | None:
 
 
 def _positional(function: FunctionType) -> dict[str, Any]:
-    """The defaults of parameters that may be given by position."""
+    """The defaults of positional parameters."""
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
@@ -107,9 +189,9 @@ def _defaults(
 def _is_other(
     definition: type, name: str, value: Any, written: Mapping[str, ast.expr | None], namespace: Mapping[str, object]
 ) -> bool:
-    """Whether an attribute of a class has to be put back."""
+    """Whether an attribute of a class has to be restored."""
     if name in written:
-        # Members of an enumeration, slots and fields of a named tuple are made of what is written.
+        # Members of an enumeration, slots and fields of a named tuple are made from the source.
         is_made = isinstance(value, definition) or inspect.isdatadescriptor(value) or inspect.ismethoddescriptor(value)
         return not is_made and _differs(value, written[name], namespace, f"`{name}` is")
     if name.startswith("_") or value is None:  # decorators and metaclasses add these
@@ -136,7 +218,7 @@ def _replaced(name: str, function: FunctionType) -> NoSource:
 
 
 def _assigned(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
-    """The names that a class's body assigns, with what; None where that is a part of something."""
+    """Lists the names that a class's body assigns, with the expression; None where that is a part of another."""
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
             yield statement.target.id, statement.value
@@ -148,10 +230,10 @@ def _assigned(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _differs(value: Any, expression: ast.expr | None, namespace: Mapping[str, object], what: str) -> bool:
-    """Whether a value has to be put back.
+    """Whether a value has to be restored.
 
     Raises:
-        NoSource: it is another than the expression gives, and cannot.
+        NoSource: it differs from its expression, and is not plain.
     """
     alike = _is_as_written(value, expression, namespace)
     if alike:
@@ -164,10 +246,10 @@ def _differs(value: Any, expression: ast.expr | None, namespace: Mapping[str, ob
 
 
 def _is_as_written(value: Any, expression: ast.expr | None, namespace: Mapping[str, object]) -> bool | None:
-    """Whether an expression gives a value; None if it is no literal and no name, and would have to be run."""
+    """Whether an expression gives a value; None if it would have to be run, being neither literal nor name."""
     if isinstance(expression, ast.Name | ast.Attribute):
-        found = _named(expression, namespace)
-        return None if found is _UNKNOWN else found is value
+        named = _named(expression, namespace)
+        return None if named is _UNKNOWN else named is value
     try:
         literal = None if expression is None else ast.literal_eval(expression)
     except ValueError:
@@ -176,7 +258,7 @@ def _is_as_written(value: Any, expression: ast.expr | None, namespace: Mapping[s
 
 
 def _named(expression: ast.expr, namespace: Mapping[str, object]) -> object:
-    """What a name stands for, or a name in a module."""
+    """The value of a name, or of a name in a module."""
     if isinstance(expression, ast.Name):
         return namespace.get(expression.id, vars(builtins).get(expression.id, _UNKNOWN))
     if isinstance(expression, ast.Attribute) and isinstance(module := _named(expression.value, namespace), ModuleType):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdist.cluster.watch.messages import BadMessage, Line, Reader, encode
+from jdist.cluster.watch.messages import BadMessage, Connection, Reader, encode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -79,7 +79,7 @@ def pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname())
         ours, _ = server.accept()
-    line = Line(ours, most_bytes=1000, most_kept_bytes=1 << 20)
+    line = Connection(ours, most_bytes=1000, most_unsent_bytes=1 << 20)
     with theirs:
         yield line, theirs
     line.close()
@@ -88,29 +88,29 @@ def pair():
 def test_a_line_that_nobody_reads_keeps_what_is_said_and_never_waits(pair):
     line, theirs = pair
     message, said = {"type": "value", "value": "x" * 10_000}, 0
-    while not line.keeps:
-        line.say(message)
+    while not line.has_unsent:
+        line.send(message)
         said += 1
     got = b""
     while got.count(b"\n") < said:
         got += theirs.recv(1 << 16)
         line.flush()
-    assert not line.keeps
+    assert not line.has_unsent
     assert [json.loads(each) for each in got.splitlines()] == [message] * said
 
 
 def test_who_never_reads_is_given_up(pair):
     line, _ = pair
     with pytest.raises(ConnectionError, match="does not take in"):
-        line.say({"type": "value", "value": "x" * (1 << 26)})  # more than any system keeps on the way
+        line.send({"type": "value", "value": "x" * (1 << 26)})  # more than any system keeps on the way
 
 
 def test_nothing_to_take_is_no_error(pair):
     line, theirs = pair
-    assert line.take() == []
+    assert line.receive() == []
     theirs.sendall(b'{"type": "beat"}\n{"type"')
     select.select([line.connection], [], [], 30.0)
-    assert line.take() == [{"type": "beat"}]
+    assert line.receive() == [{"type": "beat"}]
 
 
 def test_last_words_are_heard_although_nothing_can_be_said_any_more(pair):
@@ -120,7 +120,7 @@ def test_last_words_are_heard_although_nothing_can_be_said_any_more(pair):
     theirs.close()
     select.select([line.connection], [], [], 30.0)
     for _ in range(3):
-        line.say({"type": "beat"})
-    assert line.take() == [{"type": "lost"}]
+        line.send({"type": "beat"})
+    assert line.receive() == [{"type": "lost"}]
     with pytest.raises(OSError, match=r"reset|closed|pipe"):
-        line.take()
+        line.receive()

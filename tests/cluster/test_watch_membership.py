@@ -2,21 +2,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.cluster.watch import membership as hubs
-from jdist.cluster.watch.membership import Hub, Tell
+from jdist.cluster.watch import membership
+from jdist.cluster.watch.membership import Membership, Outgoing
 
 SILENCE_S = 10.0
 
 
 def empty(count=2):
-    return Hub(count=count, silence_s=SILENCE_S, start_by_s=60.0, awake_s=0.0)
+    return Membership(count=count, silence_s=SILENCE_S, start_by_s=60.0, awake_s=0.0)
 
 
 def full(count=2):
     """A hub that all have joined at time 0."""
     hub = empty(count)
     for process in range(count):
-        hub, _ = hubs.joined(hub, process, f"n{process}:1", 0.0)
+        hub, _ = membership.join(hub, process, f"n{process}:1", 0.0)
     return hub
 
 
@@ -24,7 +24,7 @@ def after(hub, *said, now_s=1.0):
     """The hub, and all that it told, after messages as (process, message)."""
     told = []
     for process, message in said:
-        hub, tells = hubs.heard(hub, process, message, now_s)
+        hub, tells = membership.receive(hub, process, message, now_s)
         told += tells
     return hub, told
 
@@ -45,9 +45,11 @@ def hello(process, count=2):
 
 
 def test_all_are_welcome_once_the_last_has_come():
-    hub, tells = hubs.joined(empty(), 1, "n1:1", 0.0)
+    hub, tells = membership.join(empty(), 1, "n1:1", 0.0)
     assert tells == []
-    assert hubs.joined(hub, 0, "n0:1", 0.0)[1] == [Tell(None, {"type": "welcome", "addresses": ["n0:1", "n1:1"]})]
+    assert membership.join(hub, 0, "n0:1", 0.0)[1] == [
+        Outgoing(None, {"type": "welcome", "addresses": ["n0:1", "n1:1"]})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,26 +63,26 @@ def test_all_are_welcome_once_the_last_has_come():
         (empty(), hello("1"), "process index '1'"),
         (empty(), hello(None), "process index None"),
         (full(), hello(1), "another process, at n1:1, is process 1 already"),
-        (hubs.disconnected(hubs.joined(empty(), 1, "n1:1", 0.0)[0], 1)[0], hello(0), "process 1 was lost"),
-        (hubs.ticked(empty(), 61.0)[0], hello(0), "not all processes came in time"),
+        (membership.disconnect(membership.join(empty(), 1, "n1:1", 0.0)[0], 1)[0], hello(0), "process 1 was lost"),
+        (membership.tick(empty(), 61.0)[0], hello(0), "not all processes came in time"),
     ],
 )
 def test_who_does_not_fit_in_is_told_why(hub, said, why):
-    assert hubs.refusal(hub, said).startswith(why)
+    assert membership.refusal(hub, said).startswith(why)
 
 
 def test_who_fits_in_is_not_refused():
-    assert hubs.refusal(empty(), hello(1)) is None
+    assert membership.refusal(empty(), hello(1)) is None
 
 
 def test_those_that_did_not_come_in_time_are_named_once():
-    hub, _ = hubs.joined(empty(3), 1, "n1:1", 55.0)
-    hub, tells = hubs.ticked(hub, 60.5)
+    hub, _ = membership.join(empty(3), 1, "n1:1", 55.0)
+    hub, tells = membership.tick(hub, 60.5)
     (tell,) = tells
     assert (tell.to, tell.message["type"], tell.message["processes"]) == (None, "absent", [0, 2])
     assert (tell.message["refused"], tell.message["misnumbered"]) == ([], False)
-    assert [tell.message["type"] for tell in hubs.ticked(hub, 61.0)[1]] == ["beat"]
-    assert hubs.disconnected(hub, 1) == (hub, [])  # it gave up, and is no loss
+    assert [tell.message["type"] for tell in membership.tick(hub, 61.0)[1]] == ["beat"]
+    assert membership.disconnect(hub, 1) == (hub, [])  # it gave up, and is no loss
 
 
 # ---- losses
@@ -88,45 +90,45 @@ def test_those_that_did_not_come_in_time_are_named_once():
 
 def test_a_broken_connection_is_a_loss_told_once():
     hub, _ = after(full(), (0, beat(7)))
-    hub, tells = hubs.disconnected(hub, 1)
+    hub, tells = membership.disconnect(hub, 1)
     cause = "its connection broke: it was killed, or has crashed"
     assert tells == [
-        Tell(None, {"type": "lost", "process": 1, "address": "n1:1", "step": 7, "cause": cause, "places": []})
+        Outgoing(None, {"type": "lost", "process": 1, "address": "n1:1", "step": 7, "cause": cause, "places": []})
     ]
-    assert hubs.disconnected(hub, 0)[1] == []
+    assert membership.disconnect(hub, 0)[1] == []
 
 
 def test_silence_is_a_loss():
     hub, _ = after(full(), (0, beat(1)), now_s=5.0)
-    assert hubs.ticked(hub, SILENCE_S)[1] == [Tell(None, {"type": "beat"})]
-    (tell,) = hubs.ticked(hub, SILENCE_S + 0.1)[1]
+    assert membership.tick(hub, SILENCE_S)[1] == [Outgoing(None, {"type": "beat"})]
+    (tell,) = membership.tick(hub, SILENCE_S + 0.1)[1]
     assert (tell.message["process"], tell.message["cause"]) == (1, "nothing was heard of it for 10 s: it stands still")
 
 
 def test_who_comes_early_must_be_heard_of_before_all_have_come():
-    hub, _ = hubs.joined(empty(), 1, "n1:1", 0.0)
-    assert hubs.ticked(hub, SILENCE_S + 0.1)[0].lost == 1
+    hub, _ = membership.join(empty(), 1, "n1:1", 0.0)
+    assert membership.tick(hub, SILENCE_S + 0.1)[0].lost == 1
 
 
 def test_a_standstill_of_process_0_is_its_own():
-    hub, tells = hubs.awoke(full(), SILENCE_S + 5)
+    hub, tells = membership.wake(full(), SILENCE_S + 5)
     assert (tells[0].message["process"], tells[0].message["cause"]) == (0, "it stood still for 15 s")
-    assert hubs.ticked(hub, SILENCE_S + 5)[1] == []
+    assert membership.tick(hub, SILENCE_S + 5)[1] == []
 
 
 def test_process_0_that_runs_is_not_lost():
     hub = full()
     for now_s in range(1, 30):
-        hub, tells = hubs.awoke(hub, float(now_s))
+        hub, tells = membership.wake(hub, float(now_s))
         assert tells == []
 
 
 def test_after_its_end_a_process_is_watched_until_it_has_parted():
     hub, _ = after(full(), (1, {"type": "bye"}))
-    assert hubs.disconnected(hub, 1)[0].lost == 1
+    assert membership.disconnect(hub, 1)[0].lost == 1
     hub, _ = after(hub, (1, {"type": "gone"}), (0, beat(1)), now_s=50.0)
-    assert hubs.disconnected(hub, 1) == (hub, [])
-    assert hubs.ticked(hub, 50.0 + SILENCE_S)[0].lost is None
+    assert membership.disconnect(hub, 1) == (hub, [])
+    assert membership.tick(hub, 50.0 + SILENCE_S)[0].lost is None
 
 
 def test_who_is_missed_after_its_end_is_lost():
@@ -142,7 +144,7 @@ def test_an_exchange_ends_when_all_have_said_theirs():
     hub, told = after(full(), (1, {"type": "value", "key": "k", "value": [1]}))
     assert told == []
     hub, told = after(hub, (0, {"type": "value", "key": "k", "value": None}))
-    assert told == [Tell(None, {"type": "values", "key": "k", "values": [None, [1]]})]
+    assert told == [Outgoing(None, {"type": "values", "key": "k", "values": [None, [1]]})]
     assert hub.values == {}
 
 
@@ -246,17 +248,17 @@ class World:
     def delivers(self, i):
         message = self.processes[i].said.pop(0)
         if message["type"] == "hello":
-            if hubs.refusal(self.hub, message | {"process": i, "count": self.hub.count}) is not None:
+            if membership.refusal(self.hub, message | {"process": i, "count": self.hub.count}) is not None:
                 self.processes[i].ended = "refused"
                 return
             self.connected.add(i)
-            self.tell(hubs.joined(self.hub, i, f"n{i}:1", 0.0))
+            self.tell(membership.join(self.hub, i, f"n{i}:1", 0.0))
         elif i in self.connected:
-            self.tell(hubs.heard(self.hub, i, message, 0.0))
+            self.tell(membership.receive(self.hub, i, message, 0.0))
 
     def breaks(self, i):
         self.connected.remove(i)
-        self.tell(hubs.disconnected(self.hub, i))
+        self.tell(membership.disconnect(self.hub, i))
 
     def go(self, choices):
         """Events in the order that the choices say."""
@@ -324,7 +326,7 @@ def test_each_exchange_reaches_all_once_whatever_the_order(count, data):
     while any(left.values()):
         i = data.draw(st.sampled_from([i for i in left if left[i]]))
         key, value = left[i].pop(0)
-        hub, tells = hubs.heard(hub, i, {"type": "value", "key": key, "value": value}, 0.0)
+        hub, tells = membership.receive(hub, i, {"type": "value", "key": key, "value": value}, 0.0)
         told += tells
     values = {tell.message["key"]: tell.message["values"] for tell in told}
     assert len(told) == 3
@@ -337,11 +339,11 @@ def test_each_exchange_reaches_all_once_whatever_the_order(count, data):
 
 
 def test_who_waits_in_vain_hears_of_those_that_were_refused():
-    hub = Hub(count=2, silence_s=10, start_by_s=5.0, awake_s=0.0)
-    hub, _ = hubs.joined(hub, 0, "n0:1", 0.0)
+    hub = Membership(count=2, silence_s=10, start_by_s=5.0, awake_s=0.0)
+    hub, _ = membership.join(hub, 0, "n0:1", 0.0)
     for port in (1, 2):  # it tries again and again
-        hub = hubs.refused(hub, f"10.0.0.2:{port}", "its JDIST_TOKEN is not that of process 0")
-    _, (told,) = hubs.ticked(hub, 6.0)
+        hub = membership.note_refused(hub, f"10.0.0.2:{port}", "its JDIST_TOKEN is not that of process 0")
+    _, (told,) = membership.tick(hub, 6.0)
     assert told.message["refused"] == ["one from 10.0.0.2 was refused: its JDIST_TOKEN is not that of process 0"]
     assert not told.message["misnumbered"]
 
@@ -352,14 +354,14 @@ def test_who_waits_in_vain_hears_of_those_that_were_refused():
 def asked(*beats):
     """A hub in which all were asked where they are, as one has waited for too long."""
     hub, _ = after(full(len(beats)), *enumerate(beats), now_s=5.0)
-    hub, tells = hubs.ticked(hub, 6.0)
-    assert Tell(None, {"type": "where"}) in tells
+    hub, tells = membership.tick(hub, 6.0)
+    assert Outgoing(None, {"type": "where"}) in tells
     return hub
 
 
 def test_who_keeps_the_others_waiting_for_too_long_is_lost_and_it_is_said_where_all_are():
     hub = asked(beat(8, waits_s=61.0), beat(7), beat(8, waits_s=20.0))
-    assert [tell.message["type"] for tell in hubs.ticked(hub, 7.0)[1]] == ["beat"]  # once
+    assert [tell.message["type"] for tell in membership.tick(hub, 7.0)[1]] == ["beat"]  # once
     waiting = at("waiting for the others", stack=["step.py:9 call"])
     hub, told = after(hub, (0, waiting), (1, at()))
     assert told == []
@@ -387,15 +389,15 @@ def test_what_may_last_is_waited_for_and_asked_again():
     hub, told = after(hub, (0, at()), (1, at("compiling", may_last=True)))
     assert told == []
     hub, _ = after(hub, (0, beat(8, waits_s=72.0)), (1, beat(7)), now_s=17.0)
-    hub, tells = hubs.ticked(hub, 17.0)
-    assert Tell(None, {"type": "where"}) in tells
+    hub, tells = membership.tick(hub, 17.0)
+    assert Outgoing(None, {"type": "where"}) in tells
     hub, (told,) = after(hub, (0, at()), (1, at()))
     assert told.message["process"] == 1
 
 
 def test_nobody_is_asked_or_lost_while_all_go_on():
     hub, _ = after(full(), (0, beat(8, waits_s=59.0)), (1, beat(7)), now_s=5.0)
-    assert hubs.ticked(hub, 6.0)[1] == [Tell(None, {"type": "beat"})]
+    assert membership.tick(hub, 6.0)[1] == [Outgoing(None, {"type": "beat"})]
     hub = asked(beat(8, waits_s=61.0), beat(7))
     hub, _ = after(hub, (1, beat(8)), (0, beat(9)))  # it has come meanwhile
     assert after(hub, (0, at()), (1, at()))[1] == []
@@ -403,5 +405,5 @@ def test_nobody_is_asked_or_lost_while_all_go_on():
 
 def test_who_has_left_is_not_asked():
     hub, _ = after(full(), (0, {"type": "bye"}), (1, beat(7, waits_s=99.0)), now_s=5.0)
-    hub, _ = hubs.ticked(hub, 6.0)
+    hub, _ = membership.tick(hub, 6.0)
     assert after(hub, (1, at("saving", may_last=True)))[1] == []

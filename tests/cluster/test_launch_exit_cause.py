@@ -2,17 +2,27 @@ import signal
 
 import pytest
 
-from jdist.launcher.exit_cause import End, Kind, Task, exit_code, guilty, how, kind, lost, mendable
+from jdist.launcher.exit_cause import (
+    End,
+    Kind,
+    Task,
+    count_lost,
+    describe,
+    exit_code,
+    find_guilty,
+    kind,
+    restart_may_help,
+)
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
-def end(code, index=0, at=0.0, told=None):
-    return End(task=Task("worker", index), code=code, at=at, told=told)
+def end(code, index=0, at=0.0, sent=None):
+    return End(task=Task("worker", index), code=code, at=at, sent=sent)
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "meaning"),
+    ("code", "sent", "meaning"),
     [
         (0, None, Kind.WELL),
         (0, KILL, Kind.WELL),
@@ -29,8 +39,8 @@ def end(code, index=0, at=0.0, told=None):
         (-15, TERM, Kind.WELL),
     ],
 )
-def test_what_an_end_means(code, told, meaning):
-    assert kind(end(code, told=told)) == meaning
+def test_what_an_end_means(code, sent, meaning):
+    assert kind(end(code, sent=sent)) == meaning
 
 
 @pytest.mark.parametrize(
@@ -46,7 +56,7 @@ def test_what_an_end_means(code, told, meaning):
     ],
 )
 def test_who_is_guilty(ends, index):
-    found = guilty(ends)
+    found = find_guilty(ends)
     assert (found and found.task.index) == index
 
 
@@ -62,7 +72,7 @@ def test_who_is_guilty(ends, index):
     ],
 )
 def test_how_many_to_do_without(ends, number):
-    assert lost(ends) == number
+    assert count_lost(ends) == number
 
 
 @pytest.mark.parametrize(("code", "expected"), [(3, 3), (-9, 137), (-64, 192)])
@@ -71,7 +81,12 @@ def test_exit_codes(code, expected):
 
 
 def test_what_no_restart_mends():
-    assert [code for code in (-9, 1, 2, 3, 74, 75, 126, 127, 143) if not mendable(end(code))] == [2, 74, 126, 127]
+    assert [code for code in (-9, 1, 2, 3, 74, 75, 126, 127, 143) if not restart_may_help(end(code))] == [
+        2,
+        74,
+        126,
+        127,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +97,8 @@ def test_what_no_restart_mends():
         (end(-50), "was killed by signal 50"),
         (end(75), "ended with exit code 75 (it lost a peer)"),
         (end(143), "ended with exit code 143 (asked to stop, not by the launcher)"),
-        (end(-9, told=KILL), "did not end and had to be killed"),
+        (end(-9, sent=KILL), "did not end and had to be killed"),
     ],
 )
 def test_in_words(ended, words):
-    assert how(ended) == words
+    assert describe(ended) == words

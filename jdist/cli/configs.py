@@ -1,0 +1,210 @@
+"""The commands about configs and their runs: `jdist run`, `sweep`, `runs`, `plan`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Annotated
+
+import tyro
+
+from jdist.cluster import tf_config
+from jdist.errors import ConfigError
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
+ConfigFile = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")]
+Overrides = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="")
+]
+
+
+def run(
+    config: ConfigFile,
+    overrides: Overrides = (),
+    *,
+    dry_run: Flag = False,
+    replay: Flag = False,
+    fresh: Flag = False,
+) -> int:
+    """Train and evaluate what a config file describes.
+
+    It writes runs/NAME/ with config.yaml (every value with its origin), metrics.jsonl, checkpoints/, curves.png, and
+    what it takes to repeat the run: environment.json and result.json. The same command goes on where an earlier one
+    stopped or was killed, and comes to the same parameters.
+
+    For example:
+      jdist run configs/digits.yaml
+      jdist run configs/digits.yaml train.steps=500 strategy.name=one_device
+      jdist run configs/digits.yaml name=faster train.optimizer.learning_rate=3e-3 platform.cpu_devices=8
+      jdist run configs/digits.yaml --dry-run
+      jdist run --replay runs/digits
+
+    Ctrl-C finishes the running step, saves, and leaves with exit code 130; SIGTERM the same with 143; a
+    second one leaves at once. Other exit codes: 0 finished; 1 training failed (a NaN, replicas that differ), or a
+    replay differs; 2 what was asked for is not right; 74 a disk is full; 75 another process of the job was lost, or did
+    not come in time. JDIST_TRACEBACK=1 shows where in the code an error arose.
+
+    In several processes (strategy.name=multi_worker) process 0 alone reports and writes metrics. In the evaluator of
+    a TF_CONFIG it evaluates the checkpoints of the job that trains, into eval.jsonl.
+
+    Args:
+        config: the YAML file. Keys: name, task, strategy, train, eval, checkpoint, log, platform.
+        overrides: values that replace those of the file, the key written with dots, the value as in YAML.
+        dry_run: check everything, make one batch and compile the steps; train and write nothing.
+        replay: CONFIG is a folder of a finished run: repeat it beside the old one, and say whether metrics and state are
+            equal bit for bit.
+        fresh: start again; the old run folder is kept under another name.
+    """
+    if dry_run and replay:
+        raise ConfigError("--dry-run and --replay are given; a replay runs, so take one of them.")
+    if replay:
+        if overrides:
+            raise ConfigError(f"--replay repeats a run as it was, so it takes no overrides: leave out {overrides[0]}.")
+        from jdist.runs.replay import replay as replay_run
+
+        return replay_run(config, fresh=fresh)
+
+    from jdist.experiment.load import load
+    from jdist.experiment.platform import apply_platform
+    from jdist.experiment.validate import validate
+
+    document = load(config, overrides)
+    checked = validate(document)
+    apply_platform(checked.platform)  # before JAX looks for devices
+
+    if dry_run:
+        from jdist.experiment.dry_run import dry_run as try_out
+
+        return try_out(checked, document, fresh=fresh)
+
+    spec = tf_config(os.environ)
+    if spec is not None and spec.task_type == "evaluator":
+        from jdist.experiment.follow import follow
+
+        return follow(checked, document)
+
+    from jdist.cluster.environment import ATTEMPT
+    from jdist.experiment.run import run as run_experiment
+
+    start = ["jdist", "launch", "...", "--"] if ATTEMPT in os.environ else ["jdist", "run"]
+    command = shlex.join([*start, config, *overrides])
+    return run_experiment(checked, document, command=command, fresh=fresh)
+
+
+def sweep(
+    config: ConfigFile,
+    overrides: Overrides = (),
+    *,
+    grid: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=V1,V2,...", help_behavior_hint="")
+    ] = (),
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
+    metric: Annotated[str | None, tyro.conf.arg(metavar="METRIC", help_behavior_hint="")] = None,
+    mode: Annotated[str | None, tyro.conf.arg(metavar="max|min", help_behavior_hint="")] = None,
+    fresh: Flag = False,
+) -> int:
+    """Run a config with each combination of values.
+
+    One after the other: each run is a process and a folder of its own, runs/SWEEP/RUN, with its output in
+    runs/SWEEP/RUN.log; one that fails does not end the others. In the end there is one table, sorted by a metric of the
+    last evaluation (table.txt, table.csv, table.json), and one picture with the curves of all (curves.png), in runs/SWEEP.
+
+    For example:
+      jdist sweep configs/digits.yaml --grid train.optimizer.learning_rate=1e-3,3e-3,1e-2
+      jdist sweep configs/digits.yaml train.steps=200 --grid train.seed=0,1,2 --grid strategy.name=mirrored,one_device
+      jdist sweep configs/digits.yaml --grid 'train.optimizer={name: sgd, learning_rate: 0.1},{name: adam, learning_rate: 1e-3}'
+
+    The same command goes on where an earlier one stopped or was killed; what is finished is not run again. Ctrl-C and
+    SIGTERM save the running one and stop; a second one kills it.
+
+    Exit codes: 0 all finished; 1 some failed; 2 what was asked for is not right; 130 or 143 stopped by Ctrl-C or SIGTERM.
+
+    Args:
+        config: the YAML file, as for `jdist run`.
+        overrides: values that replace those of the file in every run.
+        grid: a key and the values to try, as in YAML, with commas between; may be given several times.
+        name: name of the sweep and of its folder; NAME-sweep of the config if not given.
+        metric: sort by this evaluation metric; checkpoint.best of the config, else loss.
+        mode: whether the greatest or the least value comes first; as checkpoint.mode or the metric's name says.
+        fresh: start again; old run folders are kept under other names.
+    """
+    from jdist.runs.sweep import sweep as run_sweep
+
+    return run_sweep(config, overrides, grid, name=name, metric=metric, mode=mode, fresh=fresh)
+
+
+def runs(
+    folders: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER | A B]", help_behavior_hint="")
+    ] = (),
+    *,
+    json: Flag = False,
+) -> int:
+    """List runs, or compare two.
+
+    With a folder, or none for runs/, it lists the runs below it: task, strategy, steps, the metric that matters, time
+    and state. With two run folders it shows the config keys in which they differ, their last metrics, and draws the
+    curves of both into one picture beside the first.
+
+    For example:
+      jdist runs
+      jdist runs runs/digits-sweep
+      jdist runs runs/digits runs/short
+      jdist runs --json
+
+    Exit codes: 0; 2 there is no such run.
+
+    Args:
+        folders: a folder of runs; or two run folders, or their names in runs/.
+        json: print JSON instead of tables.
+    """
+    from jdist.runs.show import show
+
+    return show(folders, as_json=json)
+
+
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = (),
+    *,
+    topology: Annotated[str, tyro.conf.arg(metavar="TOPOLOGY", help_behavior_hint="")],
+    json: Flag = False,
+    sweep: Annotated[str | None, tyro.conf.arg(metavar="global_batch=...", help_behavior_hint="")] = None,
+    no_check: Flag = False,
+) -> int:
+    """Say what a config needs on hardware that is not here.
+
+    Its real step is compiled, and nothing is run. Printed are: what each device needs of memory and whether
+    that fits, what the devices exchange, and a model of the step's time. On cpu and gpu one real step is then
+    made, to compare the memory with. For a TPU it needs libtpu, which holds the compiler: pip install
+    'jdist[plan-tpu]'.
+
+    For example:
+      jdist plan configs/digits.yaml --topology v5p:8x8x8
+      jdist plan configs/text.yaml train.global_batch=256 --topology v5e:2x4 --json
+      jdist plan configs/digits.yaml --topology cpu:8
+      jdist plan configs/text.yaml --topology v5e:2x4 --sweep global_batch=256..65536
+
+    Exit codes: 0 it fits, or the memory is not known; 1 it does not fit (of a sweep: none does); 2 what was
+    asked for is not right.
+
+    Args:
+        config: the YAML file, as for `jdist run`.
+        overrides: values that replace those of the file, the key written with dots.
+        topology: a TPU as CHIP:SHAPE (v5e:2x4, v6e:16x16, or v5p:8x8x8,slices=2) or CHIP-SIZE (v5e-16), cpu:8, gpu or gpu:4.
+        json: print one JSON object instead of the table; of a sweep, a list.
+        sweep: try these global batches (128,256,384, or 128..4096 for doublings) and name the largest that fits.
+        no_check: on cpu and gpu, do not make a real step to compare the memory with.
+    """
+    from jdist.experiment.load import load
+    from jdist.experiment.validate import validate
+    from jdist.plan.sweep import parse_sweep
+    from jdist.plan.target import configure_platform, parse_target
+
+    target = parse_target(topology)
+    batches = None if sweep is None else parse_sweep(sweep)
+    configure_platform(target, validate(load(config, overrides)).platform)  # before JAX looks for devices
+
+    from jdist.plan.sweep import plan_command
+
+    return plan_command(config, overrides, target, batches=batches, check=not no_check, as_json=json)

@@ -1,0 +1,189 @@
+"""The commands about processes and machines: `jdist launch`, `serve`, `doctor`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import tyro
+
+from jdist.cli.configs import Flag
+
+Count = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+Address = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT", help_behavior_hint="")]
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+
+
+def launch(
+    command: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
+    ],
+    *,
+    processes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX", help_behavior_hint="(default: 2)")] = None,
+    workers: Count = None,
+    ps: Count = None,
+    devices_per_process: Count = None,
+    evaluator: Flag = False,
+    max_restarts: Count = None,
+    log_dir: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
+    grace_s: float = 10.0,
+    stop_timeout_s: float = 300.0,
+    regrow_s: float = 300.0,
+) -> int:
+    """Run a config or a script in several processes of this machine.
+
+    COMMAND is a config (.yaml, .yml) with overrides, a script (.py) with arguments, -m with a module, or any
+    program. The processes find each other by TF_CONFIG. Their output is shown line by line, each line with the
+    index of its process, and kept in DIR/attempt_A/process_I.log. None is left when the launcher ends, however
+    it ends.
+
+    For example:
+      jdist launch --processes 2 --devices-per-process 4 -- configs/digits.yaml train.steps=500
+      jdist launch --processes 2 --max-restarts 3 -- train.py --learning-rate 1e-3
+      jdist launch --processes 1:4 -- -m my_package.train
+      jdist launch --workers 2 --ps 2 -- train.py
+
+    When a process fails, the others are ended. With restarts left all are then started again, each time after
+    a longer wait, and go on from their last checkpoint; an exception (exit code 1) counts, as a lost peer
+    ends in one, too. Only exit codes 2 and 74 do not. With MIN:MAX the next attempt does without the process
+    that failed, and those killed with it; after --regrow-s all are asked to save and leave, and MAX go on. If
+    that fails within --regrow-s, the job goes back to fewer, uses up no restart, and waits twice as long
+    before it tries again.
+
+    With --workers and --ps COMMAND runs once, as the chief of a parameter server; workers and servers run `jdist
+    serve`. One of these that dies is started again alone, at the same port; all end with the chief. --max-restarts
+    then counts the chief's.
+
+    Ctrl-C and SIGTERM are passed on once: all save and leave. A second one kills them.
+
+    Exit codes: 0 all ended well; 130 or 143 stopped by Ctrl-C or SIGTERM; else that of the process that failed
+    first, 128 plus the signal's number if it was killed. 75 is that of a process which lost a peer and names no
+    other; 2 means that what was asked for is not right, 74 that a disk is full.
+
+    Args:
+        command: what each process runs.
+        processes: how many; MIN:MAX to start with MAX and go on with fewer, down to MIN, after failures.
+        workers: how many workers of a parameter server; goes with --ps.
+        ps: how many processes keep its parameters.
+        devices_per_process: run on so many virtual CPU devices each.
+        evaluator: start one more process, of task type evaluator. It ends with the job, and its failure does not
+            stop the others.
+        max_restarts: how often to start all again after a failure; 0 if not given, 3 with MIN:MAX.
+        log_dir: where logs go; runs/launch-TIME if not given.
+        grace_s: seconds that others get to end by themselves after a failure, then to end after SIGTERM.
+        stop_timeout_s: seconds to save and leave when asked to stop, before SIGKILL.
+        regrow_s: seconds to go on with fewer than MAX before trying to grow.
+    """
+    from jdist.launcher.launch import launch as start
+
+    return start(
+        command,
+        processes=processes,
+        workers=workers,
+        ps=ps,
+        evaluator=evaluator,
+        devices_per_process=devices_per_process,
+        max_restarts=max_restarts,
+        log_dir=log_dir,
+        grace_s=grace_s,
+        stop_timeout_s=stop_timeout_s,
+        regrow_s=regrow_s,
+    ).exit_code
+
+
+def serve(
+    *,
+    role: Annotated[
+        str | None,
+        tyro.conf.DisallowNone,
+        tyro.conf.arg(metavar="worker|ps", help_behavior_hint=""),
+    ] = None,
+    address: Address = None,
+    grace_s: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 300.0,
+    tls_cert: File = None,
+    tls_key: File = None,
+    tls_ca: File = None,
+    health_address: Address = None,
+    allow_custom_call: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
+    script: File = None,
+    insecure: Flag = False,
+    with_parent: Flag = False,
+) -> int:
+    """Be a worker, or a parameter server, of an asynchronous job.
+
+    It holds no code of the job's: what it runs, the coordinator sends. TF_CONFIG says what it is and where it
+    listens. It serves those who show the secret in JDIST_TOKEN and, with TLS, a certificate of the authority in
+    JDIST_TLS_CA; beyond loopback it wants both.
+
+    For example:
+      jdist serve
+      jdist serve --role ps --address 127.0.0.1:4710
+      jdist serve --role worker --address 0.0.0.0:2222 --tls-cert w.pem --tls-key w.key --tls-ca ca.pem
+
+    Probes may ask grpc.health.v1.Health at the same address, without a token.
+
+    Exit codes: 0 when the coordinator says that it is over; 75 when nobody asked for anything for --grace-s, or the
+    port is taken; 143 after SIGTERM; 2 what was asked for is not right.
+
+    Args:
+        role: worker or ps, whatever TF_CONFIG says.
+        address: where to listen, whatever TF_CONFIG says; without both, a free port of loopback, which is printed.
+        grace_s: seconds without a call after which it ends.
+        tls_cert: its certificate, PEM; else JDIST_TLS_CERT.
+        tls_key: its private key, PEM; else JDIST_TLS_KEY.
+        tls_ca: certificates of the authority that signed all others', PEM; else JDIST_TLS_CA.
+        health_address: answer probes here, too: without TLS, and nothing else.
+        allow_custom_call: custom calls that received functions may have, beside those of XLA's own operations.
+        script: the program, of which a worker may be asked to make datasets by functions that are defined in it.
+        insecure: listen beyond loopback without TLS or token.
+        with_parent: end when standard input is closed, or the parent process is gone, and not for lack of calls.
+    """
+    from jdist.ps.serve import place
+    from jdist.ps.serve import serve as start
+    from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, read_security
+
+    security = read_security(os.environ, {CERTIFICATE: tls_cert, KEY: tls_key, AUTHORITY: tls_ca})
+    served_role, served_address = place(role, address, os.environ)
+    return start(
+        served_role,
+        served_address,
+        security=security,
+        grace_s=grace_s,
+        allow=allow_custom_call,
+        script=script,
+        with_parent=with_parent,
+        insecure=insecure,
+        health_address=health_address,
+    )
+
+
+def doctor(
+    *,
+    json: Flag = False,
+    alone: Flag = False,
+    timeout_s: Annotated[float, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")] = 60.0,
+) -> int:
+    """Check this machine and its cluster.
+
+    Each line passes, warns or fails, with the remedy: versions, disk, the cluster found in the environment with the
+    variable that each value is from, names and ports, clocks, devices, and a small all-reduce with its speed. In a
+    cluster it runs as every process at the same time, like the job itself. In one with parameter servers it runs as
+    any task: token and certificates, whether each server lets it in, and whether each worker reaches each ps.
+
+    For example:
+      jdist doctor
+      srun jdist doctor
+      jdist launch --processes 2 -- jdist doctor
+      jdist launch --workers 2 --ps 1 -- jdist doctor
+      jdist doctor --alone --json
+
+    Exit codes: 0 a job can run; 1 a check failed.
+
+    Args:
+        json: print a JSON list of findings.
+        alone: leave out what needs the other processes of the cluster.
+        timeout_s: how long to wait for them.
+    """
+    from jdist.doctor.report import examine, report
+
+    return report(examine(alone=alone, timeout_s=timeout_s), as_json=json)

@@ -76,6 +76,7 @@ class Moment:
         notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
         kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
         measure: gives `metrics`.
+        clock: gives `train_s`.
     """
 
     event: Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
@@ -94,11 +95,17 @@ class Moment:
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
     measure: Callable[[], dict[str, Any]]
+    clock: Callable[[], float]
 
     @property
     def metrics(self) -> dict[str, Any]:
         """By name: at "step" those of the newest step, which is waited for; at "eval" and "epoch" those of all rows."""
         return self.measure()
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training up to now, evaluations and saves left out; over all processes of a run that went on."""
+        return self.clock()
 
     @property
     def is_chief(self) -> bool:

@@ -20,6 +20,7 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
+from jdist.report.progress import numbers
 from jdist.support.checks import as_int
 
 _HISTORY = "history.jsonl"
@@ -70,9 +71,44 @@ def checkpoint(
         raise StepError(
             "checkpoint: `restore_best` is given without `best`. Say by which metric, such as best='eval/loss'."
         )
+    return saving(
+        directory,
+        every=every,
+        keep=kept_newest,
+        best=best,
+        best_mode=best_mode,
+        restore_best=restore_best,
+        resume=resume,
+    )
+
+
+def saving(
+    directory: str | os.PathLike[str],
+    *,
+    every: int | None,
+    keep: int,
+    best: str | None,
+    best_mode: Literal["max", "min"],
+    restore_best: bool = False,
+    resume: bool = True,
+    of_run: bool = False,
+) -> Callback:
+    """The callback of `checkpoint`, whose arguments are checked already.
+
+    Args:
+        directory: as for `checkpoint`, and so are the others.
+        every: between saves.
+        keep: of the newest.
+        best: the metric.
+        best_mode: its mode.
+        restore_best: at the end.
+        resume: from what is there.
+        of_run: the directory is that of a `jdist run`: its history is in `metrics.jsonl`, an evaluation alone saves nothing,
+            and the last step is saved with its metrics.
+    """
     folder = Path(directory).expanduser().absolute()
     opened: list[Checkpointer] = []
-    history = RowsFile(folder / _HISTORY)
+    history = None if of_run else RowsFile(folder / _HISTORY)
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
@@ -84,29 +120,33 @@ def checkpoint(
                 if moment.is_chief and folder.exists():
                     with writing(folder):
                         folder.rename(first_free(folder))
-        opened.append(Checkpointer(directory, keep=kept_newest, best_metric=best, best_mode=best_mode, cluster=cluster))
-        opened[0].claim()
+        checkpoints = Checkpointer(directory, keep=keep, best_metric=best, best_mode=best_mode, cluster=cluster)
+        opened.append(checkpoints)
+        checkpoints.claim()
         kept = {name: each.get() for name, each in moment.kept.items()}
         try:
-            restored = opened[0].restore(carrying(shapes_of(moment.state), kept=kept))
+            restored = checkpoints.restore(carrying(shapes_of(moment.state), kept=kept))
         except CheckpointError as exc:
-            exc.add_note(
-                "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
-            )
+            if not of_run:
+                exc.add_note(
+                    "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
+                )
             raise
-        rows = _rows_of(restored, history, folder)
-        with together("opening the history", _WAIT_S, cluster):
-            if moment.is_chief:
-                history.begin(rows)
+        notes: dict[str, Any] = {} if restored is None else dict(restored.metadata)
+        if history is not None:
+            notes["rows"] = rows = _rows_of(restored, history, folder)
+            with together("opening the history", _WAIT_S, cluster):
+                if moment.is_chief:
+                    history.begin(rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
-        found = restored.state.kept
+        restored_kept = restored.state.kept
         has_beside = isinstance(moment.state, StepState)
         state = carrying(restored.state, kept=None) if has_beside else restored.state.user
         for name, each in moment.kept.items():
             # What a checkpoint lacks is left as it was given.
-            pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(kept[name]), strict=True)
+            pairs = zip(jax.tree.leaves(restored_kept[name]), jax.tree.leaves(kept[name]), strict=True)
             if any(leaf is given for leaf, given in pairs):
                 _warn(
                     folder,
@@ -114,38 +154,45 @@ def checkpoint(
                 )
                 each.begin(state)
             else:
-                each.put(found[name])
-        if restored.data is None:
+                each.put(restored_kept[name])
+        if restored.data is None and not of_run:
             _warn(
                 folder,
                 f"step {restored.step} was saved without a position in the data, which begins anew.",
             )
-        return Resume(state=state, step=restored.step, data=restored.data, notes={**restored.metadata, "rows": rows})
+        return Resume(state=state, step=restored.step, data=restored.data, notes=notes)
 
-    def save(moment: Moment, metrics: dict[str, float]) -> None:
+    def save(moment: Moment) -> None:
         nonlocal saved
         saved = (moment.step, moment.epoch)
         state, notes = moment.state, moment.notes()
         moment.strategy.check(state)
         if moment.kept:
             state = carrying(fetched(state), kept={name: each.get() for name, each in moment.kept.items()})
-        rows = notes["rows"]
-        with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
-            if moment.is_chief:
-                history.extend(rows)
-        notes |= {"rows": len(rows)}
-        opened[0].save(moment.step, state, data=moment.data(), metrics=metrics, metadata=notes)
+        rows = notes.pop("rows")
+        if history is not None:
+            with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
+                if moment.is_chief:
+                    history.extend(rows)
+            notes["rows"] = len(rows)
+        evaluated = {name: value for name, value in (moment.row or {}).items() if name.startswith("eval/")}
+        opened[0].save(moment.step, state, data=moment.data(), metrics=numbers(evaluated), metadata=notes)
 
     def on_save(moment: Moment) -> None:
         before = moment.step - moment.steps_in_call
-        if best is not None and any(name.startswith("eval/") for name in moment.row or ()):
-            save(moment, {best: value_of("checkpoint", best, moment)})
-        elif every is not None and moment.step // every > before // every and moment.step > saved[0]:
-            save(moment, {})
+        is_due = every is not None and moment.step // every > before // every
+        if of_run and moment.step == moment.total_steps:
+            is_due = True
+        evaluates = best is not None and any(name.startswith("eval/") for name in moment.row or ())
+        if best is not None and evaluates and (is_due or not of_run):
+            value_of("checkpoint", best, moment)
+            save(moment)
+        elif is_due and moment.step > saved[0]:
+            save(moment)
 
     def on_end(moment: Moment) -> Return | None:
         if (moment.step, moment.epoch) > saved:
-            save(moment, {})
+            save(moment)
         opened[0].wait()
         if not restore_best or moment.interrupted or opened[0].best_step in (None, moment.step):
             return None

@@ -57,7 +57,7 @@ def validate(document: Document) -> Config:
     except ValidationError as exc:
         problems += [_translate(error) for error in exc.errors(include_url=False)]
     if config is not None:
-        config, more = _with_mode(config)
+        config, more = _with_best(config)
         problems += more
     if config is not None and not problems and not document.problems:
         return config
@@ -102,12 +102,29 @@ def _length(values: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
-    """The config with `checkpoint.mode` filled in, and what is wrong with it."""
+def old_names(config: Config, document: Document) -> list[str]:
+    """What a document says as jdist once had it, and what to write now."""
+    best, written = config.checkpoint.best, best_as_written(document)
+    if best == written:
+        return []
+    return [
+        f"note: checkpoint.best: {written} is read as {best} ({document.origin(('checkpoint', 'best'))}), the name that "
+        "rows have. Write that."
+    ]
+
+
+def best_as_written(document: Document) -> str | None:
+    """`checkpoint.best` as the document has it, with "eval/" or, as jdist once had it, without."""
+    return (document.values.get("checkpoint") or {}).get("best")
+
+
+def _with_best(config: Config) -> tuple[Config, list[Problem]]:
+    """The config with the whole name of `checkpoint.best` and with `checkpoint.mode`, and what is wrong with it."""
     checkpoint = config.checkpoint
-    if checkpoint.best is None or checkpoint.mode is not None:
+    if checkpoint.best is None:
         return config, []
-    mode = better(checkpoint.best)
+    best = checkpoint.best if checkpoint.best.startswith("eval/") else f"eval/{checkpoint.best}"
+    mode = checkpoint.mode or better(best)
     if mode is None:
         text = f"whether more or less of {show(checkpoint.best)} is better its name does not say"
         near = closest(checkpoint.best.rpartition("/")[2].lower(), NAMES, cutoff=0.75)
@@ -117,7 +134,7 @@ def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
             else " Say checkpoint.mode=max or min."
         )
         return config, [Problem(key=("checkpoint", "best"), text=text, remedy=remedy)]
-    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"mode": mode})}), []
+    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"best": best, "mode": mode})}), []
 
 
 def _translate(error: Any) -> Problem:
@@ -162,19 +179,24 @@ def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[K
     """Every key of the schema with its description."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field.description or ""
-        for part in (field.annotation, *get_args(field.annotation)):  # the second for one that may be null
+        for part in (field.annotation, *get_args(field.annotation)):  # the second for one that may be null, and of a list
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from _keys(part, (*prefix, name))
 
 
 def _description(key: Key) -> str:
-    return dict(_keys()).get(key, "")
+    return dict(_keys()).get(_without_places(key), "")
+
+
+def _without_places(key: Key) -> Key:
+    """The key of an entry of a list without its number, as the schema has it."""
+    return tuple(part for part in key if not part.isdecimal())
 
 
 def _nearest_key(key: Key) -> str:
     """The valid key nearest to a wrong one: at its level first, then anywhere by its last part."""
     known = [k for k, _ in _keys()]
-    siblings = [k for k in known if k[:-1] == key[:-1]]
+    siblings = [k for k in known if k[:-1] == _without_places(key)[:-1]]
     by_name = {k[-1]: k for k in reversed(known)}
     for candidates, cutoff in (({k[-1]: k for k in siblings}, 0.6), (by_name, 0.8)):
         close = closest(key[-1], candidates, cutoff=cutoff)

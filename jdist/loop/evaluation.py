@@ -47,15 +47,19 @@ class Evaluation:
         own = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
         return measure(self.step, own, self.feed.batches, self.strategy.cluster, self.metrics)
 
-    def names(self, state: PyTree) -> frozenset[str] | None:
+    def names(self, state: PyTree, *, depth: int) -> frozenset[str] | None:
         """The names of what it will measure; None where only a call shows them.
+
+        Args:
+            state: as training has it, or its shapes.
+            depth: how many calls below the user's own this one is, for the place that warnings name.
 
         Raises:
             StepError: the step does not return what it should.
         """
         if self.strategy is not self.trained_by:  # what `fetch` would give
             state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), user_state(shapes_of(state)))
-        return names_of(self.step, state, self.feed, self.metrics, depth=4)
+        return names_of(self.step, state, self.feed, self.metrics, depth=depth + 1)
 
 
 def measure(

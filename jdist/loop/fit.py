@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import inspect
 import os
@@ -16,13 +15,11 @@ from jdist.callbacks.jsonl import jsonl
 from jdist.callbacks.progress import progress as progress_bar
 from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
-from jdist.data.dataset import DistributedDataset
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
-from jdist.loop.data import Feed, is_arrays, open_feed
+from jdist.loop.data import is_arrays, open_feed
 from jdist.loop.evaluation import Evaluation
 from jdist.loop.keras_hints import with_hints
 from jdist.loop.metric_totals import Metrics
-from jdist.loop.preflight import check_resumes, check_returned, check_watched, names_of
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
@@ -158,68 +155,28 @@ def fit(
         train_step=train_step,
         feed=feed,
         metrics=metrics,
-        callbacks=(told := _callbacks(callbacks, log_to=log_to, progress=progress)),
-        total=steps if steps is not None else feed.num_steps,
+        callbacks=_callbacks(callbacks, log_to=log_to, progress=progress),
+        steps=steps,
+        passes=1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs,
         log_every=log_every,
         evaluate=evaluation,
-        eval_every=eval_every,
+        eval_every=() if eval_every is None else (eval_every,),
+        length="`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`",
     )
-    with contextlib.ExitStack() as ends:
-        for callback in told:
-            if callback.close is not None:
-                ends.callback(callback.close)
-        if isinstance(feed.batches, DistributedDataset):
-            ends.callback(feed.batches.close)
-        cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
-        stop = ends.enter_context(preemption(cluster, second="raise"))
-        state = train_step.prepare(state, feed.batches.element_spec)
-        train_step.verify_next(verify, pads=feed.pads)
-        trained = names_of(train_step, state, feed, metrics)
-        evaluated = frozenset() if evaluation is None else evaluation.names(state)
-        check_returned(metrics, trained, evaluated)
-        check_resumes(told, feed)
-        check_watched(told, trained=trained, evaluated=evaluated, evaluates=evaluation is not None)
-        run.start(state)
-        first = run.step
-        if steps is not None and (left := max(steps - run.step, 0)) % per_call:
-            given = "`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`"
-            raise StepError(
-                f"{given} is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose another "
-                "number of steps, or another `steps_per_call`."
-            )
-        passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
-
-        def is_over() -> bool:
-            return run.reason is not None or _is_enough(run, feed, steps, passes) or stop.stops_after(run.step)
-
+    cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
+    with preemption(cluster, second="raise") as stop:
         try:
-            while not is_over():
-                for batch in feed.one_pass():
-                    run.call(batch)
-                    if is_over():
-                        break
-                else:
-                    run.end_pass()
-            run.history.stopped = run.reason if stop.reason is None else f"by {stop.reason}"
-            run.end(interrupted=stop.reason is not None)
+            run.train(state, stop=stop, verify=verify, depth=3)
         except Exception as exc:
-            exc.add_note(
-                f"jdist.fit was at step {run.step:,}.{_which(exc, step, first)} The newest state of a step that you "
-                "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
-            )
+            if run.first is not None:
+                exc.add_note(
+                    f"jdist.fit was at step {run.step:,}.{_which(exc, step, run.first)} The newest state of a step that you "
+                    "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+                )
             raise
     if stop.reason not in (None, "SIGINT"):
         raise SystemExit(stop.exit_code)
     return run.state, run.history
-
-
-def _is_enough(run: Run, feed: Feed, steps: int | None, passes: int | None) -> bool:
-    """Whether no further pass over the data is wanted."""
-    if steps is not None:
-        return run.step >= steps
-    if feed.steps_per_epoch is not None:
-        return feed.num_steps is not None and run.step >= feed.num_steps
-    return passes is not None and run.epoch >= passes
 
 
 def _evaluation(

@@ -84,12 +84,13 @@ def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: 
             )
 
 
-def check_resumes(callbacks: Sequence[Callback], feed: Feed) -> None:
+def check_resumes(callbacks: Sequence[Callback], feed: Feed, *, depth: int) -> None:
     """Tells what it costs to go on with a run on data that has no position.
 
     Args:
         callbacks: all of the run.
         feed: of the train step.
+        depth: how many calls below the user's own this one is, for the place that the warning names.
 
     Warns:
         CheckpointWarning: one of the callbacks goes on with runs, and the data cannot.
@@ -102,7 +103,7 @@ def check_resumes(callbacks: Sequence[Callback], feed: Feed) -> None:
             "counts once only if they come in the same order as before. To go on at once give arrays, "
             "`jdist.data.from_arrays(...)`, or a source with `num_steps`, `global_batch`, `fingerprint` and `batch_at(step)`.",
             CheckpointWarning,
-            stacklevel=4,
+            stacklevel=depth + 1,
         )
 
 

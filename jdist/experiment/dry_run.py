@@ -17,7 +17,8 @@ from jdist.cluster.runtime import alone
 from jdist.core.strategy import Strategy
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import ConfigError
-from jdist.experiment.check_best import check_best_of_shapes
+from jdist.experiment.callbacks import make_callbacks
+from jdist.experiment.check_best import check_watched_of_shapes
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
 from jdist.experiment.prepare import Parts, prepare
@@ -26,6 +27,7 @@ from jdist.experiment.render import describe
 from jdist.experiment.resume import check_same_run
 from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic
+from jdist.experiment.validate import old_names
 from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
@@ -59,8 +61,9 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(describe(parts.values, document, derived=parts.derived))
     if config.strategy.name == "parameter_server":
         say("no server is started: what a worker computes, and the update, are compiled for one device here")
-    say(arithmetic(config, parts))
+    say("\n".join([*old_names(config, document), arithmetic(config, parts)]))
     folder = RunFolder(Path(config.log.folder) / config.name)
+    make_callbacks(config, parts, document, folder.path)
     check_can_be_made(folder.path)
     if not fresh:
         check_same_run(folder, parts.values, document)
@@ -72,7 +75,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(f"batch: {_batch(shapes.batch)}")
     # First, as an error in the step says there what it was called with.
     evaluation = make_eval_step(parts).lower(shapes.state, eval_batch)
-    check_best_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
+    check_watched_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
     say(_compiled("evaluation", evaluation))

@@ -96,8 +96,19 @@ def build_optimizer(
     function = _optimizers().get(section["name"])
     if function is None:
         raise ConfigError(f"optax has no optimizer {section['name']!r}.{nearest(section['name'], _optimizers())}")
-    tx = function(**scaled(section.get("scaling"), _built(_options(section)), global_batch=global_batch))
+    tx = function(**_scaled(section, global_batch=global_batch))
     return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+
+
+def learning_rate(section: Mapping[str, Any], *, global_batch: int) -> Any:
+    """The learning rate that `build_optimizer` makes the optimizer with: a number or a schedule; None if it has none."""
+    default = inspect.signature(_optimizers()[section["name"]]).parameters["learning_rate"].default
+    given = _scaled(section, global_batch=global_batch).get("learning_rate", default)
+    return None if given is inspect.Parameter.empty else given
+
+
+def _scaled(section: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
+    return scaled(section.get("scaling"), _built(_options(section)), global_batch=global_batch)
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:

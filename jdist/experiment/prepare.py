@@ -16,7 +16,7 @@ from jdist.experiment.config import Config, TrainSection
 from jdist.experiment.load import Document, leaves
 from jdist.experiment.load_task import load_task
 from jdist.experiment.names import nearest
-from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths
+from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
 from jdist.experiment.options import check_options
 from jdist.experiment.parse import Key
 from jdist.experiment.platform import check_devices
@@ -36,6 +36,7 @@ class Parts:
         task: model, loss and data.
         strategy: where it runs.
         optimizer: the optax optimizer.
+        learning_rate: that it was made with, a number or a schedule; None if it has none.
         train_data: the training source, a `RandomAccessSource` that lasts for the whole run.
         total_steps: steps of the whole run.
         steps_per_epoch: steps of one pass over the data; None if the data has no end.
@@ -48,6 +49,7 @@ class Parts:
     task: Task
     strategy: Strategy
     optimizer: optax.GradientTransformation
+    learning_rate: Any
     train_data: Any
     total_steps: int
     steps_per_epoch: int | None
@@ -131,6 +133,7 @@ def prepare(
         task=task,
         strategy=strategy,
         optimizer=build_optimizer(section, global_batch=train.global_batch, clip_norm=train.clip_norm),
+        learning_rate=learning_rate(section, global_batch=train.global_batch),
         train_data=train_data,
         total_steps=steps,
         steps_per_epoch=one_epoch.num_steps,

@@ -55,11 +55,17 @@ class Result:
         step: the last step.
         state: sha256 of each leaf of the state, by its path.
         at: when, in UTC.
+        stopped: why a callback ended the run before its last step; None if none did.
     """
 
     step: int
     state: dict[str, str]
     at: str = field(default_factory=_now)
+    stopped: str | None = None
+
+    def is_end(self, total_steps: int) -> bool:
+        """Whether it is the end of a run of so many steps."""
+        return self.step >= total_steps or self.stopped is not None
 
 
 def write_start(folder: RunFolder, start: Start) -> None:

@@ -159,6 +159,7 @@ def _translate(error: Any) -> Problem:
         "literal_error": "{expected}",
         "model_type": "a mapping of keys to values",
         "dict_type": "a mapping of keys to values",
+        "list_type": "a list",
         "string_pattern_mismatch": "of the right form",
         "string_too_short": "at least {min_length} character long",
         "string_too_long": "at most {max_length} characters long",
@@ -179,7 +180,10 @@ def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[K
     """Every key of the schema with its description."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field.description or ""
-        for part in (field.annotation, *get_args(field.annotation)):  # the second for one that may be null, and of a list
+        for part in (
+            field.annotation,
+            *get_args(field.annotation),
+        ):  # the second for one that may be null, and of a list
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from _keys(part, (*prefix, name))
 
@@ -198,7 +202,7 @@ def _nearest_key(key: Key) -> str:
     known = [k for k, _ in _keys()]
     siblings = [k for k in known if k[:-1] == _without_places(key)[:-1]]
     by_name = {k[-1]: k for k in reversed(known)}
-    for candidates, cutoff in (({k[-1]: k for k in siblings}, 0.6), (by_name, 0.8)):
+    for candidates, cutoff in (({k[-1]: (*key[:-1], k[-1]) for k in siblings}, 0.6), (by_name, 0.8)):
         close = closest(key[-1], candidates, cutoff=cutoff)
         if close is not None:
             return f" Did you mean {dotted(candidates[close])}?"

@@ -46,7 +46,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
         )
     if not starts:
         raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
-    if result is None or result.step < starts[-1].total_steps:
+    if result is None or not result.is_end(starts[-1].total_steps):
         raise ConfigError(
             f"{folder}: this run has not come to its {starts[-1].total_steps:,} steps, so there is no end to compare with. "
             "Bring it there first, by the command that started it."

@@ -121,7 +121,7 @@ def read_run(path: Path) -> RunSummary:
     rows, starts, result = read_rows(folder.metrics), read_starts(folder), read_result(folder)
     total = starts[-1].total_steps if starts else config.train.steps
     done = max(result.step if result else 0, rows[-1]["step"] if rows else 0)
-    finished = result is not None and total is not None and result.step >= total
+    finished = result is not None and total is not None and result.is_end(total)
     newest = folder.metrics if folder.metrics.is_file() else folder.config
     return RunSummary(
         path=path,

@@ -218,7 +218,7 @@ def _rows_of(restored: Restored | None, history: RowsFile, folder: Path) -> list
     """The rows of the history up to a checkpoint."""
     if restored is None:
         return []
-    count = int(restored.metadata["rows"])
+    count = int(restored.metadata.get("rows", 0))  # `jdist run` has its rows in metrics.jsonl
     rows = history.read(count)
     if len(rows) < count:
         _warn(

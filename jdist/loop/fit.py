@@ -24,6 +24,7 @@ from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
 from jdist.metrics import Metric
+from jdist.nnx import NNXStep
 from jdist.report.history import History
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
@@ -136,6 +137,11 @@ def fit(
         epochs, steps = None, (epochs or 1) * steps_per_epoch
     strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
+    objects = train_step.over(state) if isinstance(train_step, NNXStep) else None
+    if objects is not None:
+        train_step, state = objects, objects.state
+        if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):
+            eval_step = objects.of_state(eval_step)
     metrics = metrics_of(step, metrics)
     per_call = train_step.options.steps_per_call
     feed = open_feed(
@@ -174,9 +180,10 @@ def fit(
                     "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
                 )
             raise
+    state = run.state if objects is None else objects.with_state(run.state)
     if stop.reason not in (None, "SIGINT"):
         raise SystemExit(stop.exit_code)
-    return run.state, run.history
+    return state, run.history
 
 
 def _evaluation(

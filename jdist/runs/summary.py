@@ -57,8 +57,8 @@ class RunSummary:
 
     @property
     def metric(self) -> str:
-        """The evaluation metric that matters: `checkpoint.best`, else the loss."""
-        return self.config.checkpoint.best or "loss"
+        """The evaluation metric that matters, without "eval/": `checkpoint.best`, else the loss."""
+        return main_metric(self.config)
 
     def evaluated(self, metric: str) -> list[tuple[int, float]]:
         """The step and the value of each evaluation, where the value is finite."""
@@ -98,9 +98,15 @@ class RunSummary:
         }
 
 
+def main_metric(config: Config) -> str:
+    """The evaluation metric that matters to a config, without "eval/"."""
+    return (config.checkpoint.best or "loss").removeprefix(EVAL)
+
+
 def mode_of(config: Config, metric: str) -> Mode | None:
     """Whether the greatest or the least value of a metric is the best: as the config says, else its name; None: neither."""
-    return config.checkpoint.mode if metric == config.checkpoint.best else better(metric)
+    is_best = config.checkpoint.best is not None and metric == main_metric(config)
+    return config.checkpoint.mode if is_best else better(metric)
 
 
 def read_run(path: Path) -> RunSummary:

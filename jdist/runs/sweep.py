@@ -19,7 +19,7 @@ from jdist.report.progress import duration
 from jdist.runs.child import Stop, run_child
 from jdist.runs.grid import Point, parse_grid, points
 from jdist.runs.outcome import Ranking, write_outcome
-from jdist.runs.summary import RunSummary, mode_of, read_run
+from jdist.runs.summary import RunSummary, main_metric, mode_of, read_run
 from jdist.runs.table import figure
 
 # A run works these out, and writes them down with its config.
@@ -115,7 +115,7 @@ def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
     Raises:
         ConfigError: the mode is neither of the two, or nobody says which.
     """
-    metric = metric or config.checkpoint.best or "loss"
+    metric = main_metric(config) if metric is None else metric.removeprefix("eval/")
     found = mode or mode_of(config, metric)
     if found is None:
         raise ConfigError(

@@ -17,15 +17,13 @@ from jdist.cluster.runtime import alone
 from jdist.core.strategy import Strategy
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import ConfigError
-from jdist.experiment.callbacks import make_callbacks
-from jdist.experiment.check_best import check_watched_of_shapes
+from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import Parts, prepare
+from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, check_can_be_made
 from jdist.experiment.render import describe
 from jdist.experiment.resume import check_same_run
-from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic
 from jdist.experiment.validate import old_names
 from jdist.report.progress import size

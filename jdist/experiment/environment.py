@@ -1,7 +1,8 @@
-"""What a run's bits depend on besides its config: versions, devices, flags, source and data."""
+"""What a run's bits depend on besides its config: versions, devices, flags, source and data; and the state's checksums."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import jdist
+from jdist.checkpoint import leaves as codec
 from jdist.data.sources.protocol import RandomAccessSource
 from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
@@ -60,3 +63,25 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+PyTree = Any
+
+
+def checksums(state: PyTree) -> dict[str, str]:
+    """The sha256 of each leaf's dtype, shape and bytes, by its path.
+
+    Args:
+        state: a tree of arrays, PRNG keys and numbers on the host.
+
+    Example:
+        >>> list(checksums({"w": np.zeros(3)}))
+        ["['w']"]
+    """
+    sums = {}
+    for path, leaf in codec.flatten(state).items():
+        array = np.ascontiguousarray(codec.without_keys(leaf))
+        digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+        sums[path] = digest.hexdigest()
+    return sums

@@ -14,10 +14,9 @@ from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import prepare
+from jdist.experiment.prepare import prepare, state_maker
 from jdist.experiment.record import RunFolder
-from jdist.experiment.step import state_maker
-from jdist.loop.evaluation import measure
+from jdist.loop.evaluate import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
 from jdist.step.decorator import distribute

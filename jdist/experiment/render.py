@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from jdist.experiment.load import Document, Key
-from jdist.experiment.parse import RESOLVERS
+from jdist.experiment.load import RESOLVERS, Document, Key
 
 
 class _OneLine(yaml.SafeDumper):

@@ -22,23 +22,20 @@ from jdist.cluster.runtime import alone
 from jdist.cluster.stop import preemption
 from jdist.data.sources.protocol import write_state
 from jdist.errors import NonFiniteError
-from jdist.experiment.callbacks import make_callbacks
-from jdist.experiment.check_best import check_watched, watches_evaluation
-from jdist.experiment.checksums import checksums
+from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
-from jdist.experiment.environment import environment
+from jdist.experiment.environment import checksums, environment
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import Parts, prepare
+from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.render import describe
 from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
 from jdist.experiment.resume import check_goes_on, check_same_run
 from jdist.experiment.sources import changed_sources
-from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
 from jdist.experiment.validate import old_names
 from jdist.loop.data import open_feed
-from jdist.loop.evaluation import Evaluation
+from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import MetricTotals
 from jdist.loop.run import Run
 from jdist.report.curves import plot_curves

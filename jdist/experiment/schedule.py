@@ -8,11 +8,11 @@ from typing import Any, TypeGuard
 
 import optax
 
-from jdist.experiment.names import nearest
+from jdist.experiment.load import Key, dotted
 from jdist.experiment.options import check_options
-from jdist.experiment.parse import Key, dotted
 from jdist.experiment.validate import Problem, show
 from jdist.scaling import gradual_warmup
+from jdist.support.suggest import nearest
 
 # What optax raises for arguments that it cannot use.
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)

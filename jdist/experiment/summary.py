@@ -9,8 +9,8 @@ import numpy as np
 
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
+from jdist.experiment.optimizer import explain
 from jdist.experiment.prepare import Parts
-from jdist.experiment.scaling import explain
 from jdist.report.metrics_file import Row
 from jdist.report.progress import readable
 

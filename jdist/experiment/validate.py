@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted
-from jdist.experiment.names import closest
 from jdist.report.metric_direction import NAMES, better
+from jdist.support.suggest import closest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 from jdist import callbacks as ready_made
 from jdist.callbacks.callback import Callback, Moment
-from jdist.callbacks.jsonl import jsonl
 from jdist.callbacks.progress import progress as progress_bar
+from jdist.callbacks.row_files import jsonl
 from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
 from jdist.loop.data import is_arrays, open_feed
-from jdist.loop.evaluation import Evaluation
+from jdist.loop.evaluate import Evaluation
 from jdist.loop.keras_hints import with_hints
 from jdist.loop.metric_totals import Metrics
 from jdist.loop.run import Run

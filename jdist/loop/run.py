@@ -18,7 +18,7 @@ from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
 from jdist.loop.data import Feed
-from jdist.loop.evaluation import Evaluation
+from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.preflight import check_resumes, check_returned, check_watched, names_of
 from jdist.report.history import History

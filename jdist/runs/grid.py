@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.errors import ConfigError
-from jdist.experiment.parse import parse
+from jdist.experiment.load import parse
 from jdist.experiment.render import flow
 
 _MOST_RUNS = 10_000

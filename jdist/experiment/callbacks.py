@@ -20,6 +20,8 @@ from jdist.loop.task import Task
 from jdist.metrics import Metric
 from jdist.support.suggest import nearest
 
+PyTree = Any
+
 
 def make_callbacks(config: Config, parts: Parts, document: Document, folder: Path) -> list[Callback]:
     """The callbacks that a config names.
@@ -62,9 +64,6 @@ _MAKE: dict[str, Callable[[dict[str, Any], Parts, Path], Callback]] = {
     "wandb": lambda options, parts, folder: callbacks.wandb(**options),
     "profiler": lambda options, parts, folder: callbacks.profiler(folder / options.pop("folder"), **options),
 }
-
-
-PyTree = Any
 
 
 def check_watched(config: Config, measured: Mapping[str, Any], document: Document) -> None:

@@ -19,6 +19,7 @@ from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
 from jdist.experiment.sources import digest, folder_sources, task_sources
 
+PyTree = Any
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -63,9 +64,6 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-PyTree = Any
 
 
 def checksums(state: PyTree) -> dict[str, str]:

@@ -20,6 +20,10 @@ from jdist.experiment.schedule import REFUSALS, build_value, check_schedules, fi
 from jdist.experiment.validate import Problem, show
 from jdist.support.suggest import nearest
 
+_OF_RATE: dict[str, Callable[..., Any]] = {"linear": scaling.linear, "square_root": scaling.square_root}
+# Optimisers that the rule `adam` was derived for, as optax calls them.
+_ADAMS = ("adam", "adamw")
+_OF_ADAM = ("learning_rate", "b1", "b2", "eps")
 KEY: Key = ("train", "optimizer")
 
 
@@ -196,12 +200,6 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
         and not name.startswith(("_", "scale_by"))
         and "learning_rate" in inspect.signature(member).parameters
     }
-
-
-_OF_RATE: dict[str, Callable[..., Any]] = {"linear": scaling.linear, "square_root": scaling.square_root}
-# Optimisers that the rule `adam` was derived for, as optax calls them.
-_ADAMS = ("adam", "adamw")
-_OF_ADAM = ("learning_rate", "b1", "b2", "eps")
 
 
 def scaled(section: Mapping[str, Any] | None, options: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:

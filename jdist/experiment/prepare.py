@@ -29,6 +29,9 @@ from jdist.strategies.by_name import STRATEGIES, make_strategy
 from jdist.support.suggest import nearest
 from jdist.tasks.options import OptionError
 
+_MAKE: Key = ("task", "make")
+_OPTIONS: Key = ("task", "options")
+PyTree = Any
 # Stands for the length of a run that is not known yet: long enough for every schedule.
 _LONG = 10**9
 
@@ -217,10 +220,6 @@ def _eval_batch(task: Task, asked: int) -> int:
     return asked if rows is None else min(asked, rows)
 
 
-_MAKE: Key = ("task", "make")
-_OPTIONS: Key = ("task", "options")
-
-
 def load_task(section: TaskSection, problems: list[Problem]) -> Task | None:
     """Import and call `task.make`.
 
@@ -273,9 +272,6 @@ def _not_found(wanted: str, missing: str) -> str:
         return f"no module {missing!r}; it must be installed, or lie in the current folder {os.getcwd()}"
     install = "'jdist[examples]'" if missing.partition(".")[0] in ("sklearn", "matplotlib") else missing
     return f"{wanted} needs the module {missing!r}, which is not installed: pip install {install}"
-
-
-PyTree = Any
 
 
 def make_train_step(config: Config, parts: Parts) -> DistributedStep:

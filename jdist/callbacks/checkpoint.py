@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, Literal
 import jax
 
 from jdist.callbacks.callback import Callback, Moment, Resume, Return
-from jdist.callbacks.rows_file import RowsFile
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.checkpointer import Restored
@@ -20,6 +20,7 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
+from jdist.report.metrics_file import MetricsFile, Row
 from jdist.report.progress import numbers
 from jdist.support.checks import as_int
 
@@ -108,11 +109,11 @@ def saving(
     """
     folder = Path(directory).expanduser().absolute()
     opened: list[Checkpointer] = []
-    history = None if of_run else RowsFile(folder / _HISTORY)
+    history = MetricsFile(folder / _HISTORY)
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
-        nonlocal saved
+        nonlocal saved, history
         saved = (0, 0)
         cluster = moment.strategy.cluster or alone()
         if not resume:
@@ -133,11 +134,11 @@ def saving(
                 )
             raise
         notes: dict[str, Any] = {} if restored is None else dict(restored.metadata)
-        if history is not None:
-            notes["rows"] = rows = _rows_of(restored, history, folder)
+        if not of_run:
+            notes["rows"] = rows = _rows_of(restored, folder / _HISTORY)
             with together("opening the history", _WAIT_S, cluster):
                 if moment.is_chief:
-                    history.begin(rows)
+                    history = MetricsFile.begin(folder / _HISTORY, rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
@@ -170,10 +171,12 @@ def saving(
         if moment.kept:
             state = carrying(fetched(state), kept={name: each.get() for name, each in moment.kept.items()})
         rows = notes.pop("rows")
-        if history is not None:
+        if not of_run:
             with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
                 if moment.is_chief:
-                    history.extend(rows)
+                    for row in rows[len(history.rows) :]:
+                        history.write(row["step"], row)
+                    history.sync()
             notes["rows"] = len(rows)
         evaluated = {name: value for name, value in (moment.row or {}).items() if name.startswith("eval/")}
         opened[0].save(moment.step, state, data=moment.data(), metrics=numbers(evaluated), metadata=notes)
@@ -200,6 +203,7 @@ def saving(
         return None if found is None else Return(found.state)
 
     def close() -> None:
+        history.close()
         while opened:
             opened.pop().close()
 
@@ -214,15 +218,26 @@ def saving(
     )
 
 
-def _rows_of(restored: Restored | None, history: RowsFile, folder: Path) -> list[dict[str, Any]]:
-    """The rows of the history up to a checkpoint."""
+def _rows_of(restored: Restored | None, path: Path) -> list[Row]:
+    """The rows of the history up to a checkpoint.
+
+    Of a damaged file those before the damage: behind it a line may not be the row that it counts as.
+    """
     if restored is None:
         return []
     count = int(restored.metadata.get("rows", 0))  # `jdist run` has its rows in metrics.jsonl
-    rows = history.read(count)
+    rows: list[Row] = []
+    for line in path.read_bytes().splitlines()[:count] if count and path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # no JSON, or no UTF-8
+            break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
     if len(rows) < count:
         _warn(
-            folder / _HISTORY,
+            path,
             f"has {len(rows):,} of the {count:,} rows up to step {restored.step}; the others are lost.",
         )
     return rows

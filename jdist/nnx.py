@@ -208,20 +208,6 @@ class NNXStep(Distributed):
         static, state, rest, _ = _split(args)
         return self._distributed.prepare(static, with_user_state(self._around, state), *rest, **kwargs)
 
-    def preview(self, *args: Any, **kwargs: Any) -> Preview:
-        """What a call would do, known with nothing compiled; see `DistributedStep.preview`."""
-        args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, _ = _split(args)
-        return self._distributed.preview(static, with_user_state(self._around, state), *rest, **kwargs)
-
-    def count_left_out(self, state: PyTree) -> Any:
-        """See `Distributed`."""
-        return self._distributed.count_left_out(state)
-
-    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
-        """See `Distributed`."""
-        self._distributed.verify_next(how, pads=pads)
-
     def over(self, objects: PyTree) -> ObjectsStep:
         """This step over some objects as a step over their pure state, as a loop takes it.
 
@@ -346,11 +332,11 @@ class ObjectsStep(Distributed):
 
     def count_left_out(self, state: PyTree) -> Any:
         """See `Distributed`."""
-        return self._step.count_left_out(state)
+        return self._step._distributed.count_left_out(state)
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """See `Distributed`."""
-        self._step.verify_next(how, pads=pads)
+        self._step._distributed.verify_next(how, pads=pads)
 
     def wait(self) -> None:
         """Waits for every call in flight."""

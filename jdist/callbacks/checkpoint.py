@@ -199,8 +199,8 @@ def saving(
         opened[0].wait()
         if not restore_best or moment.interrupted or opened[0].best_step in (None, moment.step):
             return None
-        found = opened[0].restore(shapes_of(moment.state), step=opened[0].best_step)
-        return None if found is None else Return(found.state)
+        best_save = opened[0].restore(shapes_of(moment.state), step=opened[0].best_step)
+        return None if best_save is None else Return(best_save.state)
 
     def close() -> None:
         history.close()

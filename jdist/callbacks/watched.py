@@ -24,13 +24,13 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
         return mode
     if mode is not None:
         raise StepError(f"{callback}: `mode` is {mode!r}; it must be 'min' or 'max'.")
-    found = better(metric)
-    if found is None:
+    by_name = better(metric)
+    if by_name is None:
         raise StepError(
             f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'. (A name such as "
             "'loss' or 'accuracy' says it: is this one misspelt?)"
         )
-    return found
+    return by_name
 
 
 def value_of(callback: str, metric: str, moment: Moment) -> float:

@@ -35,17 +35,17 @@ def make_callbacks(config: Config, parts: Parts, document: Document, folder: Pat
     Raises:
         ConfigError: one line for each that cannot be made.
     """
-    made, problems = [], []
+    callbacks_of_run, problems = [], []
     for i, section in enumerate(config.callbacks):
         options = section.options.model_dump()
         try:
-            made.append(_MAKE[section.name](options, parts, folder))
+            callbacks_of_run.append(_MAKE[section.name](options, parts, folder))
         except (ConfigError, StepError) as exc:
             text = str(exc).removeprefix(f"{section.name}: ")
             problems.append(Problem(key=("callbacks", str(i), section.name), text=text))
     if problems:
         raise refusal(document, problems)
-    return made
+    return callbacks_of_run
 
 
 def _learning_rate_log(options: dict[str, Any], parts: Parts, _: Path) -> Callback:

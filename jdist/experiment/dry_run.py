@@ -104,12 +104,12 @@ def _compiled(what: str, lowered: jax.stages.Lowered) -> str:
             f"the {what} does not fit into a device's memory: {reason} Take a smaller train.global_batch, more devices, "
             "or train.accumulate=2."
         ) from exc
-    took = f"{what}: compiled in {time.perf_counter() - start:.1f} s"
+    text = f"{what}: compiled in {time.perf_counter() - start:.1f} s"
     if stats is None:  # not every backend says
-        return took
+        return text
     # Not the compiler's own peak: on CPU that leaves the temporaries out.
     needed = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return f"{took}, needs {size(needed + stats.temp_size_in_bytes)} of each device"
+    return f"{text}, needs {size(needed + stats.temp_size_in_bytes)} of each device"
 
 
 def _numbers(tree: PyTree) -> str:

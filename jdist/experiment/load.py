@@ -223,8 +223,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     file = str(path)
     values, origins, problems = parse(_read(Path(path)), file)
     if values is None or not isinstance(values, dict):
-        said = "is empty" if values is None else f"holds {type(values).__name__} {values!r:.60}"
-        raise ConfigError(f"{file} {said}; a config is a mapping of keys to values, such as `name: digits`.")
+        content = "is empty" if values is None else f"holds {type(values).__name__} {values!r:.60}"
+        raise ConfigError(f"{file} {content}; a config is a mapping of keys to values, such as `name: digits`.")
     for text in overrides:
         problem = _override(values, origins, text)
         problems += [problem] if problem else []
@@ -247,8 +247,8 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         there = {p.stem: str(p) for pattern in ("*.yaml", "*.yml") for p in sorted(path.parent.glob(pattern))}
         close = closest(path.stem, there)  # the folder and the ending are alike in all of them
-        near = f" Did you mean {there[close]}?" if close else nearest("", there.values(), label="Files there")
-        raise ConfigError(f"{path}: no such config file.{near}") from None
+        remedy = f" Did you mean {there[close]}?" if close else nearest("", there.values(), label="Files there")
+        raise ConfigError(f"{path}: no such config file.{remedy}") from None
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not a text file in UTF-8, so no YAML: {exc.reason}.") from exc
     except OSError as exc:

@@ -68,11 +68,11 @@ def check_optimizer(
         remedy = nearest(name, _optimizers(), label="Among others")
         yield Problem(key=(*KEY, "name"), text=f"optax has no optimizer {show(name)}", remedy=remedy)
         return
-    found = list(check_options(function, options, called=f"optax.{name}", key=KEY, wrong=_wrong))
+    problems = list(check_options(function, options, called=f"optax.{name}", key=KEY, wrong=_wrong))
     for option, value in options.items():
-        found += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
-    found = found or list(_try_out(name, options))
-    yield from found or check_scaling(
+        problems += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
+    problems = problems or list(_try_out(name, options))
+    yield from problems or check_scaling(
         section.get("scaling"), name, _built(options), global_batch=global_batch, key=(*KEY, "scaling")
     )
 

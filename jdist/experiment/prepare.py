@@ -169,9 +169,9 @@ def _optimizer(
     values: dict[str, Any], *, steps: int | None, length: Key
 ) -> tuple[dict[str, Any], set[Key], list[Problem]]:
     """The section of the optimizer with lengths of schedules filled in, the keys of these, and what is wrong with it."""
-    given = values["train"]["optimizer"]
-    section = fill_lengths(given, steps=steps or _LONG)
-    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(given)).keys()}
+    optimizer = values["train"]["optimizer"]
+    section = fill_lengths(optimizer, steps=steps or _LONG)
+    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(optimizer)).keys()}
     global_batch = values["train"]["global_batch"]
     return section, filled, list(check_optimizer(section, global_batch=global_batch, filled=filled, length=length))
 
@@ -232,9 +232,9 @@ def load_task(section: TaskSection, problems: list[Problem]) -> Task | None:
     """
     try:
         function = _import(section.make)
-        found = list(check_options(function, section.options, called=section.make, key=_OPTIONS))
-        problems += found
-        if found:
+        wrong = list(check_options(function, section.options, called=section.make, key=_OPTIONS))
+        problems += wrong
+        if wrong:
             return None
         task = function(**section.options)
     except OptionError as exc:

@@ -93,8 +93,8 @@ def read_starts(folder: RunFolder) -> list[Start]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    found = _read(folder.environment)
-    return [] if found is None else _of(folder.environment, lambda: [Start(**start) for start in found["starts"]])
+    content = _read(folder.environment)
+    return [] if content is None else _of(folder.environment, lambda: [Start(**start) for start in content["starts"]])
 
 
 def write_result(folder: RunFolder, result: Result) -> None:
@@ -116,8 +116,8 @@ def read_result(folder: RunFolder) -> Result | None:
     Raises:
         ConfigError: the file cannot be read.
     """
-    found = _read(folder.result)
-    return None if found is None else _of(folder.result, lambda: Result(**found))
+    content = _read(folder.result)
+    return None if content is None else _of(folder.result, lambda: Result(**content))
 
 
 def _read(path: Path) -> Any:

@@ -136,10 +136,7 @@ def run(
             feed=open_feed(
                 parts.train_data,
                 strategy,
-                epochs=None,
                 steps=total,
-                global_batch=None,
-                shuffle_seed=None,
                 steps_per_epoch=parts.steps_per_epoch,
                 steps_per_call=train.steps_per_call,
             ),
@@ -153,14 +150,7 @@ def run(
             log_every=config.log.every,
             evaluate=Evaluation(
                 step=eval_step,
-                feed=open_feed(
-                    task.eval_data(parts.eval_batch),
-                    strategy,
-                    epochs=None,
-                    steps=None,
-                    global_batch=None,
-                    shuffle_seed=None,
-                ),
+                feed=open_feed(task.eval_data(parts.eval_batch), strategy),
                 strategy=strategy,
                 trained_by=strategy,
                 metrics=task.metrics,

@@ -81,14 +81,14 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
         yield Problem(key=(*key, "schedule"), text=f"there is no schedule {show(name)}", remedy=remedy)
         return
     called = f"{'jdist.scaling' if function is gradual_warmup else 'optax'}.{name}"
-    found = list(check_options(function, options, called=called, key=key, wrong=wrong))
+    problems = list(check_options(function, options, called=called, key=key, wrong=wrong))
     for option, inner in options.items():
-        found += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)
-    refusal = None if found else _refusal(value)
+        problems += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)
+    refusal = None if problems else _refusal(value)
     if refusal is not None:
         short = _too_short(value, key, filled=filled, length=length)
-        found = [short or Problem(key=key, text=f"{called} refuses these arguments: {refusal}")]
-    yield from found
+        problems = [short or Problem(key=key, text=f"{called} refuses these arguments: {refusal}")]
+    yield from problems
 
 
 def reason(error: Exception) -> str:

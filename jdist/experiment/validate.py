@@ -77,8 +77,8 @@ def refusal(document: Document, problems: Sequence[Problem]) -> ConfigError:
 
 def _origins(document: Document, problem: Problem) -> str:
     """Where a problem's keys were given; for a key that was not, the nearest above it."""
-    given = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
-    return " and ".join(dict.fromkeys(given)) or document.origin(problem.key)
+    origins = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
+    return " and ".join(dict.fromkeys(origins)) or document.origin(problem.key)
 
 
 def show(value: Any) -> str:

@@ -72,22 +72,14 @@ def evaluate(
     """
     strategy = strategy_of(step, strategy, state)
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
-    feed = open_feed(
-        data,
-        strategy,
-        epochs=None,
-        steps=None,
-        global_batch=global_batch,
-        shuffle_seed=None,
-        batch_axis=eval_step.options.batch_axis,
-    )
+    feed = open_feed(data, strategy, global_batch=global_batch, batch_axis=eval_step.options.batch_axis)
     wanted = metrics_of(step, metrics)
     if feed.pads:
         state = eval_step.prepare(state, feed.batches.element_spec)
         names_of(eval_step, state, feed, wanted)  # warns of a mask that is not read
     measured = measure(eval_step, state, feed.batches, strategy.cluster, wanted)
     for name in metrics if isinstance(metrics, Mapping) else ():
-        if not any(found == name or found.startswith(f"{name}/") for found in measured):
+        if not any(result == name or result.startswith(f"{name}/") for result in measured):
             raise StepError(
                 f"`metrics` has {name!r}, but the step returned {', '.join(map(repr, measured))}."
                 f"{did_you_mean(name, measured)} Let it return `{{{name!r}: metric.update(...)}}`."
@@ -123,15 +115,7 @@ def predict(
     """
     strategy = strategy_of(step, strategy, state)
     predict_step = eval_step_of(step, strategy, call="jdist.predict", returns="examples")
-    feed = open_feed(
-        data,
-        strategy,
-        epochs=None,
-        steps=None,
-        global_batch=global_batch,
-        shuffle_seed=None,
-        batch_axis=predict_step.options.batch_axis,
-    )
+    feed = open_feed(data, strategy, global_batch=global_batch, batch_axis=predict_step.options.batch_axis)
     if not isinstance(feed.batches, DistributedDataset):
         raise DatasetError(
             "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "
@@ -173,8 +157,8 @@ class Evaluation:
 
     def __call__(self, state: PyTree) -> Measured:
         """What it measures of a state, by name."""
-        own = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
-        return measure(self.step, own, self.feed.batches, self.strategy.cluster, self.metrics)
+        state_here = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
+        return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics)
 
     def names(self, state: PyTree, *, depth: int) -> frozenset[str] | None:
         """The names of what it will measure; None where only a call shows them.
@@ -215,13 +199,13 @@ def measure(
         DatasetError: there is not one row.
     """
     cluster = cluster or alone()
-    tally = MetricTotals(metrics)
+    totals = MetricTotals(metrics)
     with cluster.blocked():
         if isinstance(batches, DistributedDataset):
             batches.rewind()
         for batch in batches:
-            tally.add(eval_step(state, batch), batch)
-        measured, weight = tally.take(cluster=cluster)
+            totals.add(eval_step(state, batch), batch)
+        measured, weight = totals.take(cluster=cluster)
     if math.isnan(weight) and not measured:
         raise DatasetError(
             "the rows of batches that the workers of a parameter server read are not known here, so scalars cannot be averaged "

@@ -212,9 +212,7 @@ def _evaluation(
     batch_axis = distributed.options.batch_axis
     return Evaluation(
         step=distributed,
-        feed=open_feed(
-            data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None, batch_axis=batch_axis
-        ),
+        feed=open_feed(data, place, global_batch=rows, batch_axis=batch_axis),
         strategy=place,
         trained_by=strategy,
         metrics=metrics,
@@ -222,18 +220,18 @@ def _evaluation(
 
 
 def _callbacks(
-    given: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
+    callbacks: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
 ) -> list[Callback]:
-    """Those given, then those that report."""
-    if isinstance(given, Callback) or callable(given):
+    """Those callbacks, then those that report."""
+    if isinstance(callbacks, Callback) or callable(callbacks):
         raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
-    if not isinstance(given, Sequence):
-        raise StepError(f"`callbacks` is {given!r:.80}; give a list, [] for none.")
-    made = [each if isinstance(each, Callback) else _on_step(each) for each in given]
+    if not isinstance(callbacks, Sequence):
+        raise StepError(f"`callbacks` is {callbacks!r:.80}; give a list, [] for none.")
+    listed = [each if isinstance(each, Callback) else _on_step(each) for each in callbacks]
     if log_to is not None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        made.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
-    return [*made, progress_bar()] if progress else made
+        listed.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
+    return [*listed, progress_bar()] if progress else listed
 
 
 def _on_step(function: Any) -> Callback:

@@ -44,8 +44,8 @@ def names_of(
         raise StepError(
             f'{step.__name__} returns the state alone. Let it return its metrics too: `return state, {{"loss": loss}}`.'
         )
-    tally = MetricTotals(metrics, steps_per_call=step.options.steps_per_call)
-    names = tally.names(preview.results["metrics"], by=step.__name__)
+    totals = MetricTotals(metrics, steps_per_call=step.options.steps_per_call)
+    names = totals.names(preview.results["metrics"], by=step.__name__)
     if "state" in preview.results and not preview.changes_state:
         warnings.warn(
             f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
@@ -159,11 +159,11 @@ def check_watched(
 
 def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
     """What callbacks add to a row before others look at it; None: it may be anything."""
-    found: set[str] = set()
+    names: set[str] = set()
     for callback in callbacks:
         functions = (callback.on_eval, callback.on_epoch, callback.on_step, callback.on_row)
         if any(function is not None for function in functions):
             if callback.logs is None:
                 return None
-            found.update(callback.logs)
-    return frozenset(found)
+            names.update(callback.logs)
+    return frozenset(names)

@@ -357,10 +357,10 @@ def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
-    found: dict[str, Keeps] = {}
+    keeps: dict[str, Keeps] = {}
     for callback in callbacks:
         if callback.keeps is not None:
-            if callback.name in found:
+            if callback.name in keeps:
                 raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
-            found[callback.name] = callback.keeps
-    return found
+            keeps[callback.name] = callback.keeps
+    return keeps

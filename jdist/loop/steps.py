@@ -29,8 +29,8 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
-    made = step.strategy if isinstance(step, Distributed) else strategy
-    if isinstance(state, RemoteTree) and (made or get_strategy()).coordinator is None:
+    place = step.strategy if isinstance(step, Distributed) else strategy
+    if isinstance(state, RemoteTree) and (place or get_strategy()).coordinator is None:
         raise StrategyError(
             "the state lives on parameter servers, and the step does not run there: give `strategy.fetch(state)`, of the "
             "strategy that trained it; or that strategy."

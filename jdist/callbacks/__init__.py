@@ -1,4 +1,4 @@
-"""What goes along with training: checkpoints, early stopping, logs.
+"""Callbacks of a training run: checkpoints, early stopping, logs.
 
 Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, what they are told. Every other file makes one.
 

@@ -1,4 +1,4 @@
-"""What a callback is, what it is told, and what it may answer."""
+"""A callback, the moments that it is called at, and its answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Return:
 
 @dataclass(kw_only=True, eq=False)
 class Moment:
-    """A moment of a training run, as callbacks are told of it.
+    """A moment of a training run, given to each callback.
 
     Attributes:
         event: which of a callback's functions is called.
@@ -129,7 +129,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a callback keeps that is to be saved with the state.
+    """A callback's own arrays, which are saved with the state.
 
     Attributes:
         begin: called with the state before the first step.

@@ -1,4 +1,4 @@
-"""What a person sees while it trains."""
+"""Shows the progress of training."""
 
 from __future__ import annotations
 

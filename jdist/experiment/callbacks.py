@@ -94,7 +94,7 @@ def check_watched(config: Config, measured: Mapping[str, Any], document: Documen
 
 
 def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document: Document) -> None:
-    """As `check_watched`, before there are any results.
+    """Checks as `check_watched` does, before there are any results.
 
     Args:
         config: the checked config.

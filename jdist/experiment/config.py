@@ -1,4 +1,4 @@
-"""What a config file may say: every key, its type, its limits and its default.
+"""The schema of config files: every key, its type, its limits and its default.
 
     name: digits
     task:
@@ -255,7 +255,7 @@ class LogSection(Section):
 
 
 class PlatformSection(Section):
-    """What has to be settled before JAX starts."""
+    """Settings that JAX reads when it starts."""
 
     cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES)] | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""What a run's bits depend on besides its config: versions, devices, flags, source and data; and the state's checksums."""
+"""Records what a run's bits depend on besides its config (versions, devices, flags, source, data), and its state's checksums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment(parts: Parts, make: str) -> dict[str, Any]:
-    """What the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
+    """Lists what the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
 
     Args:
         parts: what the run is made of.

@@ -75,5 +75,5 @@ def follow(config: Config, document: Document, *, console: Console | None = None
 
 
 def _of_one_process(name: str, **options: Any) -> Strategy:
-    """What the evaluator runs on: its own devices, also where the job runs on those of many processes."""
+    """Makes the evaluator's strategy: of its own devices, also where the job runs on those of many processes."""
     return make_strategy("mirrored") if name == "multi_worker" else make_strategy(name, **options)

@@ -198,7 +198,7 @@ class Document:
     problems: tuple[str, ...] = ()
 
     def origin(self, key: Key) -> str:
-        """Where `key` was given, or the nearest key above it that was; the file if none was."""
+        """Names the place of `key`, or of the nearest key above it that was given; the file if none was."""
         return next((self.origins[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.origins), self.file)
 
 

@@ -115,7 +115,7 @@ def _scaled(section: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `train.optimizer` is handed on to optax."""
+    """Picks the options of `train.optimizer` that are optax's."""
     return {name: value for name, value in section.items() if name not in ("name", "scaling")}
 
 
@@ -125,7 +125,7 @@ def _built(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
-    """What is wrong with a value for a parameter of optax, by its annotation and its name; None if nothing is.
+    """Says what is wrong with a value for a parameter of optax, by its annotation and its name; None if nothing is.
 
     optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the parameters
     (masks); a config can describe the first kind of function only.
@@ -262,7 +262,7 @@ def check_scaling(
 
 
 def explain(optimizer: Mapping[str, Any], *, global_batch: int) -> str:
-    """What the scaling of `train.optimizer`, plain values, comes to.
+    """Says what the scaling of `train.optimizer`, plain values, comes to.
 
     Example:
         >>> scaling = {"rule": "linear", "base_batch": 256}

@@ -33,7 +33,7 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
-    """What is wrong with giving a value for a parameter.
+    """Says what is wrong with giving a value for a parameter.
 
     Args:
         value: a value as YAML holds it.
@@ -62,7 +62,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def _kind(annotation: Any) -> tuple[str, Callable[[Any], bool]] | None:
-    """What an annotation that is no union is called in a config, and which values fit it; None if it has no name."""
+    """Names an annotation that is no union in a config's words, and tests values for it; None if it has no name."""
     origin = typing.get_origin(annotation) or annotation
     if origin is typing.Literal:
         choices = typing.get_args(annotation)

@@ -38,7 +38,7 @@ _LONG = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of.
+    """The parts of a run.
 
     Attributes:
         task: model, loss and data.
@@ -297,7 +297,7 @@ def make_eval_step(parts: Parts) -> DistributedStep:
 def state_maker(
     config: Config, parts: Parts, optimizer: optax.GradientTransformation | None = None
 ) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
-    """What makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
+    """Gives the function that makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
 
     Args:
         config: the checked config.

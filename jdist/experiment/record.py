@@ -23,7 +23,7 @@ from jdist.support.file_lock import hold
 
 
 class RunFolder:
-    """Where one run is written.
+    """The paths of one run.
 
     Args:
         path: the folder, `runs/NAME`.

@@ -1,4 +1,4 @@
-"""What a run folder holds so that the run can be repeated, and the repetition compared bit for bit.
+"""Writes what it takes to repeat a run and to compare the repetition bit for bit.
 
 runs/NAME/environment.json   each start that trained: from which step, with which config, in which environment
 runs/NAME/source/            the task's own source files, if it is not one of jdist's
@@ -111,7 +111,7 @@ def write_result(folder: RunFolder, result: Result) -> None:
 
 
 def read_result(folder: RunFolder) -> Result | None:
-    """What a run came to; None if it has not come to its end.
+    """Reads the end of a run; None if it has not come to it.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -138,7 +138,7 @@ def _of(path: Path, make: Callable[[], T]) -> T:
 
 
 def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
-    """What may keep a repetition from coming to the same bits, in words.
+    """Says what may keep a repetition from coming to the same bits.
 
     Args:
         starts: those of the run that is repeated, at least one; the config is that of the last.

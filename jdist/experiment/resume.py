@@ -1,4 +1,4 @@
-"""Whether a run folder's checkpoints may be gone on from with a config."""
+"""Checks that a run may go on from a folder's checkpoints with a config."""
 
 from __future__ import annotations
 

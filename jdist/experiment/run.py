@@ -192,7 +192,7 @@ def run(
 
 
 class _Record:
-    """What a run writes into its folder beside checkpoints, as callbacks.
+    """Writes the run folder, as a callback of the run.
 
     Args:
         config: the checked config.
@@ -241,7 +241,7 @@ class _Record:
         )
 
     def _resume(self, saves: Callback, moment: Moment) -> Resume | None:
-        """Where an earlier process of this run left off."""
+        """Goes on where an earlier process of this run left off."""
         assert saves.on_resume is not None
         with warnings.catch_warnings(record=True) as damaged:
             warnings.simplefilter("always", CheckpointWarning)

@@ -57,7 +57,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _roots(package: ModuleSpec) -> list[Path]:
-    """Where a module or a package is imported from; one without `__init__.py` may be in several folders."""
+    """Lists where a module or a package is imported from; one without `__init__.py` may be in several folders."""
     return [Path(place).parent for place in package.submodule_search_locations or [package.origin or ""]]
 
 
@@ -67,7 +67,7 @@ def folder_sources(folder: Path) -> dict[str, Path]:
 
 
 def changed_sources(make: str, copies: Path) -> list[str]:
-    """Which files of a task are not as a run has copied them; nothing is imported.
+    """Lists the files of a task that differ from a run's copies; nothing is imported.
 
     Args:
         make: `task.make`.

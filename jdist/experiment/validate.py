@@ -76,7 +76,7 @@ def refusal(document: Document, problems: Sequence[Problem]) -> ConfigError:
 
 
 def _origins(document: Document, problem: Problem) -> str:
-    """Where a problem's keys were given; for a key that was not, the nearest above it."""
+    """Names the places of a problem's keys; for a key that was not given, that of the nearest above it."""
     origins = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
     return " and ".join(dict.fromkeys(origins)) or document.origin(problem.key)
 
@@ -103,7 +103,7 @@ def _length(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def old_names(config: Config, document: Document) -> list[str]:
-    """What a document says as jdist once had it, and what to write now."""
+    """Notes the names that a document has from an earlier jdist, and what to write now."""
     best, written = config.checkpoint.best, best_as_written(document)
     if best == written:
         return []

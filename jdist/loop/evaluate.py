@@ -156,7 +156,7 @@ class Evaluation:
     metrics: Metrics
 
     def __call__(self, state: PyTree) -> Measured:
-        """What it measures of a state, by name."""
+        """Measures a state, by name."""
         state_here = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
         return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics)
 

@@ -196,7 +196,7 @@ def _evaluation(
     global_batch: int | None,
     metrics: Metrics,
 ) -> Evaluation | None:
-    """How to evaluate a state; None without data for it."""
+    """Makes the evaluation; None without data for it."""
     if data is None:
         for name, value in (("eval_step", eval_step), ("eval_every", every), ("eval_strategy", elsewhere)):
             if value is not None:
@@ -222,7 +222,7 @@ def _evaluation(
 def _callbacks(
     callbacks: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
 ) -> list[Callback]:
-    """Those callbacks, then those that report."""
+    """Lists the callbacks given, then those that report."""
     if isinstance(callbacks, Callback) or callable(callbacks):
         raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
     if not isinstance(callbacks, Sequence):
@@ -268,7 +268,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _which(exc: Exception, step: Any, first: int) -> str:
-    """Which step of the run an error tells of that counts from 0.
+    """Says which step of the run an error means that counts from 0.
 
     Args:
         exc: the error.

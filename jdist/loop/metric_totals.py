@@ -1,4 +1,4 @@
-"""What steps have measured, brought together: exact over batches of any size, replicas and processes."""
+"""Adds up what steps measure, exactly, over batches of any size, replicas and processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class MetricTotals:
         return frozenset(measured)
 
     def newest(self) -> Measured:
-        """What the last step has measured: plain numbers by name, the loss first. Waits for it."""
+        """Gives the last step's metrics, which it waits for: plain numbers by name, the loss first."""
         if self._newest is None:
             return {}
         values = jax.device_get(dict(self._newest))
@@ -141,7 +141,7 @@ class MetricTotals:
         return _flat(results), weight
 
     def notes(self, cluster: Runtime | None = None) -> dict[str, Any]:
-        """What there is of epochs that have not ended, as plain JSON values; all processes have to ask."""
+        """Gives the totals of epochs that have not ended as plain JSON values; all processes have to ask."""
         self._read(0)
         notes = {}
         for epoch, totals in sorted(self._epochs.items()):

@@ -1,4 +1,4 @@
-"""What a run will measure, known from its traced steps before anything is compiled, and who looks at something else."""
+"""Checks metric names against the traced steps, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def check_watched(
 
 
 def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
-    """What callbacks add to a row before others look at it; None: it may be anything."""
+    """Collects the names that callbacks add to a row before others read it; None: any."""
     names: set[str] = set()
     for callback in callbacks:
         functions = (callback.on_eval, callback.on_epoch, callback.on_step, callback.on_row)

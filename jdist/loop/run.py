@@ -81,7 +81,7 @@ class Run:
         self._per_call = train_step.options.steps_per_call
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
-        self._keeps = _by_name(callbacks)
+        self._kept = _by_name(callbacks)
         events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "save", "end")
         self._functions = {
             event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events
@@ -152,7 +152,7 @@ class Run:
     def _start(self, state: PyTree, depth: int) -> None:
         """Begins with a state, or where a callback says that an earlier run left off."""
         self.state = state
-        for keeps in self._keeps.values():
+        for keeps in self._kept.values():
             keeps.begin(state)
         for function in self._functions["resume"]:
             answer = function(self._moment("resume", None))
@@ -161,7 +161,7 @@ class Run:
                 self._restore_feed(answer.data)
                 self._go_on(answer.notes, depth + 1)
             else:
-                self._heed("resume", answer)
+                self._act_on("resume", answer)
         self._totals.begin(self._train_step.count_left_out(self.state))
         earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
         self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
@@ -246,7 +246,7 @@ class Run:
         self._call_back("end", None)
 
     def _after_call(self, ended: Sequence[int]) -> None:
-        """What is due after a call, or at the end of a pass, of which these epochs have ended."""
+        """Does what is due after a call, or at the end of a pass, with which these epochs have ended."""
         for epoch in ended[:-1]:  # of a call that spans several
             self._end_early(epoch)
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
@@ -269,8 +269,9 @@ class Run:
         self._save(row)
 
     def _row_of_step(self) -> dict[str, Any]:
-        """A row with what the newest step has measured. A step before it that was not finite raises here."""
-        self._train_step.wait()
+        """A row with what the newest step has measured."""
+        if self._strategy.coordinator is None:  # workers are not kept waiting for each other
+            self._train_step.wait()  # a step that was not finite is known before its row is written
         with self._cluster.blocked():
             return self._row(self._totals.newest())
 
@@ -317,9 +318,9 @@ class Run:
         if self._functions[event]:
             moment = self._moment(event, row, measured)
             for function in self._functions[event]:
-                self._heed(event, function(moment))
+                self._act_on(event, function(moment))
 
-    def _heed(self, event: Event, answer: Any) -> None:
+    def _act_on(self, event: Event, answer: Any) -> None:
         if isinstance(answer, Stop):
             self._reason = self._reason or answer.reason
         elif isinstance(answer, Return) and event == "end":
@@ -345,7 +346,7 @@ class Run:
             resumes=bool(self._functions["resume"]),
             data=self._feed.state,
             notes=self._notes,
-            kept=self._keeps,
+            kept=self._kept,
             clock=lambda: self._meter.train_s,
             measure=self._totals.newest if measured is None else lambda: measured,
         )

@@ -1,4 +1,4 @@
-"""What a training run has measured, which plots itself."""
+"""The history of a training run, which plots itself."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _line(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it: numpy's as Python's, and what is not finite, within an array too, as null."""
+    """Makes a value plain JSON: numpy's becomes Python's, and what is not finite, within an array too, null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list):

@@ -106,6 +106,6 @@ def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
 
 
 def state_difference(there: dict[str, str], here: dict[str, str]) -> list[str]:
-    """Which arrays of two states differ, in words; nothing if none does."""
+    """Says which arrays of two states differ; nothing if none does."""
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     return [f"state: {len(names)} of {len({**there, **here})} arrays, the first is {names[0]}"] if names else []

@@ -1,4 +1,4 @@
-"""What a run folder says of its run; read without JAX, also while the run goes on."""
+"""Reads a run folder without JAX, also while the run goes on."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def sweep(
 
 
 def _checked(document: Document) -> Config:
-    """The config of a run, with all that is wrong with it told as far as that is known before it runs."""
+    """Checks the config of a run as far as that can be done before it runs."""
     from jdist.experiment.prepare import check_names  # brings JAX, which lists and grids do without
 
     config = validate(document)
@@ -110,7 +110,7 @@ def _checked(document: Document) -> Config:
 
 
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
-    """What the command line says, else the config.
+    """Takes the ranking from the command line, else from the config.
 
     Raises:
         ConfigError: the mode is neither of the two, or nobody says which.

@@ -6,7 +6,7 @@ state, and the objects receive the new state after it. Three kinds of variables 
 - random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
 - batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
 - metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in
-  the step too. How the states of a metric of your own come together is said by `metrics={MyMetric: "max"}`.
+  the step too. How the states of a metric of your own come together is given by `metrics={MyMetric: "max"}`.
 """
 
 from __future__ import annotations

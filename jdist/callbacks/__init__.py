@@ -1,6 +1,6 @@
 """Callbacks of a training run: checkpoints, early stopping, logs.
 
-Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, what they are told. Every other file makes one.
+Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, their argument. Other files make callbacks.
 
 May import: checkpoint, report and what is below them.
 """

@@ -10,7 +10,7 @@ from jdist.support.suggest import did_you_mean
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
-    """Whether less or more of a metric is better: as said, or as its name says.
+    """Says whether less or more of a metric is better: as asked for, or as its name says.
 
     Args:
         callback: who asks, for errors.
@@ -18,7 +18,7 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
         mode: "min", "max", or None.
 
     Raises:
-        StepError: it is none of these, or nothing was said and the name does not say.
+        StepError: it is none of these, or None where the name says nothing.
     """
     if mode in ("min", "max"):
         return mode

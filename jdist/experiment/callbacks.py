@@ -79,7 +79,7 @@ def check_watched(config: Config, measured: Mapping[str, Any], document: Documen
     """
     problems = []
     for key, metric in _watched(config, document):
-        prefix = "eval/" if metric.startswith("eval/") else ""  # names are told as the config has them
+        prefix = "eval/" if metric.startswith("eval/") else ""  # messages name metrics as the config does
         name = metric.removeprefix("eval/")
         names = [prefix + each for each, value in measured.items() if np.ndim(value) == 0]
         if name not in measured:

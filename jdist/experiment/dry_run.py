@@ -154,7 +154,7 @@ def shapes_of_run(config: Config, parts: Parts) -> Shapes:
         parameters.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
         return parts.optimizer.init(params)
 
-    # A task's state may be any tree: only its optimizer is told which part of it are the parameters.
+    # A task's state may be any tree: only its optimizer gets the part of it that are the parameters.
     create, key = state_maker(config, parts, optax.GradientTransformationExtraArgs(init, parts.optimizer.update))
     state = jax.eval_shape(create, key)
     batch = batch_shapes(parts, parts.train_data, steps_per_call=config.train.steps_per_call)

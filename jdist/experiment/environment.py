@@ -1,4 +1,4 @@
-"""Records what a run's bits depend on besides its config (versions, devices, flags, source, data), and its state's checksums."""
+"""Records what a run's bits depend on besides its config (versions, devices, flags, source, data), and the state's checksum."""
 
 from __future__ import annotations
 

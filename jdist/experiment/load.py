@@ -65,7 +65,7 @@ def parse(
     Args:
         text: the YAML.
         where: what to call it: a file, an override.
-        line_numbers: whether a place in it is told by its line, as in `configs/digits.yaml:12`.
+        line_numbers: whether a place in it is named by its line, as in `configs/digits.yaml:12`.
         within: the key that the text is the value of; empty for a whole file.
 
     Returns:

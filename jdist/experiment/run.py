@@ -65,7 +65,7 @@ def run(
         document: what the config was read from.
         command: the command line that starts this run, for messages.
         fresh: set an existing run folder aside and start again.
-        original: the starts of a run that this one repeats; what is not as it was then is said first.
+        original: the starts of a run that this one repeats; the differences from then are printed first.
         console: where to report; standard output if None.
 
     Returns:

@@ -24,7 +24,7 @@ class Problem:
         key: the path of the key.
         text: what is wrong, without the key.
         remedy: how to mend it; opens with a space, or is empty.
-        others: further keys that have to do with it; where they were given is told too.
+        others: further keys that have to do with it, whose places are named too.
     """
 
     key: Key

@@ -57,7 +57,7 @@ def evaluate(
         The results by name, the loss first; the same on all processes.
 
     Raises:
-        StepError: `step` is no step, or what it returns is not as said.
+        StepError: `step` is no step, or returns something else.
         DatasetError: `data` has no rows, or is nothing to evaluate on.
 
     Warns:

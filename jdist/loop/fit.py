@@ -96,7 +96,7 @@ def fit(
         with `history.stopped`; a second one, more than a second later, is a KeyboardInterrupt.
 
     Raises:
-        StepError: the step, its results or an option is not as said.
+        StepError: the step, its results or an option is not valid.
         DatasetError: the data is nothing to train on, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
         VerificationError: the first step is another than on one replica, and `verify` is "strict".

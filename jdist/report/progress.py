@@ -120,7 +120,7 @@ class Lines:
         print(text, file=self._file, flush=True)
 
     def move(self, step: int) -> None:
-        """A line tells figures."""
+        """A line needs figures."""
 
     def close(self) -> None:
         """Lines are written already."""

@@ -30,7 +30,7 @@ _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run as its folder tells it.
+    """A run, read from its folder.
 
     Attributes:
         path: the folder.

@@ -170,9 +170,9 @@ def failure(code: int, log: Path) -> str:
         log: the file of its output.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
-    if said:
-        return said.rstrip(".")
+    error = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
+    if error:
+        return error.rstrip(".")
     ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     since = max(
         (i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), default=None

@@ -6,12 +6,13 @@ state, and the objects receive the new state after it. Three kinds of variables 
 - random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
 - batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
 - metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in
-  the step too. How the states of a metric of your own come together is said by `metrics={MyMetric: "max"}`.
+  the step too. How the states of a metric of your own come together is given by `metrics={MyMetric: "max"}`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
 from jdist.replica import collectives, gradients
+from jdist.step.base import Distributed, Preview
 from jdist.step.decorator import distribute as distribute_pure
 from jdist.step.mesh_step import DistributedStep
-from jdist.step.options import ArgRole, ReturnRole, RunKeywords, spelling_keywords
+from jdist.step.options import ArgRole, ReturnRole, RunKeywords, Verify, spelling_keywords
 from jdist.step.signature import check_no_batch
 from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
@@ -158,10 +160,13 @@ def distribute(
     return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, ways)
 
 
-class NNXStep:
-    """A step over nnx objects that runs on all replicas; `jdist.nnx.distribute` makes it."""
+class NNXStep(Distributed):
+    """A step over nnx objects that runs on all replicas; `jdist.nnx.distribute` makes it.
 
-    __name__: str
+    Attributes:
+        strategy: the strategy it runs under.
+        options: the options of `jdist.distribute`, `args` with "state" for the objects.
+    """
 
     def __init__(
         self,
@@ -181,6 +186,8 @@ class NNXStep:
                 "state)`, return `nnx.state((model, optimizer))` as the new state, and use `jdist.distribute`."
             )
         self._distributed: DistributedStep = distributed
+        self.strategy = strategy
+        self.options = dataclasses.replace(distributed.options, args=distributed.options.args[1:])
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._positional = [p.name for p in inspect.signature(step).parameters.values() if p.kind in by_position]
         self._around: Any = None  # nnx objects have no room for residuals and loss scale, so the step holds them
@@ -194,6 +201,31 @@ class NNXStep:
     def wait(self) -> None:
         """Waits for every call in flight; raises what `DistributedStep.wait` raises."""
         self._distributed.wait()
+
+    def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
+        """The pure state of the objects as a call of the step keeps it; see `DistributedStep.prepare`."""
+        args, kwargs = self._by_position(args, kwargs)
+        static, state, rest, _ = _split(args)
+        return self._distributed.prepare(static, with_user_state(self._around, state), *rest, **kwargs)
+
+    def over(self, objects: PyTree) -> ObjectsStep:
+        """This step over some objects as a step over their pure state, as a loop takes it.
+
+        Args:
+            objects: the step's arguments before the batch: a tuple of them, or the only one.
+
+        Raises:
+            StepError: the step takes other arguments.
+        """
+        declared = len(self.options.args) - 1
+        names = self._positional[: len(self._positional) - declared]
+        arguments = objects if isinstance(objects, tuple) and len(names) != 1 else (objects,)
+        if self._positional and len(arguments) != len(names):
+            raise StepError(
+                f"{self.__name__} takes {len(names)} objects before the batch ({', '.join(names) or 'none'}), and the state "
+                f"has {len(arguments)}. Give them in a tuple, in the order of the arguments."
+            )
+        return ObjectsStep(self, objects, arguments)
 
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
         """The step over pure states that a call runs, and its arguments."""
@@ -212,17 +244,34 @@ class NNXStep:
         args, kwargs = self._by_position(args, kwargs)
         static, state, rest, objects = _split(args)
         self._check_undeclared(args, rest, kwargs)
-        state = with_user_state(self._around, state)
+        _, *results = self.run(static, with_user_state(self._around, state), rest, kwargs, objects)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def run(
+        self, static: Any, state: PyTree, rest: tuple[Any, ...], kwargs: dict[str, Any], objects: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Runs the step over a pure state and gives the objects the new one.
+
+        Args:
+            static: graph definition, and which arguments are objects.
+            state: the state of the objects, with what the step carries beside it.
+            rest: the arguments that are no objects.
+            kwargs: the arguments by keyword.
+            objects: the objects.
+
+        Returns:
+            The new state, then what the step returns.
+        """
         try:
             state, *results = self._distributed(static, state, *rest, **kwargs)
+            return state, *results
         finally:
             # Also after an interrupt or an error: the arrays that the objects held may have been donated.
             newest = self._distributed.last_state
             if newest is not None and any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
                 state = newest
-            self._around, state = with_user_state(state, None), user_state(state)
-            nnx.update(objects, nnx.merge_state(*state))
-        return results[0] if len(results) == 1 else tuple(results)
+            self._around = with_user_state(state, None)
+            nnx.update(objects, nnx.merge_state(*user_state(state)))
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, those that are named by position where they can be."""
@@ -247,6 +296,66 @@ class NNXStep:
             'if the replicas are to share its rows; "replicated" in that place if every replica gets it whole.'
         )
         check_no_batch(self.__name__, values, batches, axes, options, self._distributed.strategy, remedy)
+
+
+class ObjectsStep(Distributed):
+    """An nnx step over certain objects as a step over their pure state; `NNXStep.over` makes it.
+
+    After each call the objects have the new state.
+
+    Args:
+        step: the step.
+        objects: as they were given, a tuple or one.
+        arguments: those of the step before the batch.
+
+    Attributes:
+        state: the objects' state, with what the step carries beside it.
+    """
+
+    def __init__(self, step: NNXStep, objects: PyTree, arguments: tuple[Any, ...]):
+        self._step, self._given, self._objects = step, objects, arguments
+        self._static, state, _, _ = _split((*arguments, None))
+        self.state: PyTree = with_user_state(step._around, state)
+        self.strategy, self.options, self.__name__ = step.strategy, step.options, step.__name__
+
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, ...]:
+        """The new state and what the step returns."""
+        return self._step.run(self._static, state, (batch,), {}, self._objects)
+
+    def prepare(self, state: PyTree, batch: PyTree) -> PyTree:
+        """The state as a call takes and returns it."""
+        return self._step._distributed.prepare(self._static, state, batch)
+
+    def preview(self, state: PyTree, batch: PyTree) -> Preview:
+        """What a call would do, known with nothing compiled."""
+        return self._step._distributed.preview(self._static, state, batch)
+
+    def count_left_out(self, state: PyTree) -> Any:
+        """See `Distributed`."""
+        return self._step._distributed.count_left_out(state)
+
+    def verify_next(self, how: Verify, *, pads: bool = False) -> None:
+        """See `Distributed`."""
+        self._step._distributed.verify_next(how, pads=pads)
+
+    def wait(self) -> None:
+        """Waits for every call in flight."""
+        self._step.wait()
+
+    def of_state(self, function: Callable[[Any, PyTree], Any]) -> Callable[[PyTree, PyTree], Any]:
+        """A function `(objects, batch) -> results` as one of the objects' state."""
+
+        @functools.wraps(function)
+        def of_state(state: PyTree, batch: PyTree) -> Any:
+            objects = nnx.merge(self._static[0], *user_state(state))
+            return function(objects if self._given is self._objects else objects[0], batch)
+
+        return of_state
+
+    def with_state(self, state: PyTree) -> PyTree:
+        """The objects as they were given, which have this state now."""
+        nnx.update(self._objects, nnx.merge_state(*user_state(state)))
+        return self._given
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:

@@ -1,6 +1,6 @@
-"""What goes along with training: checkpoints, early stopping, logs.
+"""Callbacks of a training run: checkpoints, early stopping, logs.
 
-Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, what they are told. Every other file makes one.
+Start at `callback.Callback`, a value of plain functions, and `callback.Moment`, their argument. Other files make callbacks.
 
 May import: checkpoint, report and what is below them.
 """
@@ -11,13 +11,13 @@ from jdist.callbacks.callback import Resume as Resume
 from jdist.callbacks.callback import Return as Return
 from jdist.callbacks.callback import Stop as Stop
 from jdist.callbacks.checkpoint import checkpoint as checkpoint
-from jdist.callbacks.csv import csv as csv
-from jdist.callbacks.early_stopping import early_stopping as early_stopping
 from jdist.callbacks.ema import ema as ema
-from jdist.callbacks.jsonl import jsonl as jsonl
 from jdist.callbacks.learning_rate import learning_rate_log as learning_rate_log
-from jdist.callbacks.nan_guard import nan_guard as nan_guard
 from jdist.callbacks.profiler import profiler as profiler
 from jdist.callbacks.progress import progress as progress
-from jdist.callbacks.tensorboard import tensorboard as tensorboard
-from jdist.callbacks.wandb import wandb as wandb
+from jdist.callbacks.row_files import csv as csv
+from jdist.callbacks.row_files import jsonl as jsonl
+from jdist.callbacks.services import tensorboard as tensorboard
+from jdist.callbacks.services import wandb as wandb
+from jdist.callbacks.stopping import early_stopping as early_stopping
+from jdist.callbacks.stopping import nan_guard as nan_guard

@@ -1,4 +1,4 @@
-"""What a callback is, what it is told, and what it may answer."""
+"""A callback, the moments that it is called at, and its answers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Return:
 
 @dataclass(kw_only=True, eq=False)
 class Moment:
-    """A moment of a training run, as callbacks are told of it.
+    """A moment of a training run, given to each callback.
 
     Attributes:
         event: which of a callback's functions is called.
@@ -76,6 +76,7 @@ class Moment:
         notes: gives what is to be saved beside state and position so that the run can go on: plain JSON values.
         kept: what callbacks keep that is saved with the state, by name; see `Callback.keeps`.
         measure: gives `metrics`.
+        clock: gives `train_s`.
     """
 
     event: Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
@@ -94,11 +95,17 @@ class Moment:
     notes: Callable[[], dict[str, Any]]
     kept: Mapping[str, Keeps]
     measure: Callable[[], dict[str, Any]]
+    clock: Callable[[], float]
 
     @property
     def metrics(self) -> dict[str, Any]:
         """By name: at "step" those of the newest step, which is waited for; at "eval" and "epoch" those of all rows."""
         return self.measure()
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training up to now, evaluations and saves left out; over all processes of a run that went on."""
+        return self.clock()
 
     @property
     def is_chief(self) -> bool:
@@ -122,7 +129,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a callback keeps that is to be saved with the state.
+    """A callback's own arrays, which are saved with the state.
 
     Attributes:
         begin: called with the state before the first step.

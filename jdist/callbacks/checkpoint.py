@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any, Literal
 import jax
 
 from jdist.callbacks.callback import Callback, Moment, Resume, Return
-from jdist.callbacks.rows_file import RowsFile
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.checkpointer import Restored
@@ -19,6 +19,8 @@ from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
 from jdist.report.files import first_free, writing
+from jdist.report.metrics_file import MetricsFile, Row
+from jdist.report.progress import numbers
 from jdist.support.checks import as_int
 
 _HISTORY = "history.jsonl"
@@ -69,13 +71,48 @@ def checkpoint(
         raise StepError(
             "checkpoint: `restore_best` is given without `best`. Say by which metric, such as best='eval/loss'."
         )
+    return saving(
+        directory,
+        every=every,
+        keep=kept_newest,
+        best=best,
+        best_mode=best_mode,
+        restore_best=restore_best,
+        resume=resume,
+    )
+
+
+def saving(
+    directory: str | os.PathLike[str],
+    *,
+    every: int | None,
+    keep: int,
+    best: str | None,
+    best_mode: Literal["max", "min"],
+    restore_best: bool = False,
+    resume: bool = True,
+    of_run: bool = False,
+) -> Callback:
+    """The callback of `checkpoint`, whose arguments are checked already.
+
+    Args:
+        directory: as for `checkpoint`, and so are the others.
+        every: between saves.
+        keep: of the newest.
+        best: the metric.
+        best_mode: its mode.
+        restore_best: at the end.
+        resume: from what is there.
+        of_run: the directory is that of a `jdist run`: its history is in `metrics.jsonl`, an evaluation alone saves nothing,
+            and the last step is saved with its metrics.
+    """
     folder = Path(directory).expanduser().absolute()
     opened: list[Checkpointer] = []
-    history = RowsFile(folder / _HISTORY)
+    history = MetricsFile(folder / _HISTORY)
     saved = (0, 0)  # step and epochs
 
     def on_resume(moment: Moment) -> Resume | None:
-        nonlocal saved
+        nonlocal saved, history
         saved = (0, 0)
         cluster = moment.strategy.cluster or alone()
         if not resume:
@@ -83,29 +120,33 @@ def checkpoint(
                 if moment.is_chief and folder.exists():
                     with writing(folder):
                         folder.rename(first_free(folder))
-        opened.append(Checkpointer(directory, keep=kept_newest, best_metric=best, best_mode=best_mode, cluster=cluster))
-        opened[0].claim()
+        checkpoints = Checkpointer(directory, keep=keep, best_metric=best, best_mode=best_mode, cluster=cluster)
+        opened.append(checkpoints)
+        checkpoints.claim()
         kept = {name: each.get() for name, each in moment.kept.items()}
         try:
-            restored = opened[0].restore(carrying(shapes_of(moment.state), kept=kept))
+            restored = checkpoints.restore(carrying(shapes_of(moment.state), kept=kept))
         except CheckpointError as exc:
-            exc.add_note(
-                "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
-            )
+            if not of_run:
+                exc.add_note(
+                    "To begin anew, give `checkpoint` another directory, or `resume=False`, which sets this one aside."
+                )
             raise
-        rows = _rows_of(restored, history, folder)
-        with together("opening the history", _WAIT_S, cluster):
-            if moment.is_chief:
-                history.begin(rows)
+        notes: dict[str, Any] = {} if restored is None else dict(restored.metadata)
+        if not of_run:
+            notes["rows"] = rows = _rows_of(restored, folder / _HISTORY)
+            with together("opening the history", _WAIT_S, cluster):
+                if moment.is_chief:
+                    history = MetricsFile.begin(folder / _HISTORY, rows)
         if restored is None:
             return None
         saved = (restored.step, int(restored.metadata.get("epoch", 0)))
-        found = restored.state.kept
+        restored_kept = restored.state.kept
         has_beside = isinstance(moment.state, StepState)
         state = carrying(restored.state, kept=None) if has_beside else restored.state.user
         for name, each in moment.kept.items():
             # What a checkpoint lacks is left as it was given.
-            pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(kept[name]), strict=True)
+            pairs = zip(jax.tree.leaves(restored_kept[name]), jax.tree.leaves(kept[name]), strict=True)
             if any(leaf is given for leaf, given in pairs):
                 _warn(
                     folder,
@@ -113,45 +154,55 @@ def checkpoint(
                 )
                 each.begin(state)
             else:
-                each.put(found[name])
-        if restored.data is None:
+                each.put(restored_kept[name])
+        if restored.data is None and not of_run:
             _warn(
                 folder,
                 f"step {restored.step} was saved without a position in the data, which begins anew.",
             )
-        return Resume(state=state, step=restored.step, data=restored.data, notes={**restored.metadata, "rows": rows})
+        return Resume(state=state, step=restored.step, data=restored.data, notes=notes)
 
-    def save(moment: Moment, metrics: dict[str, float]) -> None:
+    def save(moment: Moment) -> None:
         nonlocal saved
         saved = (moment.step, moment.epoch)
         state, notes = moment.state, moment.notes()
         moment.strategy.check(state)
         if moment.kept:
             state = carrying(fetched(state), kept={name: each.get() for name, each in moment.kept.items()})
-        rows = notes["rows"]
-        with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
-            if moment.is_chief:
-                history.extend(rows)
-        notes |= {"rows": len(rows)}
-        opened[0].save(moment.step, state, data=moment.data(), metrics=metrics, metadata=notes)
+        rows = notes.pop("rows")
+        if not of_run:
+            with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
+                if moment.is_chief:
+                    for row in rows[len(history.rows) :]:
+                        history.write(row["step"], row)
+                    history.sync()
+            notes["rows"] = len(rows)
+        evaluated = {name: value for name, value in (moment.row or {}).items() if name.startswith("eval/")}
+        opened[0].save(moment.step, state, data=moment.data(), metrics=numbers(evaluated), metadata=notes)
 
     def on_save(moment: Moment) -> None:
         before = moment.step - moment.steps_in_call
-        if best is not None and any(name.startswith("eval/") for name in moment.row or ()):
-            save(moment, {best: value_of("checkpoint", best, moment)})
-        elif every is not None and moment.step // every > before // every and moment.step > saved[0]:
-            save(moment, {})
+        is_due = every is not None and moment.step // every > before // every
+        if of_run and moment.step == moment.total_steps:
+            is_due = True
+        evaluates = best is not None and any(name.startswith("eval/") for name in moment.row or ())
+        if best is not None and evaluates and (is_due or not of_run):
+            value_of("checkpoint", best, moment)
+            save(moment)
+        elif is_due and moment.step > saved[0]:
+            save(moment)
 
     def on_end(moment: Moment) -> Return | None:
         if (moment.step, moment.epoch) > saved:
-            save(moment, {})
+            save(moment)
         opened[0].wait()
         if not restore_best or moment.interrupted or opened[0].best_step in (None, moment.step):
             return None
-        found = opened[0].restore(shapes_of(moment.state), step=opened[0].best_step)
-        return None if found is None else Return(found.state)
+        best_save = opened[0].restore(shapes_of(moment.state), step=opened[0].best_step)
+        return None if best_save is None else Return(best_save.state)
 
     def close() -> None:
+        history.close()
         while opened:
             opened.pop().close()
 
@@ -166,15 +217,26 @@ def checkpoint(
     )
 
 
-def _rows_of(restored: Restored | None, history: RowsFile, folder: Path) -> list[dict[str, Any]]:
-    """The rows of the history up to a checkpoint."""
+def _rows_of(restored: Restored | None, path: Path) -> list[Row]:
+    """The rows of the history up to a checkpoint.
+
+    Of a damaged file those before the damage: behind it a line may not be the row that it counts as.
+    """
     if restored is None:
         return []
-    count = int(restored.metadata["rows"])
-    rows = history.read(count)
+    count = int(restored.metadata.get("rows", 0))  # `jdist run` has its rows in metrics.jsonl
+    rows: list[Row] = []
+    for line in path.read_bytes().splitlines()[:count] if count and path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:  # no JSON, or no UTF-8
+            break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
     if len(rows) < count:
         _warn(
-            folder / _HISTORY,
+            path,
             f"has {len(rows):,} of the {count:,} rows up to step {restored.step}; the others are lost.",
         )
     return rows

@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Ema(Callback):
-    """What `ema` returns.
+    """The callback of `ema`.
 
     Attributes:
         average: gives the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits: these

@@ -59,7 +59,7 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
 
 
 def _updates(moment: Moment) -> int:
-    """How many updates were made, at least 1: optax counts from 0, so the n-th is made with the schedule's value at n - 1."""
+    """Counts the updates made, at least 1. Optax counts from 0: the n-th is made with the schedule's value at n - 1."""
     nodes = jax.tree.leaves(moment.state, is_leaf=_counts)
     counts = [int(to_host(node.count)) for node in nodes if _counts(node)]
     return max(1, counts[0] if counts else moment.step)

@@ -1,11 +1,13 @@
-"""What a person sees while it trains."""
+"""Shows the progress of training."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from rich.console import Console
 
 from jdist.callbacks.callback import Callback, Moment
-from jdist.report.history import OF_ROWS
+from jdist.report.history import OF_ROWS, PREFIXES
 from jdist.report.progress import Meter, Reporter, figures, numbers, open_report
 
 
@@ -18,50 +20,67 @@ def progress(console: Console | None = None) -> Callback:
     Returns:
         The callback.
     """
-    reports: list[tuple[Reporter, Meter]] = []
+    reports: list[Reporter] = []
+    shown = reporting(console or Console(soft_wrap=True), reports)
+
+    def on_start(moment: Moment) -> None:
+        assert shown.on_start is not None
+        shown.on_start(moment)
+        if reports and moment.step:
+            reports[0].note(f"going on from step {moment.step:,}")
+
+    def on_end(moment: Moment) -> None:
+        if reports and moment.reason is not None:
+            reports[0].note(f"stopped at step {_of(moment)}: {moment.reason}{_how_to_go_on(moment)}")
+
+    return dataclasses.replace(shown, on_start=on_start, on_end=on_end)
+
+
+def reporting(console: Console, reports: list[Reporter], *, global_batch: int | None = None) -> Callback:
+    """Shows the figures of each logged row.
+
+    Args:
+        console: where to.
+        reports: receives what reports, while there is a run.
+        global_batch: rows of a step, for the rows trained on in a second; None: steps are counted.
+    """
+    meter = Meter(step=0, total=None)
     compiles = True
 
     def on_start(moment: Moment) -> None:
-        nonlocal compiles
+        nonlocal compiles, meter
         compiles = True
         if moment.is_chief:
-            report = open_report(console or Console(soft_wrap=True), step=moment.step, total=moment.total_steps)
-            reports.append((report, Meter(step=moment.step, total=moment.total_steps)))
-            if moment.step:
-                report.note(f"going on from step {moment.step:,}")
+            reports.append(open_report(console, step=moment.step, total=moment.total_steps))
+            meter = Meter(step=moment.step, total=moment.total_steps, global_batch=global_batch, clock=moment.clock)
 
     def on_step(moment: Moment) -> None:
         nonlocal compiles
         if reports and compiles:
             compiles = False
             _ = moment.metrics  # waits for the first step, which is a lap of its own: it compiles
-            reports[0][1].lap(moment.step)
-            reports[0][0].move(moment.step)
+            meter.lap(moment.step)
+            reports[0].move(moment.step)
 
     def on_row(moment: Moment) -> None:
         if not reports or moment.row is None:
             return
-        report, meter = reports[0]
-        own = numbers(moment.row)
-        newest = {name: value for name, value in own.items() if name not in OF_ROWS and "/" not in name}
+        report, row = reports[0], numbers(moment.row)
+        newest = {name: value for name, value in row.items() if name not in OF_ROWS and not name.startswith(PREFIXES)}
         if newest:
             report.train(moment.step, newest, meter.lap(moment.step))
         else:
             report.move(moment.step)
-        for prefix, said in (("epoch/", f"epoch {moment.epoch}"), ("eval/", "evaluation")):
-            values = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        for prefix, source in (("epoch/", f"epoch {moment.epoch}"), ("eval/", "evaluation")):
+            values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
             if values:
-                report.note(f"step {_of(moment)}  {said}: {figures(values)}")
-
-    def on_end(moment: Moment) -> None:
-        if reports and moment.reason is not None:
-            reports[0][0].note(f"stopped at step {_of(moment)}: {moment.reason}{_how_to_go_on(moment)}")
+                report.note(f"step {_of(moment)}  {source}: {figures(values)}")
 
     def close() -> None:
         while reports:
-            reports.pop()[0].close()
+            reports.pop().close()
 
-    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, on_end=on_end, close=close, logs=())
+    return Callback(on_start=on_start, on_step=on_step, on_row=on_row, close=close, logs=())
 
 
 def _how_to_go_on(moment: Moment) -> str:

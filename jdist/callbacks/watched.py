@@ -10,7 +10,7 @@ from jdist.support.suggest import did_you_mean
 
 
 def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
-    """Whether less or more of a metric is better: as said, or as its name says.
+    """Says whether less or more of a metric is better: as asked for, or as its name says.
 
     Args:
         callback: who asks, for errors.
@@ -18,19 +18,19 @@ def mode_of(callback: str, metric: str, mode: str | None) -> Mode:
         mode: "min", "max", or None.
 
     Raises:
-        StepError: it is none of these, or nothing was said and the name does not say.
+        StepError: it is none of these, or None where the name says nothing.
     """
     if mode in ("min", "max"):
         return mode
     if mode is not None:
         raise StepError(f"{callback}: `mode` is {mode!r}; it must be 'min' or 'max'.")
-    found = better(metric)
-    if found is None:
+    by_name = better(metric)
+    if by_name is None:
         raise StepError(
             f"{callback}: say whether less or more of {metric!r} is better: mode='min' or mode='max'. (A name such as "
             "'loss' or 'accuracy' says it: is this one misspelt?)"
         )
-    return found
+    return by_name
 
 
 def value_of(callback: str, metric: str, moment: Moment) -> float:

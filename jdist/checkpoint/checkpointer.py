@@ -360,8 +360,14 @@ class Checkpointer:
 
     def _best(self, whole: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any] | None:
         sign = 1 if self._best_mode == "max" else -1
-        scored = [body for _, body in whole if not math.isnan(body["metrics"].get(self._best_metric, math.nan))]
-        return max(scored, key=lambda b: (sign * b["metrics"][self._best_metric], -b["step"]), default=None)
+        scored = [body for _, body in whole if not math.isnan(self._measured(body))]
+        return max(scored, key=lambda body: (sign * self._measured(body), -body["step"]), default=None)
+
+    def _measured(self, body: dict[str, Any]) -> float:
+        """What a checkpoint has of `best_metric`, also under the name without "eval/" that `jdist run` once saved it by."""
+        metrics = {name.removeprefix("eval/"): value for name, value in body["metrics"].items()} | body["metrics"]
+        name = self._best_metric or ""
+        return metrics.get(name, metrics.get(name.removeprefix("eval/"), math.nan))
 
     def _prune(self) -> None:
         whole = self._whole()

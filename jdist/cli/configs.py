@@ -48,7 +48,7 @@ def run(
     a TF_CONFIG it evaluates the checkpoints of the job that trains, into eval.jsonl.
 
     Args:
-        config: the YAML file. Keys: name, task, strategy, train, eval, checkpoint, log, platform.
+        config: the YAML file. Keys: name, task, strategy, train, eval, checkpoint, callbacks, log, platform.
         overrides: values that replace those of the file, the key written with dots, the value as in YAML.
         dry_run: check everything, make one batch and compile the steps; train and write nothing.
         replay: CONFIG is a folder of a finished run: repeat it beside the old one, and say whether metrics and state are

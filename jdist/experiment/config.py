@@ -1,4 +1,4 @@
-"""What a config file may say: every key, its type, its limits and its default.
+"""The schema of config files: every key, its type, its limits and its default.
 
     name: digits
     task:
@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
-from jdist.report.metric_direction import Mode
+from jdist.report.metric_direction import Mode, better
 
 Count = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -130,13 +131,120 @@ class CheckpointSection(Section):
     every: Count | None = Field(default=1000, description="Steps between checkpoints; null for the end only.")
     keep: Count = Field(default=3, description="Newest checkpoints kept; older ones are deleted.")
     best: str | None = Field(
-        default=None, description="Evaluation metric whose best checkpoint is kept too; null for none."
+        default=None,
+        description="Evaluation metric whose best checkpoint is kept too, such as eval/accuracy; null for none.",
     )
     mode: Mode | None = Field(
         default=None,
         description='Whether more ("max") or less ("min") of `best` is better; null: as its name says, '
         '"loss" for less, "accuracy" and "auc" for more.',
     )
+
+
+class EarlyStoppingOptions(Section):
+    """Ends a run that gets no better."""
+
+    metric: str = Field(
+        default="eval/loss",
+        pattern=r"^(eval|epoch)/.",
+        description='"eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.',
+    )
+    patience: Count = Field(default=3, description="How many of these may pass without improvement.")
+    min_delta: float = Field(default=0.0, ge=0, description="What is less than that is no improvement.")
+    mode: Mode | None = Field(default=None, description="Whether less or more is better; null: as its name says.")
+
+    @model_validator(mode="after")
+    def _has_a_mode(self) -> EarlyStoppingOptions:
+        if self.mode is None and better(self.metric) is None:
+            raise PydanticCustomError("mode", "whether more or less of it is better its name does not say; say `mode`")
+        return self
+
+
+class EmaOptions(Section):
+    """Averages the parameters over the last steps; saved in the checkpoints."""
+
+    decay: float = Field(default=0.999, ge=0, lt=1, description="0.999 looks back over some thousand steps.")
+    name: str = Field(default="ema", min_length=1, description="Under which it is saved.")
+
+
+class LearningRateLogOptions(Section):
+    """Logs the optimizer's learning rate."""
+
+    name: str = Field(default="learning_rate", min_length=1, description="Its name in the rows.")
+
+
+class NanGuardOptions(Section):
+    """Ends a run whose metrics are NaN or infinite."""
+
+    metrics: list[str] = Field(default_factory=list, description="Names in a row, such as loss or eval/loss; []: all.")
+
+
+class CsvOptions(Section):
+    """Writes the rows as a table."""
+
+    path: str = Field(default="metrics.csv", min_length=1, description="The file; in the run folder.")
+
+
+class TensorboardOptions(Section):
+    """Writes the rows for TensorBoard."""
+
+    folder: str = Field(default="tensorboard", min_length=1, description="For `--logdir`; in the run folder.")
+
+
+class ProfilerOptions(Section):
+    """Traces some steps with JAX's profiler."""
+
+    folder: str = Field(default="profile", min_length=1, description="Where the trace goes; in the run folder.")
+    first: Count = Field(default=10, description="The first step of the trace.")
+    last: Count = Field(default=15, description="Its last step, `first` or later.")
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ProfilerOptions:
+        if self.last < self.first:
+            raise PydanticCustomError("range", "`last` comes before `first`")
+        return self
+
+
+class WandbOptions(Section):
+    """Logs the rows to Weights & Biases; every key is an argument of `wandb.init`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class CallbackSection(Section):
+    """One of `jdist.callbacks` by its name, alone or with its options: `ema`, or `{ema: {decay: 0.99}}`."""
+
+    early_stopping: EarlyStoppingOptions | None = None
+    ema: EmaOptions | None = None
+    learning_rate_log: LearningRateLogOptions | None = None
+    nan_guard: NanGuardOptions | None = None
+    csv: CsvOptions | None = None
+    tensorboard: TensorboardOptions | None = None
+    wandb: WandbOptions | None = None
+    profiler: ProfilerOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_options(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {value: {}}
+        if isinstance(value, dict) and len(value) == 1:
+            return {name: {} if options is None else options for name, options in value.items()}
+        raise PydanticCustomError("callback", "one name, or one name with its options, such as {ema: {decay: 0.99}}")
+
+    @model_serializer
+    def _by_name(self) -> dict[str, Any]:
+        return {self.name: self.options.model_dump()}
+
+    @property
+    def name(self) -> str:
+        """The callback's name."""
+        return next(iter(self.model_fields_set))
+
+    @property
+    def options(self) -> Section:
+        """Its options."""
+        return getattr(self, self.name)
 
 
 class LogSection(Section):
@@ -147,7 +255,7 @@ class LogSection(Section):
 
 
 class PlatformSection(Section):
-    """What has to be settled before JAX starts."""
+    """Settings that JAX reads when it starts."""
 
     cpu_devices: Annotated[int, Field(ge=1, le=MOST_CPU_DEVICES)] | None = Field(
         default=None,
@@ -173,5 +281,9 @@ class Config(Section):
     train: TrainSection
     eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    callbacks: list[CallbackSection] = Field(
+        default_factory=list,
+        description="What goes along with training: names of jdist.callbacks, or one-key mappings with options.",
+    )
     log: LogSection = Field(default_factory=LogSection)
     platform: PlatformSection = Field(default_factory=PlatformSection)

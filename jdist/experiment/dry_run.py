@@ -17,15 +17,15 @@ from jdist.cluster.runtime import alone
 from jdist.core.strategy import Strategy
 from jdist.data.distribute import distributed_dataset
 from jdist.errors import ConfigError
-from jdist.experiment.check_best import check_best_of_shapes
+from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import Parts, prepare
+from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, check_can_be_made
 from jdist.experiment.render import describe
 from jdist.experiment.resume import check_same_run
-from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic
+from jdist.experiment.validate import old_names
 from jdist.report.progress import size
 from jdist.strategies.by_name import make_strategy
 from jdist.strategies.parameter_server import check_parameter_server
@@ -59,8 +59,9 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(describe(parts.values, document, derived=parts.derived))
     if config.strategy.name == "parameter_server":
         say("no server is started: what a worker computes, and the update, are compiled for one device here")
-    say(arithmetic(config, parts))
+    say("\n".join([*old_names(config, document), arithmetic(config, parts)]))
     folder = RunFolder(Path(config.log.folder) / config.name)
+    make_callbacks(config, parts, document, folder.path)
     check_can_be_made(folder.path)
     if not fresh:
         check_same_run(folder, parts.values, document)
@@ -72,7 +73,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     say(f"batch: {_batch(shapes.batch)}")
     # First, as an error in the step says there what it was called with.
     evaluation = make_eval_step(parts).lower(shapes.state, eval_batch)
-    check_best_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
+    check_watched_of_shapes(config, task, jax.eval_shape(task.eval_step, shapes.state, eval_batch), document)
 
     say(_compiled("train step", make_train_step(config, parts).lower(shapes.state, shapes.batch)))
     say(_compiled("evaluation", evaluation))
@@ -103,12 +104,12 @@ def _compiled(what: str, lowered: jax.stages.Lowered) -> str:
             f"the {what} does not fit into a device's memory: {reason} Take a smaller train.global_batch, more devices, "
             "or train.accumulate=2."
         ) from exc
-    took = f"{what}: compiled in {time.perf_counter() - start:.1f} s"
+    text = f"{what}: compiled in {time.perf_counter() - start:.1f} s"
     if stats is None:  # not every backend says
-        return took
+        return text
     # Not the compiler's own peak: on CPU that leaves the temporaries out.
     needed = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return f"{took}, needs {size(needed + stats.temp_size_in_bytes)} of each device"
+    return f"{text}, needs {size(needed + stats.temp_size_in_bytes)} of each device"
 
 
 def _numbers(tree: PyTree) -> str:
@@ -153,7 +154,7 @@ def shapes_of_run(config: Config, parts: Parts) -> Shapes:
         parameters.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
         return parts.optimizer.init(params)
 
-    # A task's state may be any tree: only its optimizer is told which part of it are the parameters.
+    # A task's state may be any tree: only its optimizer gets the part of it that are the parameters.
     create, key = state_maker(config, parts, optax.GradientTransformationExtraArgs(init, parts.optimizer.update))
     state = jax.eval_shape(create, key)
     batch = batch_shapes(parts, parts.train_data, steps_per_call=config.train.steps_per_call)

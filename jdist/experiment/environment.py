@@ -1,7 +1,8 @@
-"""What a run's bits depend on besides its config: versions, devices, flags, source and data."""
+"""Records what a run's bits depend on besides its config (versions, devices, flags, source, data), and the state's checksum."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -9,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import jdist
+from jdist.checkpoint import leaves as codec
 from jdist.data.sources.protocol import RandomAccessSource
 from jdist.experiment.platform import variables
 from jdist.experiment.prepare import Parts
 from jdist.experiment.sources import digest, folder_sources, task_sources
 
+PyTree = Any
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def environment(parts: Parts, make: str) -> dict[str, Any]:
-    """What the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
+    """Lists what the bits of a run depend on, as plain values by name; equal wherever a run repeats to the bit.
 
     Args:
         parts: what the run is made of.
@@ -60,3 +64,22 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def checksums(state: PyTree) -> dict[str, str]:
+    """The sha256 of each leaf's dtype, shape and bytes, by its path.
+
+    Args:
+        state: a tree of arrays, PRNG keys and numbers on the host.
+
+    Example:
+        >>> list(checksums({"w": np.zeros(3)}))
+        ["['w']"]
+    """
+    sums = {}
+    for path, leaf in codec.flatten(state).items():
+        array = np.ascontiguousarray(codec.without_keys(leaf))
+        digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+        sums[path] = digest.hexdigest()
+    return sums

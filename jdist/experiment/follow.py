@@ -14,10 +14,9 @@ from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import prepare
+from jdist.experiment.prepare import prepare, state_maker
 from jdist.experiment.record import RunFolder
-from jdist.experiment.step import state_maker
-from jdist.loop.evaluation import measure
+from jdist.loop.evaluate import measure
 from jdist.report.metrics_file import MetricsFile, read_rows
 from jdist.report.progress import figures
 from jdist.step.decorator import distribute
@@ -76,5 +75,5 @@ def follow(config: Config, document: Document, *, console: Console | None = None
 
 
 def _of_one_process(name: str, **options: Any) -> Strategy:
-    """What the evaluator runs on: its own devices, also where the job runs on those of many processes."""
+    """Makes the evaluator's strategy: of its own devices, also where the job runs on those of many processes."""
     return make_strategy("mirrored") if name == "multi_worker" else make_strategy(name, **options)

@@ -1,15 +1,184 @@
-"""A YAML file and dotted overrides -> plain values, each with the place it came from."""
+"""A YAML file and dotted overrides -> plain values, each with the place it came from.
+
+What YAML has and a config does not (tags, dates, aliases without end, values that its versions read differently) is refused.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jdist.errors import ConfigError
-from jdist.experiment.names import closest, nearest
-from jdist.experiment.parse import Key, dotted, parse
+from jdist.support.suggest import closest, nearest
+
+Key = tuple[str, ...]
+
+# YAML 1.1 reads `010` as 8 and `1:30` as 90, YAML 1.2 reads 10 and text: such values get a tag of their own.
+_AMBIGUOUS = "jdist:ambiguous"
+RESOLVERS = (
+    (
+        _AMBIGUOUS,
+        re.compile(r"^[-+]?(0[0-9_]+|[1-9][0-9_]*(:[0-5]?[0-9])+|[0-9][0-9_]*(:[0-5]?[0-9])+\.[0-9_]*)$"),
+        "-+0123456789",
+    ),
+    (  # `1e-3` is a number to everybody but YAML 1.1
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+        "-+.0123456789",
+    ),
+)
+_STANDARD = "tag:yaml.org,2002:"
+_TAGS = {_STANDARD + name for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+# Values that aliases and merges may repeat in one text: far more than a config needs, far fewer than hurt.
+_MOST_REPEATED = 10_000
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write configs: `1e-3` is a number, a date stays text, `<<` does not grow without bound."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MOST_REPEATED:
+            problem = f"merging gives a mapping of more than {_MOST_REPEATED:,} keys"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        *((tag, pattern) for tag, pattern, firsts in RESOLVERS if first in firsts),
+        *((tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":value"))),
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse(
+    text: str, where: str, *, line_numbers: bool = True, within: Key = ()
+) -> tuple[Any, dict[Key, str], list[str]]:
+    """Read one YAML text.
+
+    Args:
+        text: the YAML.
+        where: what to call it: a file, an override.
+        line_numbers: whether a place in it is named by its line, as in `configs/digits.yaml:12`.
+        within: the key that the text is the value of; empty for a whole file.
+
+    Returns:
+        `(values, origins, problems)`: nested dicts, lists and scalars; the place of each key; and what is wrong
+        but leaves the rest readable, one line each.
+
+    Raises:
+        ConfigError: it is no YAML, or says what is no plain value; with the line.
+
+    Example:
+        >>> parse("a: {b: 1}", "x.yaml")
+        ({'a': {'b': 1}}, {('a',): 'x.yaml:1', ('a', 'b'): 'x.yaml:1'}, [])
+    """
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as exc:  # a character that YAML does not allow, seen at once
+        raise ConfigError(f"{where}: no valid YAML: {str(exc).splitlines()[0]}.") from exc
+    reader = _Reader(loader, where, line_numbers)
+    try:
+        node = loader.get_single_node()
+        values = None if node is None else reader.value(node, within, ())
+    except ConfigError:  # it is a ValueError, which is caught below
+        raise
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        line = f"{where}:{mark.line + 1}" if mark and line_numbers else where
+        raise ConfigError(f"{line}: no valid YAML: {exc.problem or exc.context}.") from exc
+    except (yaml.YAMLError, ValueError, OverflowError) as exc:  # such as an escape for a character that is none
+        raise ConfigError(f"{where}: no valid YAML: {str(exc).splitlines()[0]}.") from exc
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a config.") from None
+    finally:
+        loader.dispose()
+    return values, reader.origins, reader.problems
+
+
+def dotted(key: Key) -> str:
+    """`("train", "steps")` as it is written in an override: `train.steps`."""
+    return ".".join(key)
+
+
+class _Reader:
+    """Builds the values of one text from its nodes; `above` are the nodes that one lies in."""
+
+    def __init__(self, loader: _Loader, where: str, line_numbers: bool) -> None:
+        self.origins: dict[Key, str] = {}
+        self.problems: list[str] = []
+        self._loader, self._where, self._line_numbers = loader, where, line_numbers
+        self._seen: set[yaml.Node] = set()
+        self._repeated = 0
+
+    def value(self, node: yaml.Node, path: Key, above: tuple[yaml.Node, ...]) -> Any:
+        if node in above:
+            raise ConfigError(f"{self._place(node)}: an alias that contains itself.")
+        self._repeated += node in self._seen
+        self._seen.add(node)
+        if self._repeated > _MOST_REPEATED:
+            raise ConfigError(
+                f"{self._place(node)}: the aliases of what begins here, and of what it holds, stand for more than "
+                f"{_MOST_REPEATED:,} values. Write out what is meant."
+            )
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        self._check_tag(node)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, above)
+        return [self.value(item, (*path, str(i)), (*above, node)) for i, item in enumerate(node.value)]
+
+    def _mapping(self, node: yaml.MappingNode, path: Key, above: tuple[yaml.Node, ...]) -> dict[Any, Any]:
+        first: dict[Any, yaml.Node] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{self._place(key_node)}: a key must be a name or a number, not a list or mapping.")
+            if key_node.value in first and key_node.tag != f"{_STANDARD}merge":
+                self.problems.append(
+                    f"{dotted((*path, key_node.value))}: given twice ({self._place(first[key_node.value])} and "
+                    f"{self._place(key_node)}). Keep one."
+                )
+            first.setdefault(key_node.value, key_node)
+        self._loader.flatten_mapping(node)  # `<<: *anchor` becomes ordinary keys, before the node's own
+        result: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._scalar(key_node, (*path, key_node.value))
+            self.origins[*path, str(key)] = self._place(key_node)
+            result[key] = self.value(value_node, (*path, str(key)), (*above, node))
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode, path: Key) -> Any:
+        if node.tag == _AMBIGUOUS:
+            raise ConfigError(
+                f"{dotted(path)}: {node.value} can be read in two ways ({self._place(node)}): to YAML 1.1 a 0 in front "
+                f"means base 8, a colon base 60. Write a number in base 10; for text use quotes: '{node.value}'."
+            )
+        self._check_tag(node)
+        try:
+            return self._loader.construct_object(node)
+        except (ValueError, KeyError) as exc:  # such as `!!int many` and `!!bool many`
+            raise ConfigError(f"{self._place(node)}: {node.value!r:.60} cannot be read as {_shown(node)}.") from exc
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        if node.tag not in _TAGS:
+            raise ConfigError(
+                f"{self._place(node)}: the tag {_shown(node)} is not known; a config holds plain numbers, texts, lists "
+                "and mappings. Leave it out, or put text that begins with an exclamation mark in quotes."
+            )
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._where}:{node.start_mark.line + 1}" if self._line_numbers else self._where
+
+
+def _shown(node: yaml.Node) -> str:
+    """The tag of a node as it is written."""
+    return node.tag.replace(_STANDARD, "!!")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +198,7 @@ class Document:
     problems: tuple[str, ...] = ()
 
     def origin(self, key: Key) -> str:
-        """Where `key` was given, or the nearest key above it that was; the file if none was."""
+        """Names the place of `key`, or of the nearest key above it that was given; the file if none was."""
         return next((self.origins[key[:n]] for n in range(len(key), 0, -1) if key[:n] in self.origins), self.file)
 
 
@@ -54,8 +223,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     file = str(path)
     values, origins, problems = parse(_read(Path(path)), file)
     if values is None or not isinstance(values, dict):
-        said = "is empty" if values is None else f"holds {type(values).__name__} {values!r:.60}"
-        raise ConfigError(f"{file} {said}; a config is a mapping of keys to values, such as `name: digits`.")
+        content = "is empty" if values is None else f"holds {type(values).__name__} {values!r:.60}"
+        raise ConfigError(f"{file} {content}; a config is a mapping of keys to values, such as `name: digits`.")
     for text in overrides:
         problem = _override(values, origins, text)
         problems += [problem] if problem else []
@@ -78,8 +247,8 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         there = {p.stem: str(p) for pattern in ("*.yaml", "*.yml") for p in sorted(path.parent.glob(pattern))}
         close = closest(path.stem, there)  # the folder and the ending are alike in all of them
-        near = f" Did you mean {there[close]}?" if close else nearest("", there.values(), label="Files there")
-        raise ConfigError(f"{path}: no such config file.{near}") from None
+        remedy = f" Did you mean {there[close]}?" if close else nearest("", there.values(), label="Files there")
+        raise ConfigError(f"{path}: no such config file.{remedy}") from None
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: not a text file in UTF-8, so no YAML: {exc.reason}.") from exc
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""`train.optimizer` of a config -> an optax optimizer."""
+"""`train.optimizer` of a config -> an optax optimizer, its options converted to the run's global batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist.errors import ConfigError
-from jdist.experiment.annotations import alternatives, is_number, misfit
-from jdist.experiment.names import nearest
-from jdist.experiment.options import check_options
-from jdist.experiment.parse import Key
-from jdist.experiment.scaling import check_scaling, scaled
+from jdist import scaling
+from jdist.errors import ConfigError, ScalingError
+from jdist.experiment.load import Key
+from jdist.experiment.options import alternatives, check_options, is_number, misfit
 from jdist.experiment.schedule import REFUSALS, build_value, check_schedules, fill_length, is_schedule, reason
 from jdist.experiment.validate import Problem, show
+from jdist.support.suggest import nearest
 
+_OF_RATE: dict[str, Callable[..., Any]] = {"linear": scaling.linear, "square_root": scaling.square_root}
+# Optimisers that the rule `adam` was derived for, as optax calls them.
+_ADAMS = ("adam", "adamw")
+_OF_ADAM = ("learning_rate", "b1", "b2", "eps")
 KEY: Key = ("train", "optimizer")
 
 
@@ -65,11 +68,11 @@ def check_optimizer(
         remedy = nearest(name, _optimizers(), label="Among others")
         yield Problem(key=(*KEY, "name"), text=f"optax has no optimizer {show(name)}", remedy=remedy)
         return
-    found = list(check_options(function, options, called=f"optax.{name}", key=KEY, wrong=_wrong))
+    problems = list(check_options(function, options, called=f"optax.{name}", key=KEY, wrong=_wrong))
     for option, value in options.items():
-        found += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
-    found = found or list(_try_out(name, options))
-    yield from found or check_scaling(
+        problems += check_schedules(value, (*KEY, option), wrong=_wrong, filled=filled, length=length)
+    problems = problems or list(_try_out(name, options))
+    yield from problems or check_scaling(
         section.get("scaling"), name, _built(options), global_batch=global_batch, key=(*KEY, "scaling")
     )
 
@@ -96,12 +99,23 @@ def build_optimizer(
     function = _optimizers().get(section["name"])
     if function is None:
         raise ConfigError(f"optax has no optimizer {section['name']!r}.{nearest(section['name'], _optimizers())}")
-    tx = function(**scaled(section.get("scaling"), _built(_options(section)), global_batch=global_batch))
+    tx = function(**_scaled(section, global_batch=global_batch))
     return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
 
 
+def learning_rate(section: Mapping[str, Any], *, global_batch: int) -> Any:
+    """The learning rate that `build_optimizer` makes the optimizer with: a number or a schedule; None if it has none."""
+    default = inspect.signature(_optimizers()[section["name"]]).parameters["learning_rate"].default
+    given = _scaled(section, global_batch=global_batch).get("learning_rate", default)
+    return None if given is inspect.Parameter.empty else given
+
+
+def _scaled(section: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
+    return scaled(section.get("scaling"), _built(_options(section)), global_batch=global_batch)
+
+
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `train.optimizer` is handed on to optax."""
+    """Picks the options of `train.optimizer` that are optax's."""
     return {name: value for name, value in section.items() if name not in ("name", "scaling")}
 
 
@@ -111,7 +125,7 @@ def _built(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(value: Any, parameter: inspect.Parameter) -> str | None:
-    """What is wrong with a value for a parameter of optax, by its annotation and its name; None if nothing is.
+    """Says what is wrong with a value for a parameter of optax, by its annotation and its name; None if nothing is.
 
     optax annotates numbers as arrays too, and takes functions of the step (schedules) and of the parameters
     (masks); a config can describe the first kind of function only.
@@ -186,3 +200,80 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
         and not name.startswith(("_", "scale_by"))
         and "learning_rate" in inspect.signature(member).parameters
     }
+
+
+def scaled(section: Mapping[str, Any] | None, options: Mapping[str, Any], *, global_batch: int) -> dict[str, Any]:
+    """An optimizer's options for the global batch of the run.
+
+    Args:
+        section: `train.optimizer.scaling` as plain values; None for options that are meant as they are.
+        options: what the optimizer is to be called with, schedules made.
+        global_batch: rows of one step, over all replicas.
+
+    Returns:
+        The options, those that the rule is about converted.
+
+    Raises:
+        ScalingError: the rule does not reach as far as that batch.
+
+    Example:
+        >>> scaled({"rule": "linear", "base_batch": 32}, {"learning_rate": 0.1, "momentum": 0.9}, global_batch=64)
+        {'learning_rate': 0.2, 'momentum': 0.9}
+    """
+    if section is None:
+        return dict(options)
+    batches = {"base_batch": section["base_batch"], "global_batch": global_batch}
+    if section["rule"] in _OF_RATE:
+        return {**options, "learning_rate": _OF_RATE[section["rule"]](options["learning_rate"], **batches)}
+    given = {name: options[name] for name in _OF_ADAM if name in options}
+    return {**options, **scaling.adam(**given, **batches)}
+
+
+def check_scaling(
+    section: Mapping[str, Any] | None, name: str, options: Mapping[str, Any], *, global_batch: int, key: Key
+) -> Iterator[Problem]:
+    """Everything wrong with `train.optimizer.scaling`, for options that are right by themselves.
+
+    Args:
+        section: `train.optimizer.scaling` as plain values, or None.
+        name: the optimizer's name.
+        options: its options, schedules made.
+        global_batch: rows of one step, over all replicas.
+        key: the key of the section.
+
+    Yields:
+        A problem where there is nothing to scale, the rule is not for this optimizer, or does not reach as far.
+    """
+    if section is None:
+        return
+    if options.get("learning_rate") is None:
+        yield Problem(key=key, text="there is no learning_rate to scale", remedy=" Give one, or leave the scaling out.")
+    elif section["rule"] == "adam" and name not in _ADAMS:
+        yield Problem(
+            key=(*key, "rule"),
+            text=f"the rule adam is for {' and '.join(_ADAMS)}, not for {name}",
+            remedy=" Take linear or square_root, which scale the learning rate alone.",
+        )
+    else:
+        try:
+            scaled(section, options, global_batch=global_batch)
+        except ScalingError as exc:
+            yield Problem(key=(*key, "base_batch"), text=f"{show(section['base_batch'])}: {exc}")
+
+
+def explain(optimizer: Mapping[str, Any], *, global_batch: int) -> str:
+    """Says what the scaling of `train.optimizer`, plain values, comes to.
+
+    Example:
+        >>> scaling = {"rule": "linear", "base_batch": 256}
+        >>> explain({"name": "sgd", "learning_rate": 0.1, "scaling": scaling}, global_batch=1024)
+        'learning rate x 4 by the linear rule: a global batch of 1,024 in place of 256'
+    """
+    section = optimizer["scaling"]
+    of_one = scaled(section, {**optimizer, "learning_rate": 1.0}, global_batch=global_batch)
+    averages = [f"{name} {of_one[name]:g}" for name in _OF_ADAM[1:] if section["rule"] == "adam"]
+    changes = ", ".join([f"learning rate x {of_one['learning_rate']:g}", *averages])
+    return (
+        f"{changes} by the {section['rule']} rule: a global batch of {global_batch:,} in place of "
+        f"{section['base_batch']:,}"
+    )

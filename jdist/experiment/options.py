@@ -1,15 +1,87 @@
-"""Options from a config, checked against the signature of the function they are passed to."""
+"""Options from a config, checked against the signature of the function that they are passed to."""
 
 from __future__ import annotations
 
+import collections.abc
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
-from jdist.experiment.annotations import misfit, signature
-from jdist.experiment.names import nearest
-from jdist.experiment.parse import Key
-from jdist.experiment.validate import Problem
+from jdist.experiment.load import Key
+from jdist.experiment.validate import Problem, show
+from jdist.support.suggest import nearest
+
+_LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function, its annotations as objects where they can be had, else as text."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, TypeError):  # an annotation that only type checkers can resolve
+        return inspect.signature(function)
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, those of unions within it too; of anything else itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(member for part in typing.get_args(annotation) for member in alternatives(part))
+    return (annotation,)
+
+
+def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
+    """Says what is wrong with giving a value for a parameter.
+
+    Args:
+        value: a value as YAML holds it.
+        parameter: its annotation is looked at, and whether None is its default.
+
+    Returns:
+        `"x" is not a whole number`; None if the value is allowed, or if the annotation names a type that a config
+        has no word for: what may be given is then for the function to say.
+
+    Example:
+        >>> misfit("x", inspect.Parameter("n", inspect.Parameter.KEYWORD_ONLY, annotation=int | None))
+        '"x" is not a whole number or null'
+    """
+    if value is None and parameter.default is None:
+        return None
+    kinds = [_kind(part) for part in alternatives(parameter.annotation)]
+    known = [kind for kind in kinds if kind is not None]
+    if len(known) < len(kinds) or any(accepts(value) for _, accepts in known):
+        return None
+    return f"{show(value)} is not {' or '.join(dict.fromkeys(words for words, _ in known))}"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _kind(annotation: Any) -> tuple[str, Callable[[Any], bool]] | None:
+    """Names an annotation that is no union in a config's words, and tests values for it; None if it has no name."""
+    origin = typing.get_origin(annotation) or annotation
+    if origin is typing.Literal:
+        choices = typing.get_args(annotation)
+        return " or ".join(map(show, choices)), lambda value: value in choices
+    if origin is types.NoneType:
+        return "null", lambda value: value is None
+    if origin is bool:
+        return "true or false", lambda value: isinstance(value, bool)
+    if origin is int:
+        return "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)
+    if origin is float:
+        return "a number", is_number
+    if origin is str:
+        return "text", lambda value: isinstance(value, str)
+    if any(origin is each for each in _LISTS):
+        return "a list", lambda value: isinstance(value, list)
+    if any(origin is each for each in _MAPPINGS):
+        return "a mapping of keys to values", lambda value: isinstance(value, dict)
+    return None
 
 
 def check_options(

@@ -1,4 +1,4 @@
-"""What has to be settled before JAX starts its devices: environment variables that XLA reads once."""
+"""Sets the environment variables that XLA reads once, when JAX starts its devices."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def check_devices() -> None:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of `VARIABLES` that are set; the flags among them sorted, as their order means nothing."""
+    """Picks those of `VARIABLES` that are set; flags are sorted, as their order means nothing."""
     return {name: " ".join(sorted(environ[name].split())) for name in VARIABLES if environ.get(name)}

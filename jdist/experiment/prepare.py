@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,33 +12,39 @@ from typing import Any
 import jax
 import optax
 
+from jdist.core.precision import precision
 from jdist.core.strategy import Strategy
 from jdist.data.sources.protocol import RandomAccessSource, resumable
-from jdist.errors import DeviceError, StrategyError
-from jdist.experiment.config import Config, TrainSection
-from jdist.experiment.load import Document, leaves
-from jdist.experiment.load_task import load_task
-from jdist.experiment.names import nearest
-from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths
+from jdist.errors import ConfigError, DeviceError, StrategyError
+from jdist.experiment.config import Config, TaskSection, TrainSection
+from jdist.experiment.load import Document, Key, leaves
+from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
 from jdist.experiment.options import check_options
-from jdist.experiment.parse import Key
 from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
 from jdist.loop.task import Task
+from jdist.step.decorator import distribute
+from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.by_name import STRATEGIES, make_strategy
+from jdist.support.suggest import nearest
+from jdist.tasks.options import OptionError
 
+_MAKE: Key = ("task", "make")
+_OPTIONS: Key = ("task", "options")
+PyTree = Any
 # Stands for the length of a run that is not known yet: long enough for every schedule.
 _LONG = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of.
+    """The parts of a run.
 
     Attributes:
         task: model, loss and data.
         strategy: where it runs.
         optimizer: the optax optimizer.
+        learning_rate: that it was made with, a number or a schedule; None if it has none.
         train_data: the training source, a `RandomAccessSource` that lasts for the whole run.
         total_steps: steps of the whole run.
         steps_per_epoch: steps of one pass over the data; None if the data has no end.
@@ -48,6 +57,7 @@ class Parts:
     task: Task
     strategy: Strategy
     optimizer: optax.GradientTransformation
+    learning_rate: Any
     train_data: Any
     total_steps: int
     steps_per_epoch: int | None
@@ -131,6 +141,7 @@ def prepare(
         task=task,
         strategy=strategy,
         optimizer=build_optimizer(section, global_batch=train.global_batch, clip_norm=train.clip_norm),
+        learning_rate=learning_rate(section, global_batch=train.global_batch),
         train_data=train_data,
         total_steps=steps,
         steps_per_epoch=one_epoch.num_steps,
@@ -158,9 +169,9 @@ def _optimizer(
     values: dict[str, Any], *, steps: int | None, length: Key
 ) -> tuple[dict[str, Any], set[Key], list[Problem]]:
     """The section of the optimizer with lengths of schedules filled in, the keys of these, and what is wrong with it."""
-    given = values["train"]["optimizer"]
-    section = fill_lengths(given, steps=steps or _LONG)
-    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(given)).keys()}
+    optimizer = values["train"]["optimizer"]
+    section = fill_lengths(optimizer, steps=steps or _LONG)
+    filled = {(*KEY, *key) for key in dict(leaves(section)).keys() - dict(leaves(optimizer)).keys()}
     global_batch = values["train"]["global_batch"]
     return section, filled, list(check_optimizer(section, global_batch=global_batch, filled=filled, length=length))
 
@@ -207,3 +218,91 @@ def _eval_batch(task: Task, asked: int) -> int:
     source = task.eval_data(asked)
     rows = _rows(source) if isinstance(source, RandomAccessSource) else None
     return asked if rows is None else min(asked, rows)
+
+
+def load_task(section: TaskSection, problems: list[Problem]) -> Task | None:
+    """Import and call `task.make`.
+
+    Args:
+        section: `task` of the config.
+        problems: what is wrong is appended here, with the key that is to blame.
+
+    Returns:
+        The task; None if something is wrong.
+    """
+    try:
+        function = _import(section.make)
+        wrong = list(check_options(function, section.options, called=section.make, key=_OPTIONS))
+        problems += wrong
+        if wrong:
+            return None
+        task = function(**section.options)
+    except OptionError as exc:
+        key, *others = ((*_OPTIONS, *option.split(".")) for option in (exc.option, *exc.others))
+        problems.append(Problem(key=key, text=exc.text, remedy=exc.remedy, others=tuple(others)))
+    except ConfigError as exc:
+        problems.append(Problem(key=_MAKE, text=str(exc)))
+    except ModuleNotFoundError as exc:
+        problems.append(Problem(key=_MAKE, text=_not_found(section.make.partition(":")[0], exc.name or str(exc))))
+    else:
+        if isinstance(task, Task):
+            return task
+        returned = f"{section.make} returned {show(type(task).__name__)}, not a jdist.tasks.Task"
+        problems.append(Problem(key=_MAKE, text=returned))
+    return None
+
+
+def _import(make: str) -> Any:
+    """The function of an import path `module:function`; the current folder can be imported from."""
+    module_name, _, function_name = make.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module = importlib.import_module(module_name)
+    function = vars(module).get(function_name)
+    if not callable(function):
+        functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(
+            f"{module_name} has no function {function_name!r}.{nearest(function_name, functions, label='Its functions')}"
+        )
+    return function
+
+
+def _not_found(wanted: str, missing: str) -> str:
+    if wanted == missing or wanted.startswith(f"{missing}."):
+        return f"no module {missing!r}; it must be installed, or lie in the current folder {os.getcwd()}"
+    install = "'jdist[examples]'" if missing.partition(".")[0] in ("sklearn", "matplotlib") else missing
+    return f"{wanted} needs the module {missing!r}, which is not installed: pip install {install}"
+
+
+def make_train_step(config: Config, parts: Parts) -> DistributedStep:
+    """The task's step under the config's strategy, with the config's options."""
+    train = config.train
+    return distribute(
+        parts.task.train_step,
+        parts.strategy,
+        accumulate=train.accumulate,
+        steps_per_call=train.steps_per_call,
+        check_replicas=train.check_replicas or 0,
+        non_finite=train.non_finite,
+        precision=None if train.precision is None else precision(train.precision),
+        verify=train.verify,
+    )
+
+
+def make_eval_step(parts: Parts) -> DistributedStep:
+    """The task's evaluation under the strategy."""
+    return distribute(parts.task.eval_step, parts.strategy, args=("state", "batch"), returns=("metrics",))
+
+
+def state_maker(
+    config: Config, parts: Parts, optimizer: optax.GradientTransformation | None = None
+) -> tuple[Callable[[jax.Array], PyTree], jax.Array]:
+    """Gives the function that makes the state at step 0, and its argument: `strategy.init(*state_maker(config, parts))`.
+
+    Args:
+        config: the checked config.
+        parts: what `prepare` made of it.
+        optimizer: in the place of the config's own.
+    """
+    tx = optimizer or parts.optimizer
+    return lambda key: parts.task.create_state(key, tx), jax.random.key(config.train.seed)

@@ -15,7 +15,6 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from jdist.errors import ConfigError
@@ -23,60 +22,36 @@ from jdist.report.files import first_free, writing
 from jdist.support.file_lock import hold
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Where one run is written.
+    """The paths of one run.
+
+    Args:
+        path: the folder, `runs/NAME`.
 
     Attributes:
-        path: the folder, `runs/NAME`.
+        path: the folder.
+        config: the resolved config.
+        metrics: what was measured, one JSON object a line.
+        checkpoints: the folder of checkpoints.
+        evaluations: what an evaluator beside the run has measured, one JSON object a line.
+        environment: with which config and in which environment each start trained.
+        result: the checksums of the last state; there once the run has come to its end.
+        source: copies of the task's own source files.
+        curves: the plot of the metrics.
+        lock: held by the process that writes the run, as long as it lives.
     """
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """What was measured, one JSON object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """What an evaluator beside the run has measured, one JSON object a line."""
-        return self.path / "eval.jsonl"
-
-    @property
-    def environment(self) -> Path:
-        """With which config and in which environment each start trained."""
-        return self.path / "environment.json"
-
-    @property
-    def result(self) -> Path:
-        """The checksums of the last state; there once the run has come to its end."""
-        return self.path / "result.json"
-
-    @property
-    def source(self) -> Path:
-        """Copies of the task's own source files."""
-        return self.path / "source"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the process that writes the run, as long as it lives."""
-        return self.path / ".lock"
-
-    @property
-    def curves(self) -> Path:
-        """The plot of the metrics."""
-        return self.path / "curves.png"
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "eval.jsonl"
+        self.environment = path / "environment.json"
+        self.result = path / "result.json"
+        self.source = path / "source"
+        self.curves = path / "curves.png"
+        self.lock = path / ".lock"
 
     def has_checkpoints(self) -> bool:
         """Whether a run got as far as a first checkpoint; hidden and temporary entries do not count."""

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from jdist.experiment.load import Document, Key
-from jdist.experiment.parse import RESOLVERS
+from jdist.experiment.load import RESOLVERS, Document, Key
 
 
 class _OneLine(yaml.SafeDumper):
@@ -66,10 +65,10 @@ def _lines(
 
 def _origin(key: Key, document: Document) -> str:
     """A value's own origin; within a list or mapping given as a whole, that of the whole."""
-    given = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in document.origins), None)
-    if given is None or (given != key and isinstance(_at(document.values, given), Mapping)):
+    origin = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in document.origins), None)
+    if origin is None or (origin != key and isinstance(_at(document.values, origin), Mapping)):
         return "default"
-    return document.origins[given]
+    return document.origins[origin]
 
 
 def _at(values: Any, key: Key) -> Any:

@@ -1,4 +1,4 @@
-"""What a run folder holds so that the run can be repeated, and the repetition compared bit for bit.
+"""Writes what it takes to repeat a run and to compare the repetition bit for bit.
 
 runs/NAME/environment.json   each start that trained: from which step, with which config, in which environment
 runs/NAME/source/            the task's own source files, if it is not one of jdist's
@@ -55,11 +55,17 @@ class Result:
         step: the last step.
         state: sha256 of each leaf of the state, by its path.
         at: when, in UTC.
+        stopped: why a callback ended the run before its last step; None if none did.
     """
 
     step: int
     state: dict[str, str]
     at: str = field(default_factory=_now)
+    stopped: str | None = None
+
+    def is_end(self, total_steps: int) -> bool:
+        """Whether it is the end of a run of so many steps."""
+        return self.step >= total_steps or self.stopped is not None
 
 
 def write_start(folder: RunFolder, start: Start) -> None:
@@ -87,8 +93,8 @@ def read_starts(folder: RunFolder) -> list[Start]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    found = _read(folder.environment)
-    return [] if found is None else _of(folder.environment, lambda: [Start(**start) for start in found["starts"]])
+    content = _read(folder.environment)
+    return [] if content is None else _of(folder.environment, lambda: [Start(**start) for start in content["starts"]])
 
 
 def write_result(folder: RunFolder, result: Result) -> None:
@@ -105,13 +111,13 @@ def write_result(folder: RunFolder, result: Result) -> None:
 
 
 def read_result(folder: RunFolder) -> Result | None:
-    """What a run came to; None if it has not come to its end.
+    """Reads the end of a run; None if it has not come to it.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    found = _read(folder.result)
-    return None if found is None else _of(folder.result, lambda: Result(**found))
+    content = _read(folder.result)
+    return None if content is None else _of(folder.result, lambda: Result(**content))
 
 
 def _read(path: Path) -> Any:
@@ -132,7 +138,7 @@ def _of(path: Path, make: Callable[[], T]) -> T:
 
 
 def differences_from(starts: Sequence[Start], here: Mapping[str, Any]) -> str:
-    """What may keep a repetition from coming to the same bits, in words.
+    """Says what may keep a repetition from coming to the same bits.
 
     Args:
         starts: those of the run that is repeated, at least one; the config is that of the last.

@@ -1,11 +1,11 @@
-"""Whether a run folder's checkpoints may be gone on from with a config."""
+"""Checks that a run may go on from a folder's checkpoints with a config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jdist.checkpoint import Restored
+from jdist.callbacks import Resume
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted, leaves, load
@@ -27,6 +27,7 @@ FREE: tuple[Key, ...] = (
     ("train", "verify"),
     ("eval",),
     ("checkpoint",),
+    ("callbacks",),
     ("log",),
     ("platform",),
 )
@@ -65,10 +66,8 @@ def check_same_run(folder: RunFolder, values: Mapping[str, Any], document: Docum
     raise ConfigError("\n".join([f"{folder.path}: holds a run with a different config:", *different, remedy]))
 
 
-def position_of(
-    restored: Restored, folder: RunFolder, config: Config, document: Document, *, total: int
-) -> dict[str, Any]:
-    """The data position of a checkpoint that a run of `total` steps can go on from.
+def check_goes_on(restored: Resume, folder: RunFolder, config: Config, document: Document, *, total: int) -> None:
+    """Refuse a checkpoint that a run of `total` steps cannot go on from.
 
     Args:
         restored: the newest checkpoint of the run.
@@ -95,7 +94,6 @@ def position_of(
             f"{folder.checkpoints}: step {step:,} was saved without a data position, so not by `jdist run`. "
             "Take another name, or start again with --fresh."
         )
-    return restored.data
 
 
 def _text(value: Any) -> str:

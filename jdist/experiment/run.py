@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from jdist.callbacks import Callback, Moment, Resume
+from jdist.callbacks.checkpoint import saving
+from jdist.callbacks.progress import reporting
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.cluster.environment import ATTEMPT
 from jdist.cluster.runtime import alone, together
 from jdist.cluster.stop import preemption
-from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import write_state
 from jdist.errors import NonFiniteError
-from jdist.experiment.check_best import check_best
-from jdist.experiment.checksums import checksums
+from jdist.experiment.callbacks import check_watched, make_callbacks, watches_evaluation
 from jdist.experiment.config import Config
-from jdist.experiment.due import Due
-from jdist.experiment.environment import environment
+from jdist.experiment.environment import checksums, environment
 from jdist.experiment.load import Document
-from jdist.experiment.prepare import prepare
+from jdist.experiment.prepare import Parts, make_eval_step, make_train_step, prepare, state_maker
 from jdist.experiment.record import RunFolder, open_folder, set_aside
 from jdist.experiment.render import describe
 from jdist.experiment.repeatable import Result, Start, differences_from, write_result, write_start
-from jdist.experiment.resume import check_same_run, position_of
+from jdist.experiment.resume import check_goes_on, check_same_run
 from jdist.experiment.sources import changed_sources
-from jdist.experiment.step import make_eval_step, make_train_step, state_maker
 from jdist.experiment.summary import arithmetic, non_finite_advice, results
-from jdist.loop.data import has_to_fill_up
-from jdist.loop.evaluation import measure
+from jdist.experiment.validate import old_names
+from jdist.loop.data import open_feed
+from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import MetricTotals
+from jdist.loop.run import Run
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
-from jdist.report.metrics_file import MetricsFile, Row
-from jdist.report.progress import Meter, figures, numbers, open_report
+from jdist.report.history import OF_ROWS
+from jdist.report.metrics_file import MetricsFile, Row, read_rows
 
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 
@@ -61,7 +64,7 @@ def run(
         document: what the config was read from.
         command: the command line that starts this run, for messages.
         fresh: set an existing run folder aside and start again.
-        original: the starts of a run that this one repeats; what is not as it was then is said first.
+        original: the starts of a run that this one repeats; the differences from then are printed first.
         console: where to report; standard output if None.
 
     Returns:
@@ -87,144 +90,206 @@ def run(
         say(resolved)
         # A signal is a wish from here on: an exception in the midst of a compilation by XLA ends the process in a crash.
         stop = stack.enter_context(preemption(cluster))
-        say(arithmetic(config, parts))
+        say("\n".join([*old_names(config, document), arithmetic(config, parts)]))
         here = environment(parts, config.task.make)
         if original:
             say(differences_from(original, here))
+        folder = RunFolder(Path(config.log.folder) / config.name)
+        callbacks = make_callbacks(config, parts, document, folder.path)
 
         # The run folder, held by the chief until it ends.
-        path = Path(config.log.folder) / config.name
-        folder = RunFolder(path)
         with together("opening the run folder", _PREPARE_S, cluster):
             if cluster.is_chief:
                 anew = fresh and os.environ.get(ATTEMPT, "0") == "0"  # the launcher's next attempts go on
-                if anew and (aside := set_aside(path)) is not None:
-                    say(f"the run that was in {path} is now in {aside}")
-                stack.enter_context(open_folder(path))
+                if anew and (aside := set_aside(folder.path)) is not None:
+                    say(f"the run that was in {folder.path} is now in {aside}")
+                stack.enter_context(open_folder(folder.path))
                 check_same_run(folder, parts.values, document)
                 if not folder.config.exists():
                     write_atomically(folder.config, resolved)  # before all else: it marks the folder as a run
 
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
-        train_set = strategy.distribute_dataset(parts.train_data, steps_per_call=train.steps_per_call)
-        eval_set = strategy.distribute_dataset(task.eval_data(parts.eval_batch))
-        train_step = make_train_step(config, parts)
-        if isinstance(parts.train_data, ArraySource):
-            train_step.verify_next(train.verify, pads=has_to_fill_up(parts.train_data, strategy, total))
-        eval_step = make_eval_step(parts)
-
-        # Where an earlier process of this run left off. A checkpoint also holds what compressed gradients left out.
-        state = train_step.prepare(state, train_set.element_spec)
-        checkpoints = stack.enter_context(
-            Checkpointer(
-                folder.checkpoints,
-                keep=config.checkpoint.keep,
-                best_metric=config.checkpoint.best,
-                best_mode=config.checkpoint.mode or "max",  # without a best it means nothing
-                check=strategy.check,
-                cluster=cluster,
-            )
-        )
-        with warnings.catch_warnings(record=True) as damaged:
-            warnings.simplefilter("always", CheckpointWarning)
-            restored = checkpoints.restore(state)
-        for warning in damaged:
-            say(f"warning: {warning.message}")
-        step = saved = 0
-        if restored is not None:
-            position = position_of(restored, folder, config, document, total=total)
-            state, step = restored.state, restored.step
-            saved = step
-            train_set.restore(position)
-            say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
-            if changed := changed_sources(config.task.make, folder.source):
-                those = "steps from here on are its" if step < total else "--fresh begins anew with it"
-                say(f"warning: the task's source has changed since then, and {those}: {', '.join(changed)}")
-        cluster.at_step(step)
-        metrics_file = MetricsFile(folder.metrics)
-        with together("opening the metrics", _PREPARE_S, cluster):
-            if cluster.is_chief:
-                write_atomically(folder.config, resolved)
-                if step < total:
-                    write_start(folder, Start(step=step, total_steps=total, config=parts.values, environment=here))
-                metrics_file = MetricsFile.open(folder.metrics, step=step)
-        stack.callback(metrics_file.close)
-
-        # The best checkpoint needs a metric that one batch shows to be there, before time is spent on training.
-        if config.checkpoint.best is not None:
+        train_step, eval_step = make_train_step(config, parts), make_eval_step(parts)
+        if watches_evaluation(config):  # one batch shows what is measured, before time is spent on training
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
             evaluated = MetricTotals(task.metrics)
             with cluster.blocked():
                 evaluated.note(eval_step(state, next(one_batch)))
-                check_best(config, evaluated.newest(), document)
+                check_watched(config, evaluated.newest(), document)
 
-        # The loop. Steps run asynchronously: it waits for them only where it reports, evaluates or saves.
-        earlier_s = metrics_file.rows[-1].get("time_s", 0.0) if metrics_file.rows else 0.0
-        meter = Meter(step=step, total=total, global_batch=train.global_batch, earlier_s=earlier_s)
-        batches = iter(train_set)
-        first = step
-        tally = MetricTotals(task.metrics, steps_per_call=train.steps_per_call)
-        if step < total:
-            say("compiling the train step")
-        report = stack.enter_context(contextlib.closing(open_report(console, step=step, total=total)))
+        # Training: the loop of `jdist.fit`, with the run folder as one of its callbacks.
+        record = _Record(config, document, parts, folder, say, start=(resolved, here))
+        saves = saving(
+            folder.checkpoints,
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            best=config.checkpoint.best,
+            best_mode=config.checkpoint.mode or "max",  # without a best it means nothing
+            of_run=True,
+        )
+        evaluations = (config.eval.every, config.checkpoint.every if config.checkpoint.best else None, total)
+        training = Run(
+            strategy=strategy,
+            train_step=train_step,
+            feed=open_feed(
+                parts.train_data,
+                strategy,
+                steps=total,
+                steps_per_epoch=parts.steps_per_epoch,
+                steps_per_call=train.steps_per_call,
+            ),
+            metrics=task.metrics,
+            callbacks=[
+                *callbacks,
+                record.callback(saves),
+                reporting(console, [], global_batch=train.global_batch),
+            ],
+            steps=total,
+            log_every=config.log.every,
+            evaluate=Evaluation(
+                step=eval_step,
+                feed=open_feed(task.eval_data(parts.eval_batch), strategy),
+                strategy=strategy,
+                trained_by=strategy,
+                metrics=task.metrics,
+            ),
+            eval_every=[every for every in evaluations if every is not None],
+            measures_epochs=any(callback.on_epoch is not None for callback in callbacks),
+        )
         try:
-            while step < total and not stop.stops_after(step):
-                now = Due(before=step, step=step + train.steps_per_call, total=total)
-                state, metrics = train_step(state, next(batches))
-                step = now.step
-                tally.note(metrics)
-                if now.before == first:  # holds the compilation: a lap of its own
-                    train_step.wait()
-                    meter.lap(step)
-                log, save = now(config.log.every), now(config.checkpoint.every)
-                hold_out = now(config.eval.every) or (save and config.checkpoint.best is not None)
-                if not (log or save or hold_out):
-                    continue
-                train_step.wait()  # a step that was not finite is known now, before anything is written
-                row: Row = {}
-                if log:
-                    with cluster.blocked():
-                        row |= tally.newest()
-                    report.train(step, row, meter.lap(step))
-                train_s = meter.train_s
-                with meter.stopped():
-                    measured = measure(eval_step, state, eval_set, cluster, task.metrics) if hold_out else {}
-                    if hold_out:
-                        report.note(f"step {step}/{total}  evaluation: {figures(measured)}")
-                        row |= {f"eval/{name}": value for name, value in measured.items()}
-                    if row and cluster.is_chief:
-                        seen = {"examples": parts.examples(step, train.global_batch)}
-                        metrics_file.write(step, seen | row | {"time_s": round(train_s, 3)})
-                    if save:
-                        checkpoints.save(step, state, data=train_set.state(), metrics=numbers(measured))
-                        saved = step
-            train_step.wait()
+            training.train(state, stop=stop, verify=train.verify, depth=0)
         except NonFiniteError as exc:
-            good = first + exc.step
-            if good > saved:
-                data = write_state(parts.train_data, good)
-                checkpoints.save(good, train_step.last_state, data=data, metrics={}, wait=True)
+            good = (training.first or 0) + exc.step
+            with Checkpointer(folder.checkpoints, keep=config.checkpoint.keep, cluster=cluster) as checkpoints:
+                if good > max(checkpoints.steps(), default=0):
+                    data = write_state(parts.train_data, good)
+                    checkpoints.save(good, train_step.last_state, data=data, wait=True)
             raise NonFiniteError(non_finite_advice(exc, good), exc.leaf, good) from exc
 
         # The end, or a pause.
-        report.close()
-        if step > saved:
-            checkpoints.save(step, state, data=train_set.state(), metrics={})
-        checkpoints.wait()
+        step, first = training.step, training.first or 0
         if step == 0:
             say(f"stopped before the first of {total:,} steps, nothing to save; start with: {command}")
             return stop.exit_code
         if cluster.is_chief:
-            say(plot_curves(metrics_file.rows, folder.curves, title=config.name))
+            say(plot_curves(record.rows, folder.curves, title=config.name))
         if skipped := train_step.num_skipped:
             say(f"{skipped:,} of {step - first:,} steps were left out, as a gradient was NaN or infinite")
-        if step < total:
+        stopped = training.history.stopped if step < total else None
+        if stopped is not None and stop.reason is not None:
             say(f"stopped at step {step:,} of {total:,} and saved; go on with: {command}")
             return stop.exit_code
-        whole = strategy.fetch(state)
+        whole = strategy.fetch(training.state)
         if cluster.is_chief:
-            write_result(folder, Result(step=step, state=checksums(whole)))
-        say(f"finished: {total:,} steps, {parts.examples(total, train.global_batch):,} examples, {path}")
-        say(results(metrics_file.rows, task.baselines() if task.baselines else {}))
+            write_result(folder, Result(step=step, state=checksums(whole), stopped=stopped))
+        if stopped is not None:
+            say(f"stopped at step {step:,} of {total:,}: {stopped}")
+        say(f"finished: {step:,} steps, {parts.examples(step, train.global_batch):,} examples, {folder.path}")
+        say(results(record.rows, task.baselines() if task.baselines else {}))
         return 0
+
+
+class _Record:
+    """Writes the run folder, as a callback of the run.
+
+    Args:
+        config: the checked config.
+        document: what it was read from.
+        parts: what `prepare` made of it.
+        folder: the run folder.
+        say: prints a line.
+        start: the config as text, and the environment.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        document: Document,
+        parts: Parts,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        *,
+        start: tuple[str, dict[str, Any]],
+    ):
+        self._config, self._document, self._parts = config, document, parts
+        self._folder, self._say, self._start = folder, say, start
+        self._file = MetricsFile(folder.metrics)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of `metrics.jsonl`; none in other processes than the chief."""
+        return self._file.rows
+
+    def callback(self, saves: Callback) -> Callback:
+        """The callback that records.
+
+        Args:
+            saves: the callback that saves and restores checkpoints.
+        """
+        return Callback(
+            on_resume=lambda moment: self._resume(saves, moment),
+            on_start=self._begin,
+            on_row=self._write,
+            on_save=saves.on_save,
+            on_end=saves.on_end,
+            close=lambda: self._close(saves),
+            name=saves.name,
+            watches=saves.watches,
+            logs=saves.logs,
+        )
+
+    def _resume(self, saves: Callback, moment: Moment) -> Resume | None:
+        """Goes on where an earlier process of this run left off."""
+        assert saves.on_resume is not None
+        with warnings.catch_warnings(record=True) as damaged:
+            warnings.simplefilter("always", CheckpointWarning)
+            restored = saves.on_resume(moment)
+        for warning in damaged:
+            self._say(f"warning: {warning.message}")
+        if restored is None:
+            return None
+        step, total, folder = restored.step, self._parts.total_steps, self._folder
+        check_goes_on(restored, folder, self._config, self._document, total=total)
+        self._say(f"going on from step {step:,} of {total:,}, saved in {folder.checkpoints}")
+        if changed := changed_sources(self._config.task.make, folder.source):
+            those = "steps from here on are its" if step < total else "--fresh begins anew with it"
+            self._say(f"warning: the task's source has changed since then, and {those}: {', '.join(changed)}")
+        per_epoch = self._parts.steps_per_epoch
+        rows = [_of_history(row, per_epoch) for row in read_rows(folder.metrics) if row["step"] <= step]
+        return Resume(state=restored.state, step=step, data=restored.data, notes={**restored.notes, "rows": rows})
+
+    def _begin(self, moment: Moment) -> None:
+        step, total, folder = moment.step, self._parts.total_steps, self._folder
+        with together("opening the metrics", _PREPARE_S, moment.strategy.cluster or alone()):
+            if moment.is_chief:
+                resolved, here = self._start
+                write_atomically(folder.config, resolved)
+                if step < total:
+                    write_start(
+                        folder, Start(step=step, total_steps=total, config=self._parts.values, environment=here)
+                    )
+                self._file = MetricsFile.open(folder.metrics, step=step)
+        if step < total:
+            self._say("compiling the train step")
+
+    def _write(self, moment: Moment) -> None:
+        if moment.is_chief and moment.row is not None:
+            step = moment.row["step"]
+            examples = self._parts.examples(step, self._config.train.global_batch)
+            measured = {name: value for name, value in moment.row.items() if name not in OF_ROWS}
+            self._file.write(step, {"examples": examples, **measured, "time_s": moment.row["time_s"]})
+
+    def _close(self, saves: Callback) -> None:
+        try:
+            if saves.close is not None:
+                saves.close()
+        finally:
+            self._file.close()
+
+
+def _of_history(row: Row, steps_per_epoch: int | None) -> Row:
+    """A row of `metrics.jsonl` as the history has it."""
+    epoch = 0 if steps_per_epoch is None else row["step"] // steps_per_epoch
+    values = {name: math.nan if value is None else value for name, value in row.items() if name not in OF_ROWS}
+    return {"step": row["step"], "epoch": epoch, "time_s": row.get("time_s", 0.0), **values}

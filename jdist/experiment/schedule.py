@@ -8,11 +8,11 @@ from typing import Any, TypeGuard
 
 import optax
 
-from jdist.experiment.names import nearest
+from jdist.experiment.load import Key, dotted
 from jdist.experiment.options import check_options
-from jdist.experiment.parse import Key, dotted
 from jdist.experiment.validate import Problem, show
 from jdist.scaling import gradual_warmup
+from jdist.support.suggest import nearest
 
 # What optax raises for arguments that it cannot use.
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
@@ -81,14 +81,14 @@ def check_schedules(value: Any, key: Key, *, wrong: Wrong, filled: Set[Key], len
         yield Problem(key=(*key, "schedule"), text=f"there is no schedule {show(name)}", remedy=remedy)
         return
     called = f"{'jdist.scaling' if function is gradual_warmup else 'optax'}.{name}"
-    found = list(check_options(function, options, called=called, key=key, wrong=wrong))
+    problems = list(check_options(function, options, called=called, key=key, wrong=wrong))
     for option, inner in options.items():
-        found += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)
-    refusal = None if found else _refusal(value)
+        problems += check_schedules(inner, (*key, option), wrong=wrong, filled=filled, length=length)
+    refusal = None if problems else _refusal(value)
     if refusal is not None:
         short = _too_short(value, key, filled=filled, length=length)
-        found = [short or Problem(key=key, text=f"{called} refuses these arguments: {refusal}")]
-    yield from found
+        problems = [short or Problem(key=key, text=f"{called} refuses these arguments: {refusal}")]
+    yield from problems
 
 
 def reason(error: Exception) -> str:

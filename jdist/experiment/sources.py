@@ -32,16 +32,16 @@ def task_sources(make: str) -> dict[str, Path]:
         return {}
     task = sys.modules[package].__spec__
     roots = [] if task is None else _roots(task)
-    found = {}
+    sources = {}
     for module, path in _loaded():
         root = next((root for root in roots if path.is_relative_to(root)), None)
         if root is None or not path.is_file():
             continue
         name = path.relative_to(root)
-        own = name.parts[0].removesuffix(".py") == package
-        if own or not (module in ("__main__", "__mp_main__") or _is_installed(path)):
-            found[name.as_posix()] = path
-    return dict(sorted(found.items()))
+        is_own = name.parts[0].removesuffix(".py") == package
+        if is_own or not (module in ("__main__", "__mp_main__") or _is_installed(path)):
+            sources[name.as_posix()] = path
+    return dict(sorted(sources.items()))
 
 
 def _loaded() -> Iterator[tuple[str, Path]]:
@@ -57,7 +57,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _roots(package: ModuleSpec) -> list[Path]:
-    """Where a module or a package is imported from; one without `__init__.py` may be in several folders."""
+    """Lists where a module or a package is imported from; one without `__init__.py` may be in several folders."""
     return [Path(place).parent for place in package.submodule_search_locations or [package.origin or ""]]
 
 
@@ -67,7 +67,7 @@ def folder_sources(folder: Path) -> dict[str, Path]:
 
 
 def changed_sources(make: str, copies: Path) -> list[str]:
-    """Which files of a task are not as a run has copied them; nothing is imported.
+    """Lists the files of a task that differ from a run's copies; nothing is imported.
 
     Args:
         make: `task.make`.

@@ -1,4 +1,4 @@
-"""What a run says about itself in words: its arithmetic before, its results after, and what to do if it fails."""
+"""Describes a run in words: its arithmetic before, its results after, and what to do if it fails."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from jdist.errors import NonFiniteError
 from jdist.experiment.config import Config
+from jdist.experiment.optimizer import explain
 from jdist.experiment.prepare import Parts
-from jdist.experiment.scaling import explain
 from jdist.report.metrics_file import Row
 from jdist.report.progress import readable
 
 
 def arithmetic(config: Config, parts: Parts) -> str:
-    """What the numbers of a config come to: `global batch 1,024 = 8 replicas x 128`, and what `scaling` makes of them."""
+    """Works out the numbers of a config: `global batch 1,024 = 8 replicas x 128`, and what `scaling` makes of them."""
     train, replicas = config.train, parts.strategy.num_replicas
     rows = -(-train.global_batch // replicas)
     batch = f"global batch {train.global_batch:,} = {replicas:,} replica{'s' if replicas > 1 else ''} x {rows:,}"
@@ -38,7 +38,7 @@ def arithmetic(config: Config, parts: Parts) -> str:
 
 
 def non_finite_advice(error: NonFiniteError, good: int) -> str:
-    """What to do after a step that was not finite."""
+    """Says what to do after a step that was not finite."""
     return (
         f"step {good + 1:,} was not applied: {error.leaf} is NaN or infinite. The state before it, at step {good:,}, "
         "is saved.\nThe same command would come to the same step again: lower the learning rate or set "

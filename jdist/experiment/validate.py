@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from jdist.errors import ConfigError
 from jdist.experiment.config import Config
 from jdist.experiment.load import Document, Key, dotted
-from jdist.experiment.names import closest
 from jdist.report.metric_direction import NAMES, better
+from jdist.support.suggest import closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Problem:
         key: the path of the key.
         text: what is wrong, without the key.
         remedy: how to mend it; opens with a space, or is empty.
-        others: further keys that have to do with it; where they were given is told too.
+        others: further keys that have to do with it, whose places are named too.
     """
 
     key: Key
@@ -57,7 +57,7 @@ def validate(document: Document) -> Config:
     except ValidationError as exc:
         problems += [_translate(error) for error in exc.errors(include_url=False)]
     if config is not None:
-        config, more = _with_mode(config)
+        config, more = _with_best(config)
         problems += more
     if config is not None and not problems and not document.problems:
         return config
@@ -76,9 +76,9 @@ def refusal(document: Document, problems: Sequence[Problem]) -> ConfigError:
 
 
 def _origins(document: Document, problem: Problem) -> str:
-    """Where a problem's keys were given; for a key that was not, the nearest above it."""
-    given = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
-    return " and ".join(dict.fromkeys(given)) or document.origin(problem.key)
+    """Names the places of a problem's keys; for a key that was not given, that of the nearest above it."""
+    origins = [document.origins[key] for key in (problem.key, *problem.others) if key in document.origins]
+    return " and ".join(dict.fromkeys(origins)) or document.origin(problem.key)
 
 
 def show(value: Any) -> str:
@@ -102,12 +102,29 @@ def _length(values: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
-def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
-    """The config with `checkpoint.mode` filled in, and what is wrong with it."""
+def old_names(config: Config, document: Document) -> list[str]:
+    """Notes the names that a document has from an earlier jdist, and what to write now."""
+    best, written = config.checkpoint.best, best_as_written(document)
+    if best == written:
+        return []
+    return [
+        f"note: checkpoint.best: {written} is read as {best} ({document.origin(('checkpoint', 'best'))}), the name that "
+        "rows have. Write that."
+    ]
+
+
+def best_as_written(document: Document) -> str | None:
+    """`checkpoint.best` as the document has it, with "eval/" or, as jdist once had it, without."""
+    return (document.values.get("checkpoint") or {}).get("best")
+
+
+def _with_best(config: Config) -> tuple[Config, list[Problem]]:
+    """The config with the whole name of `checkpoint.best` and with `checkpoint.mode`, and what is wrong with it."""
     checkpoint = config.checkpoint
-    if checkpoint.best is None or checkpoint.mode is not None:
+    if checkpoint.best is None:
         return config, []
-    mode = better(checkpoint.best)
+    best = checkpoint.best if checkpoint.best.startswith("eval/") else f"eval/{checkpoint.best}"
+    mode = checkpoint.mode or better(best)
     if mode is None:
         text = f"whether more or less of {show(checkpoint.best)} is better its name does not say"
         near = closest(checkpoint.best.rpartition("/")[2].lower(), NAMES, cutoff=0.75)
@@ -117,7 +134,7 @@ def _with_mode(config: Config) -> tuple[Config, list[Problem]]:
             else " Say checkpoint.mode=max or min."
         )
         return config, [Problem(key=("checkpoint", "best"), text=text, remedy=remedy)]
-    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"mode": mode})}), []
+    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update={"best": best, "mode": mode})}), []
 
 
 def _translate(error: Any) -> Problem:
@@ -142,6 +159,7 @@ def _translate(error: Any) -> Problem:
         "literal_error": "{expected}",
         "model_type": "a mapping of keys to values",
         "dict_type": "a mapping of keys to values",
+        "list_type": "a list",
         "string_pattern_mismatch": "of the right form",
         "string_too_short": "at least {min_length} character long",
         "string_too_long": "at most {max_length} characters long",
@@ -162,21 +180,29 @@ def _keys(model: type[BaseModel] = Config, prefix: Key = ()) -> Iterator[tuple[K
     """Every key of the schema with its description."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), field.description or ""
-        for part in (field.annotation, *get_args(field.annotation)):  # the second for one that may be null
+        for part in (
+            field.annotation,
+            *get_args(field.annotation),
+        ):  # the second for one that may be null, and of a list
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from _keys(part, (*prefix, name))
 
 
 def _description(key: Key) -> str:
-    return dict(_keys()).get(key, "")
+    return dict(_keys()).get(_without_places(key), "")
+
+
+def _without_places(key: Key) -> Key:
+    """The key of an entry of a list without its number, as the schema has it."""
+    return tuple(part for part in key if not part.isdecimal())
 
 
 def _nearest_key(key: Key) -> str:
     """The valid key nearest to a wrong one: at its level first, then anywhere by its last part."""
     known = [k for k, _ in _keys()]
-    siblings = [k for k in known if k[:-1] == key[:-1]]
+    siblings = [k for k in known if k[:-1] == _without_places(key)[:-1]]
     by_name = {k[-1]: k for k in reversed(known)}
-    for candidates, cutoff in (({k[-1]: k for k in siblings}, 0.6), (by_name, 0.8)):
+    for candidates, cutoff in (({k[-1]: (*key[:-1], k[-1]) for k in siblings}, 0.6), (by_name, 0.8)):
         close = closest(key[-1], candidates, cutoff=cutoff)
         if close is not None:
             return f" Did you mean {dotted(candidates[close])}?"

@@ -1,4 +1,4 @@
-"""What a user gives as data, as batches that are laid out for a strategy."""
+"""Lays a user's data out in batches for a strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PyTree = Any
 
 
 class Batches(Protocol):
-    """What a loop needs of a dataset: of a `DistributedDataset`, or of one that a parameter server's workers read."""
+    """Batches to loop over: a `DistributedDataset`, or a dataset that a parameter server's workers read."""
 
     element_spec: PyTree
 
@@ -97,10 +97,10 @@ def open_feed(
     data: Any,
     strategy: Strategy,
     *,
-    epochs: int | None,
-    steps: int | None,
-    global_batch: int | None,
-    shuffle_seed: int | None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    global_batch: int | None = None,
+    shuffle_seed: int | None = None,
     steps_per_epoch: int | None = None,
     steps_per_call: int = 1,
     batch_axis: Any = 0,
@@ -177,7 +177,7 @@ def open_feed(
 
 
 def _is_begun(data: Any) -> bool:
-    """Whether what has no position was read from before, by this program."""
+    """Whether data without a position was read before by this program."""
     if inspect.isgenerator(data):
         return inspect.getgeneratorstate(data) != inspect.GEN_CREATED
     return isinstance(data, DistributedDataset) and not data.is_resumable and data.position > 0
@@ -223,7 +223,7 @@ def _check_mask_has_a_place(data: Any, strategy: Strategy, global_batch: int) ->
 
 
 def _with_epochs(source: ArraySource, epochs: int | None, steps: int | None) -> ArraySource:
-    """So that the order is drawn anew in each epoch, which a second pass over the source would not do."""
+    """Gives the source its epochs: each draws a new order, which a second pass over the source would not do."""
     if epochs is not None and source.epochs not in (None, 1):
         raise DatasetError(
             f"`epochs` is {epochs}, and `data` has {source.epochs} epochs already. Say it once: leave out one of them."

@@ -1,22 +1,29 @@
-"""Evaluating and predicting: once through a data set, under any strategy."""
+"""Evaluating and predicting: once through a data set, under any strategy; and the evaluation that goes along with training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdist.cluster.runtime import Runtime, alone
+from jdist.core.host_sharded import map_leaves
+from jdist.core.remote import shapes_of
+from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
-from jdist.loop.data import open_feed
-from jdist.loop.evaluation import measure
+from jdist.loop.data import Feed, open_feed
 from jdist.loop.keras_hints import with_hints
+from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
 from jdist.loop.preflight import names_of
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of
 from jdist.metrics import Metric
+from jdist.step.base import Distributed
 from jdist.support.arrays import to_host
 from jdist.support.suggest import did_you_mean
 
@@ -50,7 +57,7 @@ def evaluate(
         The results by name, the loss first; the same on all processes.
 
     Raises:
-        StepError: `step` is no step, or what it returns is not as said.
+        StepError: `step` is no step, or returns something else.
         DatasetError: `data` has no rows, or is nothing to evaluate on.
 
     Warns:
@@ -65,22 +72,14 @@ def evaluate(
     """
     strategy = strategy_of(step, strategy, state)
     eval_step = eval_step_of(step, strategy, call="jdist.evaluate")
-    feed = open_feed(
-        data,
-        strategy,
-        epochs=None,
-        steps=None,
-        global_batch=global_batch,
-        shuffle_seed=None,
-        batch_axis=eval_step.options.batch_axis,
-    )
+    feed = open_feed(data, strategy, global_batch=global_batch, batch_axis=eval_step.options.batch_axis)
     wanted = metrics_of(step, metrics)
     if feed.pads:
         state = eval_step.prepare(state, feed.batches.element_spec)
         names_of(eval_step, state, feed, wanted)  # warns of a mask that is not read
     measured = measure(eval_step, state, feed.batches, strategy.cluster, wanted)
     for name in metrics if isinstance(metrics, Mapping) else ():
-        if not any(found == name or found.startswith(f"{name}/") for found in measured):
+        if not any(result == name or result.startswith(f"{name}/") for result in measured):
             raise StepError(
                 f"`metrics` has {name!r}, but the step returned {', '.join(map(repr, measured))}."
                 f"{did_you_mean(name, measured)} Let it return `{{{name!r}: metric.update(...)}}`."
@@ -116,15 +115,7 @@ def predict(
     """
     strategy = strategy_of(step, strategy, state)
     predict_step = eval_step_of(step, strategy, call="jdist.predict", returns="examples")
-    feed = open_feed(
-        data,
-        strategy,
-        epochs=None,
-        steps=None,
-        global_batch=global_batch,
-        shuffle_seed=None,
-        batch_axis=predict_step.options.batch_axis,
-    )
+    feed = open_feed(data, strategy, global_batch=global_batch, batch_axis=predict_step.options.batch_axis)
     if not isinstance(feed.batches, DistributedDataset):
         raise DatasetError(
             "jdist.predict: batches that the workers of a parameter server read have no order. Give arrays, or a "
@@ -144,3 +135,82 @@ def predict(
 
 def _on_host(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else np.asarray(to_host(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Evaluates a state, called with it.
+
+    Attributes:
+        step: the evaluation step, distributed.
+        feed: what to evaluate on.
+        strategy: where to evaluate.
+        trained_by: the strategy whose state it is.
+        metrics: which of the results are contributions of metrics, as for `MetricTotals`.
+    """
+
+    step: Distributed
+    feed: Feed
+    strategy: Strategy
+    trained_by: Strategy
+    metrics: Metrics
+
+    def __call__(self, state: PyTree) -> Measured:
+        """Measures a state, by name."""
+        state_here = state if self.strategy is self.trained_by else self.trained_by.fetch(state)
+        return measure(self.step, state_here, self.feed.batches, self.strategy.cluster, self.metrics)
+
+    def names(self, state: PyTree, *, depth: int) -> frozenset[str] | None:
+        """The names of what it will measure; None where only a call shows them.
+
+        Args:
+            state: as training has it, or its shapes.
+            depth: how many calls below the user's own this one is, for the place that warnings name.
+
+        Raises:
+            StepError: the step does not return what it should.
+        """
+        if self.strategy is not self.trained_by:  # what `fetch` would give
+            state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), user_state(shapes_of(state)))
+        return names_of(self.step, state, self.feed, self.metrics, depth=depth + 1)
+
+
+def measure(
+    eval_step: Callable[[PyTree, PyTree], Mapping[str, Any]],
+    state: PyTree,
+    batches: Iterable[PyTree],
+    cluster: Runtime | None = None,
+    metrics: Metrics = None,
+) -> Measured:
+    """The means and metrics over all rows.
+
+    Args:
+        eval_step: `(state, batch) -> metrics` by name: scalars, each the mean over the rows of the batch that are no
+            padding, and what metrics contribute.
+        state: what to evaluate.
+        batches: distributed batches, once through, from the beginning; the "mask" of a dict says which of its rows count.
+        cluster: the processes that share the rows of each batch; None: this one alone.
+        metrics: as for `MetricTotals`.
+
+    Returns:
+        The results by name, the same on all processes: each batch weighs as many rows as it has.
+
+    Raises:
+        DatasetError: there is not one row.
+    """
+    cluster = cluster or alone()
+    totals = MetricTotals(metrics)
+    with cluster.blocked():
+        if isinstance(batches, DistributedDataset):
+            batches.rewind()
+        for batch in batches:
+            totals.add(eval_step(state, batch), batch)
+        measured, weight = totals.take(cluster=cluster)
+    if math.isnan(weight) and not measured:
+        raise DatasetError(
+            "the rows of batches that the workers of a parameter server read are not known here, so scalars cannot be averaged "
+            "over them. Return what `jdist.metrics` metrics contribute, or give arrays or a source of batches."
+        )
+    if not weight:
+        raise DatasetError("the evaluation data has no rows; check where it comes from, and its mask")
+    return measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import inspect
 import os
@@ -12,21 +11,20 @@ from typing import Any
 
 from jdist import callbacks as ready_made
 from jdist.callbacks.callback import Callback, Moment
-from jdist.callbacks.jsonl import jsonl
 from jdist.callbacks.progress import progress as progress_bar
+from jdist.callbacks.row_files import jsonl
 from jdist.cluster.stop import preemption
 from jdist.core.strategy import Strategy
-from jdist.data.dataset import DistributedDataset
 from jdist.errors import NonFiniteClosureError, NonFiniteError, StepError
-from jdist.loop.data import Feed, is_arrays, open_feed
-from jdist.loop.evaluation import Evaluation
+from jdist.loop.data import is_arrays, open_feed
+from jdist.loop.evaluate import Evaluation
 from jdist.loop.keras_hints import with_hints
 from jdist.loop.metric_totals import Metrics
-from jdist.loop.preflight import check_resumes, check_returned, check_watched, names_of
 from jdist.loop.run import Run
 from jdist.loop.steps import eval_step_of, metrics_of, strategy_of, train_step_of
 from jdist.loop.task import Task
 from jdist.metrics import Metric
+from jdist.nnx import NNXStep
 from jdist.report.history import History
 from jdist.step.base import Distributed
 from jdist.step.options import Verify, check_verify
@@ -98,7 +96,7 @@ def fit(
         with `history.stopped`; a second one, more than a second later, is a KeyboardInterrupt.
 
     Raises:
-        StepError: the step, its results or an option is not as said.
+        StepError: the step, its results or an option is not valid.
         DatasetError: the data is nothing to train on, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
         VerificationError: the first step is another than on one replica, and `verify` is "strict".
@@ -139,6 +137,11 @@ def fit(
         epochs, steps = None, (epochs or 1) * steps_per_epoch
     strategy = strategy_of(step, strategy, state)
     train_step = train_step_of(step, strategy, steps_per_call=steps_per_call)
+    objects = train_step.over(state) if isinstance(train_step, NNXStep) else None
+    if objects is not None:
+        train_step, state = objects, objects.state
+        if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):
+            eval_step = objects.of_state(eval_step)
     metrics = metrics_of(step, metrics)
     per_call = train_step.options.steps_per_call
     feed = open_feed(
@@ -158,68 +161,29 @@ def fit(
         train_step=train_step,
         feed=feed,
         metrics=metrics,
-        callbacks=(told := _callbacks(callbacks, log_to=log_to, progress=progress)),
-        total=steps if steps is not None else feed.num_steps,
+        callbacks=_callbacks(callbacks, log_to=log_to, progress=progress),
+        steps=steps,
+        passes=1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs,
         log_every=log_every,
         evaluate=evaluation,
-        eval_every=eval_every,
+        eval_every=() if eval_every is None else (eval_every,),
+        length="`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`",
     )
-    with contextlib.ExitStack() as ends:
-        for callback in told:
-            if callback.close is not None:
-                ends.callback(callback.close)
-        if isinstance(feed.batches, DistributedDataset):
-            ends.callback(feed.batches.close)
-        cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
-        stop = ends.enter_context(preemption(cluster, second="raise"))
-        state = train_step.prepare(state, feed.batches.element_spec)
-        train_step.verify_next(verify, pads=feed.pads)
-        trained = names_of(train_step, state, feed, metrics)
-        evaluated = frozenset() if evaluation is None else evaluation.names(state)
-        check_returned(metrics, trained, evaluated)
-        check_resumes(told, feed)
-        check_watched(told, trained=trained, evaluated=evaluated, evaluates=evaluation is not None)
-        run.start(state)
-        first = run.step
-        if steps is not None and (left := max(steps - run.step, 0)) % per_call:
-            given = "`steps`" if steps_per_epoch is None else "`epochs` times `steps_per_epoch`"
-            raise StepError(
-                f"{given} is {steps}, of which {left} are left: no multiple of steps_per_call={per_call}. Choose another "
-                "number of steps, or another `steps_per_call`."
-            )
-        passes = 1 if feed.steps_per_epoch is not None or (steps is None and epochs is None) else epochs
-
-        def is_over() -> bool:
-            return run.reason is not None or _is_enough(run, feed, steps, passes) or stop.stops_after(run.step)
-
+    cluster = strategy.cluster if strategy.cluster is not None and strategy.cluster.num_processes > 1 else None
+    with preemption(cluster, second="raise") as stop:
         try:
-            while not is_over():
-                for batch in feed.one_pass():
-                    run.call(batch)
-                    if is_over():
-                        break
-                else:
-                    run.end_pass()
-            run.history.stopped = run.reason if stop.reason is None else f"by {stop.reason}"
-            run.end(interrupted=stop.reason is not None)
+            run.train(state, stop=stop, verify=verify, depth=3)
         except Exception as exc:
-            exc.add_note(
-                f"jdist.fit was at step {run.step:,}.{_which(exc, step, first)} The newest state of a step that you "
-                "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
-            )
+            if run.first is not None:
+                exc.add_note(
+                    f"jdist.fit was at step {run.step:,}.{_which(exc, step, run.first)} The newest state of a step that you "
+                    "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+                )
             raise
+    state = run.state if objects is None else objects.with_state(run.state)
     if stop.reason not in (None, "SIGINT"):
         raise SystemExit(stop.exit_code)
-    return run.state, run.history
-
-
-def _is_enough(run: Run, feed: Feed, steps: int | None, passes: int | None) -> bool:
-    """Whether no further pass over the data is wanted."""
-    if steps is not None:
-        return run.step >= steps
-    if feed.steps_per_epoch is not None:
-        return feed.num_steps is not None and run.step >= feed.num_steps
-    return passes is not None and run.epoch >= passes
+    return state, run.history
 
 
 def _evaluation(
@@ -232,7 +196,7 @@ def _evaluation(
     global_batch: int | None,
     metrics: Metrics,
 ) -> Evaluation | None:
-    """How to evaluate a state; None without data for it."""
+    """Makes the evaluation; None without data for it."""
     if data is None:
         for name, value in (("eval_step", eval_step), ("eval_every", every), ("eval_strategy", elsewhere)):
             if value is not None:
@@ -248,9 +212,7 @@ def _evaluation(
     batch_axis = distributed.options.batch_axis
     return Evaluation(
         step=distributed,
-        feed=open_feed(
-            data, place, epochs=None, steps=None, global_batch=rows, shuffle_seed=None, batch_axis=batch_axis
-        ),
+        feed=open_feed(data, place, global_batch=rows, batch_axis=batch_axis),
         strategy=place,
         trained_by=strategy,
         metrics=metrics,
@@ -258,18 +220,18 @@ def _evaluation(
 
 
 def _callbacks(
-    given: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
+    callbacks: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
 ) -> list[Callback]:
-    """Those given, then those that report."""
-    if isinstance(given, Callback) or callable(given):
+    """Lists the callbacks given, then those that report."""
+    if isinstance(callbacks, Callback) or callable(callbacks):
         raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
-    if not isinstance(given, Sequence):
-        raise StepError(f"`callbacks` is {given!r:.80}; give a list, [] for none.")
-    made = [each if isinstance(each, Callback) else _on_step(each) for each in given]
+    if not isinstance(callbacks, Sequence):
+        raise StepError(f"`callbacks` is {callbacks!r:.80}; give a list, [] for none.")
+    listed = [each if isinstance(each, Callback) else _on_step(each) for each in callbacks]
     if log_to is not None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        made.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
-    return [*made, progress_bar()] if progress else made
+        listed.append(jsonl(Path(log_to) / f"metrics-{now}.jsonl"))
+    return [*listed, progress_bar()] if progress else listed
 
 
 def _on_step(function: Any) -> Callback:
@@ -306,7 +268,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _which(exc: Exception, step: Any, first: int) -> str:
-    """Which step of the run an error tells of that counts from 0.
+    """Says which step of the run an error means that counts from 0.
 
     Args:
         exc: the error.

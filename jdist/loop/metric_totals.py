@@ -1,4 +1,4 @@
-"""What steps have measured, brought together: exact over batches of any size, replicas and processes."""
+"""Adds up what steps measure, exactly, over batches of any size, replicas and processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class MetricTotals:
         return frozenset(measured)
 
     def newest(self) -> Measured:
-        """What the last step has measured: plain numbers by name, the loss first. Waits for it."""
+        """Gives the last step's metrics, which it waits for: plain numbers by name, the loss first."""
         if self._newest is None:
             return {}
         values = jax.device_get(dict(self._newest))
@@ -136,12 +136,12 @@ class MetricTotals:
         self._read(0)
         totals = self._epochs.pop(epoch, None) or _Totals()
         weight, sums = totals.together(cluster)
-        found: Measured = {name: total / weight if weight else math.nan for name, total in sums.items()}
-        found |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
-        return _flat(found), weight
+        results: Measured = {name: total / weight if weight else math.nan for name, total in sums.items()}
+        results |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
+        return _flat(results), weight
 
     def notes(self, cluster: Runtime | None = None) -> dict[str, Any]:
-        """What there is of epochs that have not ended, as plain JSON values; all processes have to ask."""
+        """Gives the totals of epochs that have not ended as plain JSON values; all processes have to ask."""
         self._read(0)
         notes = {}
         for epoch, totals in sorted(self._epochs.items()):
@@ -220,9 +220,9 @@ class MetricTotals:
                 for i in range(len(epochs))
             ]
             skipped = self._which_left_out(len(steps), left_out)
-            for i, (epoch, own) in enumerate(zip(epochs, steps, strict=True)):
+            for i, (epoch, values_of_step) in enumerate(zip(epochs, steps, strict=True)):
                 weight = 0.0 if i in skipped else float(np.sum(each[i]))
-                self._epochs.setdefault(epoch, _Totals()).add(weight, own, self._metrics)
+                self._epochs.setdefault(epoch, _Totals()).add(weight, values_of_step, self._metrics)
 
     def _which_left_out(self, num_steps: int, left_out: Any) -> set[int]:
         """Which steps of a call were left out."""
@@ -268,8 +268,8 @@ class _Totals:
         """The weight and the sums of all processes: each knows the weights of its own rows; what was measured is the same."""
         if cluster is None or cluster.num_processes == 1:
             return self.weight, self.sums
-        said = cluster.exchange("a mean over all rows", [self.weight, self.sums], _EXCHANGE_S)
-        return sum(weight for weight, _ in said), {name: sum(sums[name] for _, sums in said) for name in self.sums}
+        totals = cluster.exchange("a mean over all rows", [self.weight, self.sums], _EXCHANGE_S)
+        return sum(weight for weight, _ in totals), {name: sum(sums[name] for _, sums in totals) for name in self.sums}
 
     def add(self, weight: float, values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
         self.weight += weight
@@ -313,10 +313,10 @@ def _weights(batch: PyTree, steps_per_call: int) -> Any:
     return lambda: np.ones(leaf.shape[:1])
 
 
-def _flat(found: Measured) -> Measured:
+def _flat(results: Measured) -> Measured:
     """Results with those of a collection of metrics by their own names, the loss first."""
     flat: Measured = {}
-    for name, value in found.items():
+    for name, value in results.items():
         if isinstance(value, Mapping):
             flat |= {inner if name == _WHOLE else f"{name}/{inner}": each for inner, each in value.items()}
         else:

@@ -1,4 +1,4 @@
-"""What a run will measure, known from its traced steps before anything is compiled, and who looks at something else."""
+"""Checks metric names against the traced steps, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def names_of(
         raise StepError(
             f'{step.__name__} returns the state alone. Let it return its metrics too: `return state, {{"loss": loss}}`.'
         )
-    tally = MetricTotals(metrics, steps_per_call=step.options.steps_per_call)
-    names = tally.names(preview.results["metrics"], by=step.__name__)
+    totals = MetricTotals(metrics, steps_per_call=step.options.steps_per_call)
+    names = totals.names(preview.results["metrics"], by=step.__name__)
     if "state" in preview.results and not preview.changes_state:
         warnings.warn(
             f"{step.__name__} returns the state as it was given: nothing is learned. Return the new one: "
@@ -84,12 +84,13 @@ def check_returned(metrics: Metrics, trained: frozenset[str] | None, evaluated: 
             )
 
 
-def check_resumes(callbacks: Sequence[Callback], feed: Feed) -> None:
+def check_resumes(callbacks: Sequence[Callback], feed: Feed, *, depth: int) -> None:
     """Tells what it costs to go on with a run on data that has no position.
 
     Args:
         callbacks: all of the run.
         feed: of the train step.
+        depth: how many calls below the user's own this one is, for the place that the warning names.
 
     Warns:
         CheckpointWarning: one of the callbacks goes on with runs, and the data cannot.
@@ -102,7 +103,7 @@ def check_resumes(callbacks: Sequence[Callback], feed: Feed) -> None:
             "counts once only if they come in the same order as before. To go on at once give arrays, "
             "`jdist.data.from_arrays(...)`, or a source with `num_steps`, `global_batch`, `fingerprint` and `batch_at(step)`.",
             CheckpointWarning,
-            stacklevel=4,
+            stacklevel=depth + 1,
         )
 
 
@@ -157,12 +158,12 @@ def check_watched(
 
 
 def _logged(callbacks: Sequence[Callback]) -> frozenset[str] | None:
-    """What callbacks add to a row before others look at it; None: it may be anything."""
-    found: set[str] = set()
+    """Collects the names that callbacks add to a row before others read it; None: any."""
+    names: set[str] = set()
     for callback in callbacks:
         functions = (callback.on_eval, callback.on_epoch, callback.on_step, callback.on_row)
         if any(function is not None for function in functions):
             if callback.logs is None:
                 return None
-            found.update(callback.logs)
-    return frozenset(found)
+            names.update(callback.logs)
+    return frozenset(names)

@@ -1,10 +1,10 @@
-"""A training run under way: where it is, what it has measured, and what it tells its callbacks."""
+"""The training loop: `jdist.fit` and `jdist run` make a `Run`, and `Run.train` trains."""
 
 from __future__ import annotations
 
-import time
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,38 +12,48 @@ import numpy as np
 
 from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
+from jdist.cluster.runtime import alone
+from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
+from jdist.data.dataset import DistributedDataset
 from jdist.errors import DatasetError, StepError
 from jdist.loop.data import Feed
+from jdist.loop.evaluate import Evaluation
 from jdist.loop.metric_totals import Measured, Metrics, MetricTotals
+from jdist.loop.preflight import check_resumes, check_returned, check_watched, names_of
 from jdist.report.history import History
 from jdist.report.plain import from_plain, to_plain
+from jdist.report.progress import Meter
 from jdist.step.base import Distributed
+from jdist.step.options import Verify
 
 PyTree = Any
 Event = Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
 
 
 class Run:
-    """A run of `jdist.fit`.
+    """A run of `jdist.fit` or `jdist run`.
 
     Args:
         strategy: where it trains.
         train_step: makes the steps.
         feed: gives the batches.
         metrics: which of the step's results are contributions of metrics, as for `MetricTotals`.
-        callbacks: whom to tell.
-        total: how many steps there will be; None: not known.
+        callbacks: called as the run goes on, in this order.
+        steps: how many steps to make; None: as many as `passes` have.
+        passes: how often to go through the data; None: as often as `steps` takes, or until the data ends.
         log_every: how many steps lie between logged rows.
-        evaluate: `(state) -> what was measured`; None: there is nothing to evaluate on.
-        eval_every: how many steps lie between evaluations; None: an epoch.
+        evaluate: what measures a state; None: there is nothing to evaluate on.
+        eval_every: at the multiples of these steps is evaluated; none: at the end of each epoch.
+        measures_epochs: whether each epoch's means and metrics are worked out, and logged in a row.
+        length: what the number of steps was asked for by, for errors.
 
     Attributes:
         state: the newest state.
         step: steps done.
+        first: the step at which `train` began or went on; None before.
         epoch: epochs ended.
         history: what was measured.
-        reason: why a callback wants it to end; None if none does.
     """
 
     def __init__(
@@ -54,44 +64,109 @@ class Run:
         feed: Feed,
         metrics: Metrics,
         callbacks: Sequence[Callback],
-        total: int | None,
+        steps: int | None,
+        passes: int | None = None,
         log_every: int,
-        evaluate: Callable[[PyTree], Measured] | None,
-        eval_every: int | None,
+        evaluate: Evaluation | None,
+        eval_every: Sequence[int],
+        measures_epochs: bool = True,
+        length: str = "`steps`",
     ):
-        self._strategy, self._train_step, self._feed, self._total = strategy, train_step, feed, total
+        self._strategy, self._train_step, self._feed, self._metrics = strategy, train_step, feed, metrics
+        self._cluster = strategy.cluster or alone()
+        self._callbacks, self._steps, self._passes, self._length = callbacks, steps, passes, length
+        self._total = steps if steps is not None else feed.num_steps
         self._log_every, self._evaluate, self._eval_every = log_every, evaluate, eval_every
+        self._measures_epochs = measures_epochs
         self._per_call = train_step.options.steps_per_call
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
-        self._tally = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
-        self._keeps = _by_name(callbacks)
+        self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
+        self._kept = _by_name(callbacks)
         events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "save", "end")
-        self._told = {event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events}
+        self._functions = {
+            event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events
+        }
         self.state: PyTree = None
         self.step = self.epoch = self._before = 0
+        self.first: int | None = None
         self._evaluated: int | None = None
         self.history = History()
-        self.reason: str | None = None
+        self._reason: str | None = None
         self._interrupted = False
-        self._start_s = time.monotonic()
+        self._meter = Meter(step=0, total=None)
 
-    def start(self, state: PyTree) -> None:
+    def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
+        """Trains from a state, or from where a callback finds that an earlier process left off, to the end.
+
+        Args:
+            state: laid out by the strategy, or on the host; it is consumed.
+            stop: says when the process, or another of its job, was asked to stop.
+            verify: as for `jdist.fit`.
+            depth: how many calls below the user's own this one is, for the place that warnings name.
+        """
+        with contextlib.ExitStack() as ends:
+            for callback in self._callbacks:
+                if callback.close is not None:
+                    ends.callback(callback.close)
+            if isinstance(self._feed.batches, DistributedDataset):
+                ends.callback(self._feed.batches.close)
+            state = self._train_step.prepare(state, self._feed.batches.element_spec)
+            self._train_step.verify_next(verify, pads=self._feed.pads)
+            self._preflight(state, depth + 1)
+            self._start(state, depth + 1)
+            if self._steps is not None and (left := max(self._steps - self.step, 0)) % self._per_call:
+                raise StepError(
+                    f"{self._length} is {self._steps}, of which {left} are left: no multiple of "
+                    f"steps_per_call={self._per_call}. Choose another number of steps, or another `steps_per_call`."
+                )
+            self.first = self.step
+            while not self._is_over(stop):
+                for batch in self._feed.one_pass():
+                    self._call(batch)
+                    if self._is_over(stop):
+                        break
+                else:
+                    self._end_pass()
+            self.history.stopped = self._reason if stop.reason is None else f"by {stop.reason}"
+            self._end(interrupted=stop.reason is not None)
+
+    def _preflight(self, state: PyTree, depth: int) -> None:
+        """Refuses what the traced steps show to be wrong, before anything is compiled."""
+        trained = names_of(self._train_step, state, self._feed, self._metrics, depth=depth + 1)
+        evaluated = frozenset() if self._evaluate is None else self._evaluate.names(state, depth=depth + 1)
+        check_returned(self._metrics, trained, evaluated)
+        check_resumes(self._callbacks, self._feed, depth=depth + 1)
+        check_watched(self._callbacks, trained=trained, evaluated=evaluated, evaluates=self._evaluate is not None)
+
+    def _is_over(self, stop: Preemption) -> bool:
+        return self._reason is not None or self._is_enough() or stop.stops_after(self.step)
+
+    def _is_enough(self) -> bool:
+        """Whether no further pass over the data is wanted."""
+        if self._steps is not None:
+            return self.step >= self._steps
+        if self._feed.steps_per_epoch is not None:
+            return self._feed.num_steps is not None and self.step >= self._feed.num_steps
+        return self._passes is not None and self.epoch >= self._passes
+
+    def _start(self, state: PyTree, depth: int) -> None:
         """Begins with a state, or where a callback says that an earlier run left off."""
         self.state = state
-        for keeps in self._keeps.values():
+        for keeps in self._kept.values():
             keeps.begin(state)
-        for function in self._told["resume"]:
+        for function in self._functions["resume"]:
             answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
                 self._restore_feed(answer.data)
-                self._go_on(answer.notes)
+                self._go_on(answer.notes, depth + 1)
             else:
-                self._heed("resume", answer)
-        self._tally.begin(self._train_step.count_left_out(self.state))
-        self._tell("start", None)
-        if self._strategy.cluster is not None:
-            self._strategy.cluster.at_step(self.step)
+                self._act_on("resume", answer)
+        self._totals.begin(self._train_step.count_left_out(self.state))
+        earlier_s = self.history.rows[-1].get("time_s", 0.0) if self.history.rows else 0.0
+        self._meter = Meter(step=self.step, total=self._total, earlier_s=earlier_s)
+        self._call_back("start", None)
+        self._cluster.at_step(self.step)
 
     def _restore_feed(self, position: dict[str, Any] | None) -> None:
         try:
@@ -103,103 +178,124 @@ class Run:
             )
             raise
 
-    def _go_on(self, notes: Mapping[str, Any]) -> None:
+    def _go_on(self, notes: Mapping[str, Any], depth: int) -> None:
         """Takes up what `Moment.notes` has noted."""
-        self.epoch = int(notes.get("epoch", 0))
         before, now = notes.get("steps_per_epoch"), self._feed.steps_per_epoch
+        self.epoch = int(notes.get("epoch", self.step // now if now else 0))
         if "steps_per_epoch" in notes and before != now:
-            told = ["a pass" if each is None else f"{each} steps" for each in (before, now)]
+            were, are = ("a pass" if each is None else f"{each} steps" for each in (before, now))
             warnings.warn(
-                f"the run that this one goes on with had epochs of {told[0]}; from step {self.step} on they are of {told[1]}, "
+                f"the run that this one goes on with had epochs of {were}; from step {self.step} on they are of {are}, "
                 "and are counted as if all had been. Give `data`, `global_batch` and `steps_per_epoch` as they were then to "
                 "count on.",
                 CheckpointWarning,
-                stacklevel=4,
+                stacklevel=depth + 1,
             )
         self.history.rows[:] = [_row_from_plain(row) for row in notes.get("rows", [])]
         if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
             self._evaluated = self.history.rows[-1]["step"]
-        self._tally.restore(notes.get("tally", {}), self._strategy.cluster)
+        self._totals.restore(notes.get("tally", {}), self._strategy.cluster)
 
     def _notes(self) -> dict[str, Any]:
+        self._train_step.wait()  # a step that was not finite is known before anything is written
         return {
             "epoch": self.epoch,
             "steps_per_epoch": self._feed.steps_per_epoch,
             "rows": to_plain(self.history.rows),
-            "tally": self._tally.notes(self._strategy.cluster),
+            "tally": self._totals.notes(self._strategy.cluster),
         }
 
-    def call(self, batch: PyTree) -> None:
+    def _call(self, batch: PyTree) -> None:
         """Makes the step, or the steps, of one call, and whatever is due after it."""
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
         self.state, measured = self._train_step(self.state, batch)
-        left_out = self._train_step.count_left_out(self.state)
         self._before, self.step = self.step, self.step + count
         per_epoch = self._feed.steps_per_epoch
+        if not self._measures_epochs:
+            self._totals.note(measured)
+            self.epoch = self.epoch if per_epoch is None else self.step // per_epoch
+            self._after_call(())
+            return
+        left_out = self._train_step.count_left_out(self.state)
         if per_epoch is None:
-            self._tally.add(measured, batch, (self.epoch,) * count, left_out)
-            self._settle(())
+            self._totals.add(measured, batch, (self.epoch,) * count, left_out)
+            self._after_call(())
         else:
             epochs = [i // per_epoch for i in range(self._before, self.step)]
-            self._tally.add(measured, batch, epochs, left_out)
-            self._settle(range(self._before // per_epoch, self.step // per_epoch))
+            self._totals.add(measured, batch, epochs, left_out)
+            self._after_call(range(self._before // per_epoch, self.step // per_epoch))
 
-    def end_pass(self) -> None:
-        """The data has come to its end; where each pass is an epoch, so has that."""
+    def _end_pass(self) -> None:
+        """Ends a pass over the data; where each pass is an epoch, that as well."""
         self._feed.end_pass()
         if self._feed.steps_per_epoch is None:
-            self._before = self.step  # no step is told of twice
-            self._settle((self.epoch,))
+            self._before = self.step  # callbacks hear of each step once
+            self._after_call((self.epoch,))
 
-    def end(self, *, interrupted: bool) -> None:
-        """Evaluates what is left to evaluate, and tells the callbacks that it is over."""
+    def _end(self, *, interrupted: bool) -> None:
+        """Evaluates what is left to evaluate, and calls back that it is over."""
         self._interrupted = interrupted
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
-            measured = self._evaluate(self.state)
+            measured = self._evaluated_now()
             row = self._with(None, "eval", measured)
-            self._tell("eval", row, measured)
-            self._tell_row(row)
-            self._tell("save", row)
-        self._tell("end", None)
+            self._call_back("eval", row, measured)
+            self._log(row)
+            self._save(row)
+        self._call_back("end", None)
 
-    def _settle(self, ended: Sequence[int]) -> None:
-        """What is due after a call, or at the end of a pass."""
+    def _after_call(self, ended: Sequence[int]) -> None:
+        """Does what is due after a call, or at the end of a pass, with which these epochs have ended."""
         for epoch in ended[:-1]:  # of a call that spans several
             self._end_early(epoch)
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
-        row = self._row(self._tally.newest()) if is_last or self._is_due(self._log_every) else None
-        told: list[tuple[Event, Measured]] = []
-        if self._evaluate is not None and (bool(ended) if self._eval_every is None else self._is_due(self._eval_every)):
-            self._evaluated = self.step
-            told.append(("eval", self._evaluate(self.state)))
+        row = self._row_of_step() if is_last or self._is_due(self._log_every) else None
+        due: list[tuple[Event, Measured]] = []
+        if self._evaluate is not None and (
+            any(map(self._is_due, self._eval_every)) if self._eval_every else bool(ended)
+        ):
+            due.append(("eval", self._evaluated_now()))
         for epoch in ended[-1:]:
             self.epoch = epoch + 1
-            told.append(("epoch", self._tally.take(epoch, self._strategy.cluster)[0]))
-        for event, measured in told:  # whole before anyone sees it, or saves it
+            due.append(("epoch", self._totals.take(epoch, self._strategy.cluster)[0]))
+        for event, measured in due:  # whole before anyone sees it, or saves it
             row = self._with(row, event, measured)
-        for event, measured in told:
-            self._tell(event, row, measured)
+        for event, measured in due:
+            self._call_back(event, row, measured)
         if self.step > self._before:
-            self._tell("step", row)
-        self._tell_row(row)
-        self._tell("save", row)
+            self._call_back("step", row)
+        self._log(row)
+        self._save(row)
+
+    def _row_of_step(self) -> dict[str, Any]:
+        """A row with what the newest step has measured."""
+        if self._strategy.coordinator is None:  # workers are not kept waiting for each other
+            self._train_step.wait()  # a step that was not finite is known before its row is written
+        with self._cluster.blocked():
+            return self._row(self._totals.newest())
+
+    def _evaluated_now(self) -> Measured:
+        assert self._evaluate is not None
+        self._train_step.wait()
+        self._evaluated = self.step
+        with self._meter.stopped():
+            return self._evaluate(self.state)
 
     def _end_early(self, epoch: int) -> None:
         """An epoch has ended within a call, which goes on in a later one: it has a row of its own."""
         self.epoch = epoch + 1
-        measured, _ = self._tally.take(epoch, self._strategy.cluster)
+        measured, _ = self._totals.take(epoch, self._strategy.cluster)
         row = self._with(None, "epoch", measured)
         row["step"] = self.epoch * (self._feed.steps_per_epoch or 0)
-        self._tell("epoch", row, measured)
-        self._tell_row(row)
+        self._call_back("epoch", row, measured)
+        self._log(row)
 
     def _is_due(self, every: int) -> bool:
         return self.step // every > self._before // every
 
     def _row(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        row = {"step": self.step, "epoch": self.epoch, "time_s": round(time.monotonic() - self._start_s, 3), **measured}
+        row = {"step": self.step, "epoch": self.epoch, "time_s": round(self._meter.train_s, 3), **measured}
         self.history.rows.append(row)
         return row
 
@@ -210,19 +306,23 @@ class Run:
         row.update({f"{event}/{name}": value for name, value in measured.items()})
         return row
 
-    def _tell_row(self, row: dict[str, Any] | None) -> None:
+    def _log(self, row: dict[str, Any] | None) -> None:
         if row is not None:
-            self._tell("row", row)
+            self._call_back("row", row)
 
-    def _tell(self, event: Event, row: dict[str, Any] | None, measured: Measured | None = None) -> None:
-        if self._told[event]:
+    def _save(self, row: dict[str, Any] | None) -> None:
+        with self._meter.stopped():
+            self._call_back("save", row)
+
+    def _call_back(self, event: Event, row: dict[str, Any] | None, measured: Measured | None = None) -> None:
+        if self._functions[event]:
             moment = self._moment(event, row, measured)
-            for function in self._told[event]:
-                self._heed(event, function(moment))
+            for function in self._functions[event]:
+                self._act_on(event, function(moment))
 
-    def _heed(self, event: Event, answer: Any) -> None:
+    def _act_on(self, event: Event, answer: Any) -> None:
         if isinstance(answer, Stop):
-            self.reason = self.reason or answer.reason
+            self._reason = self._reason or answer.reason
         elif isinstance(answer, Return) and event == "end":
             self.state = answer.state
         elif answer is not None:
@@ -243,11 +343,12 @@ class Run:
             row=row,
             reason=self.history.stopped,
             interrupted=self._interrupted,
-            resumes=bool(self._told["resume"]),
+            resumes=bool(self._functions["resume"]),
             data=self._feed.state,
             notes=self._notes,
-            kept=self._keeps,
-            measure=self._tally.newest if measured is None else lambda: measured,
+            kept=self._kept,
+            clock=lambda: self._meter.train_s,
+            measure=self._totals.newest if measured is None else lambda: measured,
         )
 
 
@@ -257,10 +358,10 @@ def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
-    found: dict[str, Keeps] = {}
+    keeps: dict[str, Keeps] = {}
     for callback in callbacks:
         if callback.keeps is not None:
-            if callback.name in found:
+            if callback.name in keeps:
                 raise StepError(f"two callbacks of the name {callback.name!r} keep something; give one another `name`.")
-            found[callback.name] = callback.keeps
-    return found
+            keeps[callback.name] = callback.keeps
+    return keeps

@@ -29,8 +29,8 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise StrategyError(f"`strategy` is {strategy!r}; give what `jdist.mirrored()` and its like return.")
-    made = step.strategy if isinstance(step, Distributed) else strategy
-    if isinstance(state, RemoteTree) and (made or get_strategy()).coordinator is None:
+    place = step.strategy if isinstance(step, Distributed) else strategy
+    if isinstance(state, RemoteTree) and (place or get_strategy()).coordinator is None:
         raise StrategyError(
             "the state lives on parameter servers, and the step does not run there: give `strategy.fetch(state)`, of the "
             "strategy that trained it; or that strategy."
@@ -67,7 +67,7 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
     if isinstance(step, Task):
         step = step.train_step
     if not isinstance(step, Distributed):
-        step = _callable(step, "jdist.fit")
+        step = _callable(step)
         return distribute(step, strategy, returns=("state", "metrics"), steps_per_call=steps_per_call or 1)
     if steps_per_call not in (None, step.options.steps_per_call):
         raise StepError(
@@ -101,6 +101,11 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRol
     """
     if isinstance(step, Task):
         step = step.eval_step
+    if isinstance(step, NNXStep):
+        raise StepError(
+            f"{call} got {step.__name__} as jdist.nnx.distribute made it, which changes its objects in place. Give the "
+            f"function itself, with all objects in one argument as the state has them: `(objects, batch) -> {returns}`."
+        )
     if not isinstance(step, Distributed):
         return distributed_once(_callable(step, call), strategy, returns)
     if step.options.args != ("state", "batch"):
@@ -121,14 +126,7 @@ def metrics_of(step: Any, metrics: Metrics) -> Metrics:
     return step.metrics if metrics is None and isinstance(step, Task) else metrics
 
 
-def _callable(step: Any, call: str) -> Callable[..., Any]:
-    if isinstance(step, NNXStep):
-        raise StepError(
-            f"{call} got {step.__name__} as jdist.nnx.distribute made it, which changes its objects in place. Give the "
-            "function itself, with all objects in one argument that it returns: `def step(objects, batch): model, optimizer "
-            "= objects; ...; return objects, metrics`, and call `jdist.fit(step, (model, optimizer), data, "
-            f"strategy=strategy)`. Or call {step.__name__} in a loop of your own."
-        )
+def _callable(step: Any, call: str = "jdist.fit") -> Callable[..., Any]:
     if not callable(step):
         raise StepError(
             f"{call} needs a step, it got a {type(step).__name__}: give a function of a state and a batch, or a "

@@ -1,4 +1,4 @@
-"""What a task is: a model, a loss and data, as five plain functions."""
+"""A task: a model, a loss and data, as five plain functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What metrics do inside a step: check their inputs, weigh rows, and bring together what the replicas have.
+"""Checks a metric's inputs inside a step, weighs its rows, and gathers them from the replicas.
 
 What leaves here is a total over replicas and microbatches, by `jdist.all_reduce(x, "sum")`: a step hands it out as it
 is, integers as integers.

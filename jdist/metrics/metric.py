@@ -1,4 +1,4 @@
-"""What a metric is: what each batch adds to it, and what the sum of that says."""
+"""A metric: each batch adds a contribution, and the total gives the result."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from jdist.experiment.config import Config
-from jdist.experiment.prepare import Parts
-from jdist.experiment.step import state_maker
+from jdist.experiment.prepare import Parts, state_maker
 from jdist.plan.hlo import Module, parse
 from jdist.plan.step import PlannedStep
 from jdist.support.arrays import is_key

@@ -11,8 +11,7 @@ import numpy as np
 
 from jdist.experiment.config import Config
 from jdist.experiment.dry_run import shapes_of_run
-from jdist.experiment.prepare import Parts
-from jdist.experiment.step import make_train_step
+from jdist.experiment.prepare import Parts, make_train_step
 from jdist.jaxpr import graph
 from jdist.step.mesh_step import DistributedStep
 from jdist.support.arrays import is_key

@@ -1,4 +1,4 @@
-"""What a training run tells: a bar or lines while it lasts, rows of metrics, curves.
+"""Reports of a training run: a bar or lines while it lasts, rows of metrics, curves.
 
 Start at `history.History`; `metrics_file` is the same on disk, `progress` while it lasts.
 

@@ -1,4 +1,4 @@
-"""What a training run has measured, which plots itself."""
+"""The history of a training run, which plots itself."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class History:
         return paragraph(f"{self!r}\n{NO_MATPLOTLIB}")
 
     def _of(self, prefix: str) -> list[dict[str, Any]]:
-        found = []
+        rows = []
         for row in self.rows:
-            own = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
-            if own:
-                found.append({"step": row["step"], "epoch": row["epoch"]} | own)
-        return found
+            values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+            if values:
+                rows.append({"step": row["step"], "epoch": row["epoch"]} | values)
+        return rows
 
     def __repr__(self) -> str:
         last = self.rows[-1]["step"] if self.rows else 0

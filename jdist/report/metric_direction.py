@@ -31,7 +31,7 @@ _TURNED = _words("neg negative minus inverse drop gap reduction improvement scal
 
 
 def better(metric: str) -> Mode | None:
-    """What the name of a metric says; None if it says nothing certain: a "score" may be Brier's or an F1.
+    """Reads it off the name; None if that says nothing certain: a "score" may be Brier's or an F1.
 
     Args:
         metric: its name, such as "loss" or "eval/accuracy".

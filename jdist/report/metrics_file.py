@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, appended as the run goes on."""
+"""A run's rows, one JSON object a line, appended as it goes on: `metrics.jsonl`, and `history.jsonl` beside checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 @dataclass
 class MetricsFile:
-    """`metrics.jsonl`, open for appending.
+    """A file of rows, open for appending.
 
     Attributes:
         path: the file.
@@ -42,11 +42,18 @@ class MetricsFile:
         Raises:
             ConfigError: a line before the last is no JSON object, or the file cannot be written.
         """
-        before = read_rows(path)
-        rows = [row for row in before if row["step"] <= step]
+        return cls.begin(path, [row for row in read_rows(path) if row["step"] <= step])
+
+    @classmethod
+    def begin(cls, path: Path, rows: list[Row]) -> MetricsFile:
+        """Open a file that holds these rows and no others.
+
+        Raises:
+            ConfigError: the file system refuses.
+        """
         text = "".join(_line(row) for row in rows)
         with writing(path):
-            unchanged = path.exists() and path.read_text(encoding="utf-8") == text
+            unchanged = path.exists() and path.read_bytes() == text.encode()
             if not unchanged:
                 write_atomically(path, text)
             return cls(path, rows, path.open("a", encoding="utf-8"))
@@ -68,6 +75,16 @@ class MetricsFile:
             self._handle.write(_line(row))
             self._handle.flush()
         self.rows.append(row)
+
+    def sync(self) -> None:
+        """Bring what was written to the disk.
+
+        Raises:
+            ConfigError: the file system refuses.
+        """
+        if self._handle is not None:
+            with writing(self.path):
+                os.fsync(self._handle.fileno())
 
     def close(self) -> None:
         """Bring everything to the disk and close the file."""
@@ -117,7 +134,7 @@ def _line(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it: numpy's as Python's, and what is not finite, within an array too, as null."""
+    """Makes a value plain JSON: numpy's becomes Python's, and what is not finite, within an array too, null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list):

@@ -42,7 +42,7 @@ def tree_to_plain(tree: Any) -> dict[str, Any]:
 
 
 def tree_from_plain(plain: dict[str, Any]) -> Any:
-    """What `tree_to_plain` was given; numbers as arrays of no axis.
+    """Inverts `tree_to_plain`; numbers become arrays of no axis.
 
     Example:
         >>> tree_from_plain({"tuple": [{"dtype": "float32", "shape": [2], "values": [1.5, "inf"]}]})
@@ -59,7 +59,7 @@ def tree_from_plain(plain: dict[str, Any]) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given.
+    """Inverts `to_plain`.
 
     Example:
         >>> from_plain({"loss": "nan", "counts": [0, 1]})

@@ -1,4 +1,4 @@
-"""How a run shows that it moves: a bar on a terminal or in a notebook, plain lines anywhere else."""
+"""Shows a run's progress: a bar on a terminal or in a notebook, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDRAW_S = 0.2  # a notebook's reader sees no more, and each costs a message
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a run is.
+    """The speed of a run.
 
     Attributes:
         examples_per_s: rows trained on in a second, since the last report; NaN if it is not known.
@@ -94,13 +94,13 @@ class Meter:
 
 
 class Reporter(Protocol):
-    """What a run tells while it runs."""
+    """Shows what a run reports."""
 
     def train(self, step: int, metrics: Mapping[str, float], speed: Speed) -> None:
         """Training has come to `step`."""
 
     def move(self, step: int) -> None:
-        """Training has come to `step`, of which there is nothing to tell."""
+        """Training has come to `step`, without figures."""
 
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
@@ -120,7 +120,7 @@ class Lines:
         print(text, file=self._file, flush=True)
 
     def move(self, step: int) -> None:
-        """A line tells figures."""
+        """A line needs figures."""
 
     def close(self) -> None:
         """Lines are written already."""
@@ -234,7 +234,7 @@ def figures(metrics: Mapping[str, Any]) -> str:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of some metrics that are one number, and no array."""
+    """Picks the metrics that are one number, no array."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 

@@ -89,14 +89,14 @@ def run_child(command: Sequence[str], log: Path, stop: Stop) -> int:
                 with contextlib.suppress(OSError):  # it has just ended
                     control.send(bytes([number]))
 
-            told = b""
+            received = b""
             with stop.passed_on(send):
-                while said := control.recv(4096):  # as long as the run lasts; signals get through meanwhile
-                    told += said
+                while part := control.recv(4096):  # as long as the run lasts; signals get through meanwhile
+                    received += part
     try:
         returned = guard.wait(GUARD_GONE_S)
     except subprocess.TimeoutExpired:
         guard.kill()
         returned = guard.wait()
-    lines = told.decode().splitlines()
+    lines = received.decode().splitlines()
     return int(lines[1].split()[0]) if len(lines) == 2 else returned or 1

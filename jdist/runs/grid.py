@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist.errors import ConfigError
-from jdist.experiment.parse import parse
+from jdist.experiment.load import parse
 from jdist.experiment.render import flow
 
 _MOST_RUNS = 10_000
@@ -90,20 +90,20 @@ def points(axes: Sequence[Axis]) -> list[Point]:
         >>> [point.name for point in points(parse_grid(["train.seed=0,1", "strategy.name=mirrored"]))]
         ['seed-0_strategy-mirrored', 'seed-1_strategy-mirrored']
     """
-    made = []
+    points = []
     for combination in itertools.product(*([(i, v) for i, v in enumerate(axis.values)] for axis in axes)):
         words = [_word(axis, *each) for axis, each in zip(axes, combination, strict=True)]
-        made.append(
+        points.append(
             Point(
                 name="_".join(words)[:150],
                 values={axis.label: value for axis, (_, value) in zip(axes, combination, strict=True)},
                 overrides=tuple(f"{axis.key}={value}" for axis, (_, value) in zip(axes, combination, strict=True)),
             )
         )
-    if len({point.name for point in made}) < len(made):  # cut short, or of values that differ in odd characters
-        digits = len(str(len(made) - 1))
-        made = [Point(name=f"{i:0{digits}}", values=p.values, overrides=p.overrides) for i, p in enumerate(made)]
-    return made
+    if len({point.name for point in points}) < len(points):  # cut short, or of values that differ in odd characters
+        digits = len(str(len(points) - 1))
+        points = [Point(name=f"{i:0{digits}}", values=p.values, overrides=p.overrides) for i, p in enumerate(points)]
+    return points
 
 
 def _parse(text: str) -> tuple[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What a sweep came to: one table, as text, CSV and JSON, and one picture."""
+"""Writes a sweep's results: one table, as text, CSV and JSON, and one picture."""
 
 from __future__ import annotations
 

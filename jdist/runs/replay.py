@@ -46,7 +46,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
         )
     if not starts:
         raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
-    if result is None or result.step < starts[-1].total_steps:
+    if result is None or not result.is_end(starts[-1].total_steps):
         raise ConfigError(
             f"{folder}: this run has not come to its {starts[-1].total_steps:,} steps, so there is no end to compare with. "
             "Bring it there first, by the command that started it."
@@ -106,6 +106,6 @@ def first_difference(there: Sequence[Row], here: Sequence[Row]) -> list[str]:
 
 
 def state_difference(there: dict[str, str], here: dict[str, str]) -> list[str]:
-    """Which arrays of two states differ, in words; nothing if none does."""
+    """Says which arrays of two states differ; nothing if none does."""
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     return [f"state: {len(names)} of {len({**there, **here})} arrays, the first is {names[0]}"] if names else []

@@ -1,4 +1,4 @@
-"""What a run folder says of its run; read without JAX, also while the run goes on."""
+"""Reads a run folder without JAX, also while the run goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEPTH = 3  # runs/SWEEP/RUN, and a folder of theirs
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run as its folder tells it.
+    """A run, read from its folder.
 
     Attributes:
         path: the folder.
@@ -57,8 +57,8 @@ class RunSummary:
 
     @property
     def metric(self) -> str:
-        """The evaluation metric that matters: `checkpoint.best`, else the loss."""
-        return self.config.checkpoint.best or "loss"
+        """The evaluation metric that matters, without "eval/": `checkpoint.best`, else the loss."""
+        return main_metric(self.config)
 
     def evaluated(self, metric: str) -> list[tuple[int, float]]:
         """The step and the value of each evaluation, where the value is finite."""
@@ -98,9 +98,15 @@ class RunSummary:
         }
 
 
+def main_metric(config: Config) -> str:
+    """The evaluation metric that matters to a config, without "eval/"."""
+    return (config.checkpoint.best or "loss").removeprefix(EVAL)
+
+
 def mode_of(config: Config, metric: str) -> Mode | None:
     """Whether the greatest or the least value of a metric is the best: as the config says, else its name; None: neither."""
-    return config.checkpoint.mode if metric == config.checkpoint.best else better(metric)
+    is_best = config.checkpoint.best is not None and metric == main_metric(config)
+    return config.checkpoint.mode if is_best else better(metric)
 
 
 def read_run(path: Path) -> RunSummary:
@@ -121,7 +127,7 @@ def read_run(path: Path) -> RunSummary:
     rows, starts, result = read_rows(folder.metrics), read_starts(folder), read_result(folder)
     total = starts[-1].total_steps if starts else config.train.steps
     done = max(result.step if result else 0, rows[-1]["step"] if rows else 0)
-    finished = result is not None and total is not None and result.step >= total
+    finished = result is not None and total is not None and result.is_end(total)
     newest = folder.metrics if folder.metrics.is_file() else folder.config
     return RunSummary(
         path=path,

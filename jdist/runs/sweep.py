@@ -19,7 +19,7 @@ from jdist.report.progress import duration
 from jdist.runs.child import Stop, run_child
 from jdist.runs.grid import Point, parse_grid, points
 from jdist.runs.outcome import Ranking, write_outcome
-from jdist.runs.summary import RunSummary, mode_of, read_run
+from jdist.runs.summary import RunSummary, main_metric, mode_of, read_run
 from jdist.runs.table import figure
 
 # A run works these out, and writes them down with its config.
@@ -101,7 +101,7 @@ def sweep(
 
 
 def _checked(document: Document) -> Config:
-    """The config of a run, with all that is wrong with it told as far as that is known before it runs."""
+    """Checks the config of a run as far as that can be done before it runs."""
     from jdist.experiment.prepare import check_names  # brings JAX, which lists and grids do without
 
     config = validate(document)
@@ -110,12 +110,12 @@ def _checked(document: Document) -> Config:
 
 
 def _ranking(config: Config, metric: str | None, mode: str | None) -> Ranking:
-    """What the command line says, else the config.
+    """Takes the ranking from the command line, else from the config.
 
     Raises:
         ConfigError: the mode is neither of the two, or nobody says which.
     """
-    metric = metric or config.checkpoint.best or "loss"
+    metric = main_metric(config) if metric is None else metric.removeprefix("eval/")
     found = mode or mode_of(config, metric)
     if found is None:
         raise ConfigError(
@@ -170,9 +170,9 @@ def failure(code: int, log: Path) -> str:
         log: the file of its output.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
-    if said:
-        return said.rstrip(".")
+    error = next((line.removeprefix("jdist: ") for line in reversed(lines) if line.startswith("jdist: ")), None)
+    if error:
+        return error.rstrip(".")
     ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     since = max(
         (i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")), default=None

@@ -75,7 +75,7 @@ def load(patterns: Sequence[str] | None) -> Corpus:
 
 
 def held_out_names(names: Sequence[str] | dict[str, bytes]) -> frozenset[str]:
-    """Which of some files are held out: those whose hash is divisible by ten, at least one and never all.
+    """Picks the files to hold out: those whose hash is divisible by ten, at least one and never all.
 
     Args:
         names: relative paths, with forward slashes; two or more.

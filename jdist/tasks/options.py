@@ -14,7 +14,7 @@ from jdist.support.checks import as_int, as_real
 
 
 class OptionError(ConfigError):
-    """An option of a task is not valid; raised in a task's `make`, it is told with the place where the option was given.
+    """An option of a task is not valid; raised in a task's `make`, it is reported with the place where the option was given.
 
     Attributes:
         option: the option, as the config writes it below `task.options`: `width`, or `hidden.0` for an item of a list.

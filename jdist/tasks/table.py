@@ -15,7 +15,7 @@ from jdist.tasks.options import OptionError, near
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """What a model trains on and is evaluated on.
+    """The rows to train on and to evaluate on.
 
     Attributes:
         train: {"x": float32 [rows, features], "y": int32 [rows] or float32 [rows, outputs]}.
@@ -76,7 +76,7 @@ def load(path: str, *, kind: str | None, standardise: bool, held_out: float, spl
 
 
 def constant_score(data: Table) -> float:
-    """What the best constant prediction scores on the held-out rows.
+    """Scores the best constant prediction on the held-out rows.
 
     Args:
         data: the table.

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 from jdist.experiment.load import load
-from jdist.experiment.optimizer import check_optimizer, fill_lengths
-from jdist.experiment.scaling import explain
+from jdist.experiment.optimizer import check_optimizer, explain, fill_lengths
 from jdist.experiment.validate import validate
 
 GUIDE = (Path(__file__).parent.parent.parent / "docs" / "learning_rate.md").read_text()

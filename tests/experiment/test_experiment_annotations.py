@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from jdist.experiment.annotations import alternatives, misfit, signature
+from jdist.experiment.options import alternatives, misfit, signature
 
 
 def says(value, annotation, default=inspect.Parameter.empty):

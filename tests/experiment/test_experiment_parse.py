@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.experiment.parse import parse
+from jdist.experiment.load import parse
 from jdist.experiment.render import flow
 
 

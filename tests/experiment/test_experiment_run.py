@@ -15,7 +15,7 @@ from jdist.cli.main import main
 from jdist.experiment.load import load
 from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
-from jdist.loop.evaluation import measure
+from jdist.loop.evaluate import measure
 from jdist.train import Checkpointer
 
 

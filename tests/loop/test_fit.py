@@ -605,11 +605,13 @@ class TestErrors:
         jdist.fit(train, create_state(), DATA, verify="off", **options, **QUIET)
         assert sorted(traced) == ["eval", "train"]
 
-    def test_a_step_over_nnx_objects_comes_undistributed(self):
+    def test_a_step_over_nnx_objects_evaluates_undistributed(self):
         step = jdist.nnx.distribute(jdist.one_device())(train_step)
-        for call in (jdist.fit, jdist.evaluate, jdist.predict):
+        for call in (jdist.evaluate, jdist.predict):
             with pytest.raises(StepError, match=r"Give the function itself, with all objects in one argument"):
                 call(step, create_state(), DATA, global_batch=16)
+        with pytest.raises(StepError, match=r"the step's first argument holds no nnx object"):
+            jdist.fit(step, create_state(), DATA, global_batch=16)
 
     @pytest.mark.parametrize("is_split", [False, True])
     def test_a_step_over_nnx_objects_learns_without_a_warning(self, is_split):

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.loop.evaluation import measure
+from jdist.loop.evaluate import measure
 from jdist.tasks import digits
 
 STEPS, SEEDS = 300, (0, 1, 2)

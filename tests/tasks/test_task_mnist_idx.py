@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jdist.errors import ConfigError
-from jdist.tasks import idx, mnist_idx
+from jdist.tasks import mnist_idx
 from jdist.tasks.options import OptionError
 
 NAMES = {
@@ -60,12 +60,12 @@ def test_the_task_reads_the_four_files_and_trains(folder):
 
 
 def test_compressed_files_and_the_spelling_with_a_dot_are_found(folder):
-    plain = idx.read(folder / "train-images-idx3-ubyte", rank=3)
+    plain = mnist_idx.read_idx(folder / "train-images-idx3-ubyte", rank=3)
     (folder / "train-images-idx3-ubyte").rename(folder / "train-images.idx3-ubyte")
     for name in ("train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
         (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
         (folder / name).unlink()
-    assert idx.find(folder, "train-images", rank=3).name == "train-images.idx3-ubyte"
+    assert mnist_idx.find_idx(folder, "train-images", rank=3).name == "train-images.idx3-ubyte"
     np.testing.assert_array_equal(plain, contents("image", 24))
     part = mnist_idx.load(folder, "t10k")
     np.testing.assert_array_equal(part["label"], contents("label", 10))

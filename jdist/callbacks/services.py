@@ -1,4 +1,4 @@
-"""Rows for TensorBoard."""
+"""Rows for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -49,5 +49,40 @@ def tensorboard(folder: str | os.PathLike[str]) -> Callback:
     def close() -> None:
         while writers:
             writers.pop().close()
+
+    return Callback(on_row=on_row, close=close, logs=())
+
+
+def wandb(**options: Any) -> Callback:
+    """Logs each row to Weights & Biases.
+
+    Args:
+        **options: for `wandb.init`: `project`, `name`, `config`, `mode="offline"`, ...
+
+    Returns:
+        The callback.
+
+    Raises:
+        ConfigError: wandb is not installed: `pip install 'jdist[wandb]'`.
+    """
+    try:
+        service = importlib.import_module("wandb")
+    except ModuleNotFoundError as exc:
+        raise ConfigError("wandb: it is not installed: pip install 'jdist[wandb]'") from exc
+    runs: list[Any] = []
+
+    def on_row(moment: Moment) -> None:
+        if not moment.is_chief or moment.row is None:
+            return
+        if not runs:
+            runs.append(service.init(**options))
+        values = {
+            name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in moment.row.items()
+        }
+        runs[0].log(values, step=moment.step)
+
+    def close() -> None:
+        while runs:
+            runs.pop().finish()
 
     return Callback(on_row=on_row, close=close, logs=())

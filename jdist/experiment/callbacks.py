@@ -1,0 +1,138 @@
+"""`callbacks` of a config -> the callbacks of its run, and whether what they look at is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jdist import callbacks
+from jdist.callbacks import Callback
+from jdist.errors import ConfigError, StepError
+from jdist.experiment.config import Config, EarlyStoppingOptions
+from jdist.experiment.load import Document, Key
+from jdist.experiment.prepare import Parts
+from jdist.experiment.validate import Problem, best_as_written, refusal, show
+from jdist.loop.metric_totals import MetricTotals
+from jdist.loop.task import Task
+from jdist.metrics import Metric
+from jdist.support.suggest import nearest
+
+PyTree = Any
+
+
+def make_callbacks(config: Config, parts: Parts, document: Document, folder: Path) -> list[Callback]:
+    """The callbacks that a config names.
+
+    Args:
+        config: the checked config.
+        parts: what `prepare` made of it.
+        document: what it was read from, for the origins in messages.
+        folder: the run folder, in which what they write is, unless its path is absolute.
+
+    Raises:
+        ConfigError: one line for each that cannot be made.
+    """
+    callbacks_of_run, problems = [], []
+    for i, section in enumerate(config.callbacks):
+        options = section.options.model_dump()
+        try:
+            callbacks_of_run.append(_MAKE[section.name](options, parts, folder))
+        except (ConfigError, StepError) as exc:
+            text = str(exc).removeprefix(f"{section.name}: ")
+            problems.append(Problem(key=("callbacks", str(i), section.name), text=text))
+    if problems:
+        raise refusal(document, problems)
+    return callbacks_of_run
+
+
+def _learning_rate_log(options: dict[str, Any], parts: Parts, _: Path) -> Callback:
+    if parts.learning_rate is None:
+        raise ConfigError("train.optimizer has no `learning_rate`, so there is none to log")
+    return callbacks.learning_rate_log(parts.learning_rate, **options)
+
+
+_MAKE: dict[str, Callable[[dict[str, Any], Parts, Path], Callback]] = {
+    "early_stopping": lambda options, parts, folder: callbacks.early_stopping(**options),
+    "ema": lambda options, parts, folder: callbacks.ema(**options),
+    "learning_rate_log": _learning_rate_log,
+    "nan_guard": lambda options, parts, folder: callbacks.nan_guard(*options["metrics"]),
+    "csv": lambda options, parts, folder: callbacks.csv(folder / options["path"]),
+    "tensorboard": lambda options, parts, folder: callbacks.tensorboard(folder / options["folder"]),
+    "wandb": lambda options, parts, folder: callbacks.wandb(**options),
+    "profiler": lambda options, parts, folder: callbacks.profiler(folder / options.pop("folder"), **options),
+}
+
+
+def check_watched(config: Config, measured: Mapping[str, Any], document: Document) -> None:
+    """Refuses to look at what the task's evaluation does not measure, or at an array, of which nothing is the best.
+
+    Args:
+        config: the checked config.
+        measured: the results of an evaluation by name, or their shapes.
+        document: what the config was read from.
+
+    Raises:
+        ConfigError: `checkpoint.best` or the metric of a callback is none of the numbers among them.
+    """
+    problems = []
+    for key, metric in _watched(config, document):
+        prefix = "eval/" if metric.startswith("eval/") else ""  # messages name metrics as the config does
+        name = metric.removeprefix("eval/")
+        names = [prefix + each for each, value in measured.items() if np.ndim(value) == 0]
+        if name not in measured:
+            text = f"the task's evaluation has no metric {show(metric)}"
+        elif metric not in names:
+            text = f"{show(metric)} is an array of shape {np.shape(measured[name])}, of which none is the best"
+        else:
+            continue
+        problems.append(Problem(key=key, text=text, remedy=nearest(metric, names, label="It has")))
+    if problems:
+        raise refusal(document, problems)
+
+
+def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document: Document) -> None:
+    """Checks as `check_watched` does, before there are any results.
+
+    Args:
+        config: the checked config.
+        task: whose evaluation it is.
+        shapes: of what its evaluation step returns.
+        document: what the config was read from.
+
+    Raises:
+        ConfigError: what is looked at can be none of the results.
+        StepError: the step returns what is no measurement.
+    """
+    noted = MetricTotals(task.metrics).note(shapes)
+    if isinstance(task.metrics, Metric):
+        return  # what it calls its results it says once there are some
+    contributed = task.metrics or {}
+    names = {name: 0.0 if name in contributed else shape for name, shape in noted.items()}
+    for _, metric in _watched(config, document):
+        name = metric.removeprefix("eval/")
+        if name.partition("/")[0] in contributed:  # a collection has several
+            names[name] = 0.0
+    check_watched(config, names, document)
+
+
+def watches_evaluation(config: Config) -> bool:
+    """Whether anything looks at a metric of the evaluation."""
+    return config.checkpoint.best is not None or any(_of_callbacks(config))
+
+
+def _watched(config: Config, document: Document) -> Iterator[tuple[Key, str]]:
+    """The evaluation's metrics that are looked at, by the key that names them."""
+    best = best_as_written(document)
+    if best is not None:
+        yield ("checkpoint", "best"), best
+    yield from _of_callbacks(config)
+
+
+def _of_callbacks(config: Config) -> Iterator[tuple[Key, str]]:
+    for i, section in enumerate(config.callbacks):
+        options = section.options
+        if isinstance(options, EarlyStoppingOptions) and options.metric.startswith("eval/"):
+            yield ("callbacks", str(i), section.name, "metric"), options.metric

@@ -1,8 +1,7 @@
 """Checkpoints: written behind the run's back, there whole or not at all, checked when read.
 
-    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf and file, with crc32
-    DIRECTORY/step_00000500_save_00003/arrays/          the leaves; see checkpoint_arrays.py
-    DIRECTORY/step_00000500_save_00003/pieces_1/        what process 1 holds of leaves that are spread over processes
+    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf, its pieces and their crc32
+    DIRECTORY/step_00000500_save_00003/pieces_0.bin     what process 0 wrote of the leaves; pieces.py says how
     DIRECTORY/.saving_...  .deleting_...                what a killed process left half done; removed by the next one
 
 A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
@@ -27,11 +26,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist.checkpoint import arrays as arrays
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.folder import Damaged, open_shared
-from jdist.checkpoint.pieces import Held
+from jdist.checkpoint.pieces import LocalLeaf, read_leaves
 from jdist.checkpoint.save import Job, save_together
 from jdist.cluster import failpoints
 from jdist.cluster.agree import together
@@ -198,9 +196,9 @@ class Checkpointer:
                 self._check(state)
             # What all processes compute is computed here: a thread of its own could do it in another order on another.
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
-            copying = Job(lambda: [codec.held(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
-            held = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
-        self._saving = step, Job(lambda: self._write(body, held))
+            copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
+            copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
+        self._saving = step, Job(lambda: self._write(body, copied))
         if wait:
             self.wait()
 
@@ -327,7 +325,7 @@ class Checkpointer:
             try:
                 body = disk.manifest(path)
                 order = codec.fit(path, body["leaves"], described)
-                reading = Job(lambda path=path, body=body: arrays.read(path, body))
+                reading = Job(lambda path=path, body=body: read_leaves(path, body))
                 return _Read(path, body, order, reading.result(self._timeout_s, f"reading {path}"), problems)
             except Damaged as error:
                 problems.append(str(error))
@@ -336,12 +334,12 @@ class Checkpointer:
             raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  " + "\n  ".join(problems))
         return None
 
-    def _write(self, body: dict[str, Any], held: list[Held]) -> None:
+    def _write(self, body: dict[str, Any], leaves: list[LocalLeaf]) -> None:
         """All of a save that happens behind the run's back."""
         save_together(
             self._directory,
             body,
-            held,
+            leaves,
             cluster=self._cluster,
             name=self._name,
             timeout_s=self._timeout_s,

@@ -23,9 +23,9 @@ from jdist.cluster.agree import together
 from jdist.cluster.runtime import Runtime
 from jdist.errors import CheckpointError, ClusterError
 
-FORMAT = 1
+FORMAT = 2  # 1 is read as well, see pieces.py
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays|pieces_\d+|part_\d+\.json")  # what a checkpoint's folder may hold
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # what a checkpoint's folder may hold
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 
@@ -181,15 +181,12 @@ def foreign(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and is_foreign(path))
 
 
-def flush(tree: Path) -> dict[str, list[int]]:
-    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file, by its path with the tree."""
-    files: dict[str, list[int]] = {}
-    for folder, _, names in os.walk(tree):
-        for path in [Path(folder) / name for name in sorted(names)]:
-            fsync(path)
-            files[path.relative_to(tree.parent).as_posix()] = [path.stat().st_size, file_crc32(path)]
-        fsync(Path(folder))
-    return files
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Refuses early: a save that fills the disk on its way to failing would take others' writes down with it."""
+    room = shutil.disk_usage(folder)
+    if room.total and room.free < needed_bytes:  # some file systems report nothing at all
+        text = f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes needed, {room.free:,} free"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def file_crc32(path: Path) -> int:
@@ -223,8 +220,6 @@ def reason(error: BaseException) -> str:
     text = str(error).strip()
     if isinstance(error, ClusterError):
         return text
-    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to say it, at the end of a long story
-        return os.strerror(int(code[1]))
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
 
 
@@ -266,11 +261,14 @@ def manifest(path: Path) -> dict[str, Any]:
         version, digest, body = whole["format"], whole["sha256"], whole["body"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{file}: cannot be read: {reason(error)}") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{file}: has format {version!r}; this jdist reads {FORMAT}. Use the jdist that saved it")
+    if version not in (1, FORMAT):
+        raise CheckpointError(
+            f"{file}: has format {version!r}; this jdist reads 1 to {FORMAT}. Use the jdist that saved it"
+        )
     if digest != digest_of(body):
         raise Damaged(f"{file}: its checksum does not match")
-    for name, (size_bytes, _) in body["files"].items():
+    for name, facts in body["files"].items():
+        size_bytes = facts[0] if version == 1 else facts  # in format 1 with the file's crc32
         try:
             there_bytes = (path / name).stat().st_size
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.folder import Damaged
-from jdist.checkpoint.pieces import Held
+from jdist.checkpoint.pieces import Box, LocalLeaf
 from jdist.core.host_sharded import HostSharded, is_spread, restored, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
@@ -75,22 +73,24 @@ def without_keys(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def held(leaf: Any, *, is_chief: bool) -> Held:
-    """What this process writes of a leaf without keys: of an array that is spread, the shards of which it has replica 0.
+def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
+    """Copies to the host what this process writes of a leaf without keys: of a spread array the shards with replica id 0.
 
     The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
     """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        array = _host_copy(leaf)
-        return Held(array.shape, array.dtype, whole=array if is_chief else None)
-    shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+        return _whole(_host_copy(leaf), is_chief)
     if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
-        return Held(shape, dtype, whole=_host_copy(leaf) if is_chief else None)
+        return _whole(_host_copy(leaf), True) if is_chief else LocalLeaf(leaf.shape, np.dtype(leaf.dtype))
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
-    boxes = [(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
-    return Held(shape, dtype, boxes=boxes)
+    boxes = [Box(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
+
+
+def _whole(array: np.ndarray, is_chief: bool) -> LocalLeaf:
+    return LocalLeaf(array.shape, array.dtype, [Box((0,) * array.ndim, array)] if is_chief else [])
 
 
 def _host_copy(leaf: Any) -> np.ndarray:
@@ -108,31 +108,6 @@ def _host_copy(leaf: Any) -> np.ndarray:
         for shard in shards:
             copy[shard.index] = np.asarray(shard.data)
     return copy
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """As orbax can store it: it does not know every one-byte type of JAX (uint4, some float8), so those as bytes."""
-    return array.view(np.uint8) if array.dtype.kind == "V" and array.dtype.itemsize == 1 else array
-
-
-def crc32(array: np.ndarray) -> int:
-    """crc32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def empty(leaf: dict[str, Any]) -> np.ndarray:
-    """An array for the values of a leaf, as it was saved."""
-    return np.empty(tuple(leaf["stored"]["shape"]), jnp.dtype(leaf["stored"]["dtype"]))
-
-
-def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
-    """An array as orbax returned it, with the dtype and shape that it was saved with."""
-    dtype, shape = jnp.dtype(leaf["stored"]["dtype"]), tuple(leaf["stored"]["shape"])
-    array = np.empty(shape, dtype) if stored is None else np.asarray(stored)
-    array = array if array.dtype == dtype else array.view(dtype)
-    if array.shape != shape:
-        raise Damaged(f"leaf {leaf['path']}: has shape {array.shape} instead of {shape}")
-    return array
 
 
 def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:

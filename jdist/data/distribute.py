@@ -7,10 +7,10 @@ from typing import Any
 
 from jdist.data.batching import PARTIALS, Partial, check_divisible
 from jdist.data.dataset import DistributedDataset
-from jdist.data.peers import Peers
+from jdist.data.lockstep import Peers
 from jdist.data.pipeline import Options
 from jdist.data.process_shard import WHOLE, ProcessShard
-from jdist.data.readers import GlobalReader, read_by
+from jdist.data.readers import GlobalReader, make_reader
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import RandomAccessSource, check_source, whole_number
 from jdist.data.sources.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
@@ -84,7 +84,7 @@ def distributed_dataset(
     ):
         whole_number(number, name=name, least=least)
     check_source(source)
-    reader = read_by(source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers)
+    reader = make_reader(source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers)
     if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
         # So that its steps count, and number, the batches that are left.
         reader = GlobalReader(reader.source.without_short(), share, num_replicas)

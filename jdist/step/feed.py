@@ -13,7 +13,7 @@ from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset
 from jdist.data.options import FeedOptions, InputContext
-from jdist.data.peers import Peers
+from jdist.data.lockstep import Peers
 from jdist.data.process_shard import ProcessShard
 from jdist.data.sources.replica_batches import from_function
 from jdist.data.sources.shards import Policy

@@ -224,7 +224,9 @@ def parts_in_step(
         channel.leave()
 
 
-def batches_in_step(batches: Iterator[PyTree], channel: Channel, *, bounded: Callable[[str], str]) -> Iterator[PyTree | None]:
+def batches_in_step(
+    batches: Iterator[PyTree], channel: Channel, *, bounded: Callable[[str], str]
+) -> Iterator[PyTree | None]:
     """Gives global batches that every process makes whole, once all have the same rows, leaves and end.
 
     Else one process would wait in a step for another whose loop is over, or whose array has another shape.

@@ -10,10 +10,9 @@ import jax
 
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
-from jdist.data.options import FeedOptions, InputContext
+from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.lockstep import Peers
+from jdist.data.options import FeedOptions, InputContext
 from jdist.data.process_shard import ProcessShard
 from jdist.data.sources.replica_batches import from_function
 from jdist.data.sources.shards import Policy

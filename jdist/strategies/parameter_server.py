@@ -15,8 +15,7 @@ from jdist.core.remote import RemoteTree, fetched
 from jdist.core.static_leaves import pack, unpack
 from jdist.core.strategy import Operations, Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
+from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.options import FeedOptions
 from jdist.errors import DatasetError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator

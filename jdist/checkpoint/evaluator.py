@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a job that goes on training: beside it, and never in its way."""
+"""Evaluates the checkpoints of a job beside its training, without slowing it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def new_checkpoints(
     poll_s: float,
     known: Iterable[int] = (),
 ) -> Iterator[Restored]:
-    """The checkpoints of a job while it runs, each once, in the order of saving; the last is that of `final_step`.
+    """Restores the checkpoints of a running job, each once, in the order of saving; the last is that of `final_step`.
 
     Args:
         directory: where the job saves.
@@ -150,7 +150,7 @@ def new_checkpoints(
 
 
 def _saved(directory: Path) -> list[int]:
-    """The steps saved, ascending. A directory that is not there yet is the job's to make."""
+    """Lists the saved steps, ascending. A missing directory is made by the job."""
     if not directory.is_dir():
         return []
     with Checkpointer(directory) as reader:
@@ -158,7 +158,7 @@ def _saved(directory: Path) -> list[int]:
 
 
 def _restored(directory: Path, like: PyTree, step: int) -> Restored | None:
-    """A checkpoint; None if it was deleted meanwhile, or is damaged."""
+    """Restores a checkpoint; None if it was deleted meanwhile, or is damaged."""
     with Checkpointer(directory) as reader:
         try:
             return reader.restore(like, step=step)

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: its name, its manifest, and how it comes to be there whole or not at all."""
+"""Names, commits, checks and removes the folders of checkpoints, and locks the directory that they are in."""
 
 from __future__ import annotations
 
@@ -22,51 +22,52 @@ from typing import IO, Any
 from jdist.cluster.agree import together
 from jdist.cluster.runtime import Runtime
 from jdist.errors import CheckpointError, ClusterError
+from jdist.support.file_lock import hold
 
 FORMAT = 2  # 1 is read as well, see pieces.py
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # what a checkpoint's folder may hold
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # all that a checkpoint's folder may hold
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 
 class Damaged(CheckpointError):
-    """This checkpoint cannot be read; an older one may do."""
+    """A checkpoint cannot be read; an older one may be."""
 
 
 def step(path: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Reads the step from a checkpoint folder's name."""
     return int(path.name.split("_")[1])
 
 
 def number(path: Path) -> int:
-    """The number of the save in a checkpoint folder's name."""
+    """Reads the number of the save from a checkpoint folder's name."""
     return int(path.name.split("_")[3])
 
 
 def committed(directory: Path) -> list[Path]:
-    """Committed checkpoints in the order of saving."""
+    """Lists committed checkpoints in the order of saving."""
     return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number)
 
 
 def next_number(directory: Path) -> int:
-    """A number that no save in the directory has had."""
-    found = (NAME.search(path.name) for path in directory.iterdir())
-    return 1 + max((int(match[2]) for match in found if match), default=0)
+    """Finds a number that no save in the directory has had."""
+    matches = (NAME.search(path.name) for path in directory.iterdir())
+    return 1 + max((int(match[2]) for match in matches if match), default=0)
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether nothing is lost to a person if this folder goes."""
+    """Whether a folder holds nothing but a checkpoint's files."""
     return path.is_dir() and not path.is_symlink() and all(OURS.fullmatch(p.name) for p in path.iterdir())
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: unnamed first, so that a kill half way leaves no half checkpoint."""
+    """Removes a checkpoint; it loses its name first, so that a kill leaves no half checkpoint."""
     if is_ours_alone(path):
         shutil.rmtree(path.rename(path.with_name(f".deleting_{path.name}")))
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove what killed processes left; returns what looks like it but holds something else."""
+    """Removes what killed processes left; returns folders with such a name that hold something else."""
     strangers: list[Path] = []
     # Another process may be saving right now, or the disk be read-only: either way there is nothing to clean up.
     with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
@@ -81,20 +82,13 @@ def sweep(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the directory's lock: a folder under a hidden name is then known to be no live writer's."""
-    import fcntl  # POSIX only: imported here so that checkpoints can be read anywhere
-
-    deadline_s = time.monotonic() + timeout_s
-    with (directory / ".lock").open("a") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the system however the process ends
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= deadline_s:
-                    text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
-                    raise CheckpointError(text) from error
-                time.sleep(0.02)
+    """Holds the directory's lock: no folder under a hidden name is then a live writer's."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(directory / ".lock", timeout_s=timeout_s))
+        except BlockingIOError as error:
+            text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
+            raise CheckpointError(text) from error
         yield
 
 
@@ -104,9 +98,9 @@ _claiming = threading.Lock()
 
 
 def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
-    """Hold a directory for the saves of this process, until what this returns is called; the system lets go at its end.
+    """Holds a directory for the saves of this process; returns what lets go. The system does at the process's end.
 
-    Several of one process hold it together. A forked child does not hold it, and so does not keep it when its parent is gone.
+    Several of one process hold it together. A forked child does not hold it, so it does not keep it when its parent is gone.
 
     Raises:
         CheckpointError: another process holds it, and still does after `timeout_s`; says which.
@@ -122,7 +116,7 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
             try:
                 handle = (directory / ".job").open("a+")
             except OSError:
-                return lambda: None  # the save that comes next says what is wrong with the disk
+                return lambda: None  # the next save reports what is wrong with the disk
             while True:
                 try:
                     fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +134,7 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
                             "end. Stop that job, wait for it, or give this one another folder."
                         ) from error
                 time.sleep(0.05)
-            with contextlib.suppress(OSError):  # on a full disk nobody can read who it is
+            with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
                 handle.truncate(0)
                 handle.write(f"process {os.getpid()} on {socket.gethostname()}")
                 handle.flush()
@@ -171,7 +165,7 @@ _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint", "
 
 
 def foreign(directory: Path) -> list[str]:
-    """What looks like checkpoints in a directory, and is no checkpoint of jdist's: those of Orbax, flax, Keras and others."""
+    """Lists what looks like a checkpoint of another library in a directory: of Orbax, flax, Keras and others."""
 
     def is_foreign(path: Path) -> bool:
         if path.is_dir():
@@ -190,7 +184,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def file_crc32(path: Path) -> int:
-    """crc32 of a file's bytes."""
+    """Computes the crc32 of a file's bytes."""
     crc32 = 0
     with path.open("rb", buffering=0) as handle:
         while block := handle.read(1 << 20):
@@ -214,7 +208,7 @@ def commit(part: Path, path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Describes an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = str(error).strip()
@@ -224,7 +218,7 @@ def reason(error: BaseException) -> str:
 
 
 def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The value as JSON would give it back; refused if that is another value."""
+    """Converts a value to JSON and back; refuses one that this changes."""
     value = dict(value)
     try:
         same = json.loads(json.dumps(value))
@@ -237,7 +231,7 @@ def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """sha256 of a manifest's body."""
+    """Computes the sha256 of a manifest's body."""
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
@@ -254,7 +248,7 @@ def write_manifest(part: Path, body: dict[str, Any]) -> None:
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there in full length."""
+    """Reads the manifest of a checkpoint, and checks that all files are there in full length."""
     file = path / "manifest.json"
     try:
         whole = json.loads(file.read_text(encoding="ascii"))
@@ -283,7 +277,7 @@ _POLL_S = 0.05
 
 
 def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
-    """Makes the folder and clears away what killed processes left in it; all processes see the same one afterwards.
+    """Makes the folder, removes what killed processes left in it, and checks that all processes see the same one.
 
     Args:
         directory: the folder.
@@ -292,7 +286,7 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
         name: names what they exchange, the same on all.
 
     Returns:
-        On process 0, what looks like a killed process's and holds something else.
+        On process 0, folders named as a killed process's that hold something else.
 
     Raises:
         CheckpointError: it cannot be made, or is not the one that process 0 writes to.
@@ -316,7 +310,7 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
                 _await(directory / first, cluster.process_index)
     finally:
         if cluster.is_chief and cluster.num_processes > 1:
-            with contextlib.suppress(OSError):  # it never came to be; or it stays, which does no harm
+            with contextlib.suppress(OSError):  # it was never made, or it stays, which does no harm
                 token.unlink()
     return strangers
 

@@ -1,4 +1,4 @@
-"""The leaves of a state as a checkpoint holds them: described, copied to the host, compared, and placed again."""
+"""Describes the leaves of a state for a checkpoint, copies them to the host, compares them, and places them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths; a user's own state by the paths that it has without what steps keep beside it."""
+    """Gives the leaves of a tree by their paths; those of a user's state without what steps keep beside it."""
     if isinstance(tree, StepState):
         carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
         beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
@@ -34,7 +34,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def described(path: str, leaf: Any) -> dict[str, Any]:
-    """What a leaf is, for the manifest and for comparing: a number of Python's own has a dtype as "python int"."""
+    """Describes a leaf for the manifest and for comparing; the dtype of a Python number is "python int" or the like."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
     if isinstance(leaf, (jax.Array, HostSharded, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -69,7 +69,7 @@ def check_savable(path: str, leaf: Any, num_processes: int) -> None:
 
 
 def without_keys(leaf: Any) -> Any:
-    """A leaf as numbers: of PRNG keys their data."""
+    """Converts PRNG keys to their data; other leaves stay."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -111,11 +111,11 @@ def _host_copy(leaf: Any) -> np.ndarray:
 
 
 def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
-    """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one.
+    """Finds each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
     Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
-    another all-reduce or on another number of devices. So does a loss scale that was not saved, of a run in another precision,
-    and what was not kept beside the state.
+    another all-reduce or on another number of devices. So do a loss scale, after a run in another precision, and values
+    kept beside the state, where they were not saved.
     """
     places = {leaf["path"]: i for i, leaf in enumerate(saved)}
     names = {leaf["path"] for leaf in wanted}
@@ -150,12 +150,12 @@ def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict
 
 
 def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
-    """The saved value as a leaf like `like`."""
+    """Makes a leaf like `like` of the saved value."""
     if type(like) in SCALARS:
         return type(like)(cast(path, array, np.array(like).dtype).item())
     if is_spread(like):
         return spread_like(cast(path, array, like.dtype), like)
-    # What JAX may place as it likes stays so: on a fixed device the first two steps would compile.
+    # A leaf that JAX may place stays so: on a fixed device the first two steps would compile.
     is_free = isinstance(like, jax.Array) and not like.committed
     sharding = None if is_free or isinstance(like, np.ndarray | np.generic) else like.sharding
     if key is not None:
@@ -172,9 +172,9 @@ def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
 
 
 def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Only a number of Python's own meets another dtype here; a float is rounded, as JAX does when it takes one."""
-    cast = array.astype(dtype, copy=False)
+    """Converts a saved Python number, or the value for one; a float is rounded, as JAX does with one."""
+    converted = array.astype(dtype, copy=False)
     rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)
-    if not rounded and cast.astype(array.dtype).tobytes() != array.tobytes():
+    if not rounded and converted.astype(array.dtype).tobytes() != array.tobytes():
         raise CheckpointError(f"leaf {path}: saved {array.dtype} {array}, which {dtype} cannot hold exactly")
-    return cast
+    return converted

@@ -64,13 +64,13 @@ class Piece:
     crc32: int
 
     def box_of(self, leaf: np.ndarray) -> np.ndarray:
-        """A view of the piece's elements in the whole leaf."""
+        """Views the piece's elements in the whole leaf."""
         slices = [slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
         return leaf[(*slices, ...)]  # with `...` a view of a scalar as well
 
 
 def _as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array in row-major order; its own memory where the array is contiguous."""
+    """Views an array as bytes in row-major order; copies it only where it is not contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

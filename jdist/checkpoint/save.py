@@ -1,4 +1,4 @@
-"""One save, by all processes of a job: each writes what it holds, and the first commits what all have written."""
+"""Saves a checkpoint by all processes of a job: each writes its pieces, and process 0 commits what all have written."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def save_together(
     timeout_s: float,
     prune: Callable[[], None],
 ) -> None:
-    """Write a checkpoint; every process calls this, and none has it before all have written their part.
+    """Writes a checkpoint; every process calls this, and none has it before all have written their part.
 
     Args:
         directory: where checkpoints are.
-        body: what the manifest is to say, leaves without their values; the same on all.
+        body: of the manifest, without the leaves' pieces; the same on all.
         leaves: what this process writes of each.
         cluster: the processes.
-        name: names what they exchange.
+        name: of the values that they exchange.
         timeout_s: how long to wait for another writer, or for the other processes.
         prune: removes older checkpoints after the commit.
 
@@ -59,7 +59,8 @@ def save_together(
         CheckpointError: it cannot be written, here or on another process; nothing is committed then.
     """
     path = directory / f"step_{body['step']:08d}"
-    part, committed = None, False
+    part: Path | None = None
+    committed = False
     try:
         with contextlib.ExitStack() as stack:
             with together(f"{name}: beginning to save", timeout_s, cluster):
@@ -68,7 +69,7 @@ def save_together(
                     path = path.with_name(f"{path.name}_save_{disk.next_number(directory):05d}")
                     part = path.with_name(f".saving_{path.name}")
                     part.mkdir()
-            # The others learn the name from process 0: what they would see in the folder may be old.
+            # From process 0: the others' view of the folder may be old.
             path = directory / cluster.exchange(f"{name}: the name", path.name, timeout_s)[0]
             hidden = path.with_name(f".saving_{path.name}")
             with together(f"{name}: writing", timeout_s, cluster):
@@ -77,7 +78,7 @@ def save_together(
             wrote = cluster.exchange(f"{name}: who wrote", bool(local.files), timeout_s)
             with together(f"{name}: committing", timeout_s, cluster):
                 if cluster.is_chief:
-                    others = [process for process, did in enumerate(wrote) if did and process]
+                    others = [process for process, has_written in enumerate(wrote) if has_written and process]
                     disk.write_manifest(hidden, _complete(hidden, body, leaves, local, others))
                     disk.commit(hidden, path)
                     committed = True
@@ -112,7 +113,7 @@ def _note(part: Path, process: int) -> Path:
 def _complete(
     part: Path, body: dict[str, Any], leaves: list[LocalLeaf], local: Written, others: list[int]
 ) -> dict[str, Any]:
-    """The manifest's body, with what all processes have written."""
+    """Completes the manifest's body by what all processes have written."""
     written = [asdict(local)]
     for process in others:  # by name: a listing of a shared folder may be old
         written.append(json.loads(_note(part, process).read_text()))

@@ -114,7 +114,7 @@ def plan_layout(
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
-    """Rows of every batch as the replicas of all processes receive it.
+    """Counts the rows of every batch as the replicas of all processes receive it.
 
     Args:
         full: how many rows of a full batch each process has.
@@ -156,7 +156,7 @@ def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partia
 
 
 def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
-    """This process's part of a batch in the shape that the step receives.
+    """Brings this process's part of a batch into the shape that the step receives.
 
     Args:
         layout: what batches look like, from `plan_layout`.
@@ -209,7 +209,7 @@ def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
 
 
 def stack(batches: Sequence[PyTree]) -> PyTree:
-    """Batches with leaves [rows, ...] as one with leaves [steps, rows, ...]; always a copy."""
+    """Stacks batches with leaves [rows, ...] to one with leaves [steps, rows, ...]; always a copy."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
@@ -292,7 +292,7 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
 
 
 def filled_up(batch: PyTree) -> np.ndarray | None:
-    """As `real_rows`, of a batch that `distribute_dataset` made; None of any other, whatever its own mask says."""
+    """Finds the real rows of a batch that `distribute_dataset` made; None of any other, whatever its mask."""
     known = _known(batch)
     if known is None:
         return None
@@ -312,7 +312,7 @@ def full_mask_place(batch: PyTree) -> int | None:
 
 
 def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
-    """The remembered mask in a batch, how many rows of each process are real, and how many each process feeds."""
+    """Finds the remembered mask in a batch, how many rows of each process are real, and how many each process feeds."""
     for leaf in jax.tree.leaves(batch):
         reference, sizes, rows = _real_rows.get(id(leaf), (None, (), 0))
         if reference is not None and reference() is leaf:  # else the id was that of an array which is gone
@@ -321,6 +321,6 @@ def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
 
 
 def _mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:
-    """A dict's "mask" leaf, or the second of the `(batch, mask)` that `with_mask` gives."""
+    """Finds a dict's "mask" leaf, or the second of the `(batch, mask)` that `with_mask` gives."""
     mask = batch.get(MASK) if isinstance(batch, dict) else batch.mask if isinstance(batch, Masked) else None
     return mask if isinstance(mask, jax.Array | np.ndarray) else None

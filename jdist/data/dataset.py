@@ -83,7 +83,7 @@ class DistributedDataset:
 
     @property
     def steps_per_pass(self) -> int | None:
-        """How many steps a whole pass makes; None: not known. An iterable's `len()` is taken at its word."""
+        """How many steps a whole pass makes; None: not known. Of an iterable its `len()`."""
         reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
         if self._reader.facts is not None:
             # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
@@ -97,7 +97,7 @@ class DistributedDataset:
             return None
 
     def __len__(self) -> int:
-        """How many global batches a whole pass hands out; with `steps_per_call` above 1, how many stacks of them.
+        """Counts the global batches of a whole pass; with `steps_per_call` above 1, the stacks of them.
 
         Raises:
             TypeError: that is not known.
@@ -152,7 +152,7 @@ class DistributedDataset:
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
 
     def state(self) -> dict[str, Any]:
-        """The position as a dict that JSON can hold: steps handed to the consumer, and of which data.
+        """Gives the position as a dict that JSON can hold: steps handed to the consumer, and of which data.
 
         Raises:
             DatasetError: the source is a plain iterable.
@@ -181,14 +181,14 @@ class DistributedDataset:
         self.restore(write_state(self._resumable(), step))
 
     def rewind(self) -> None:
-        """Goes to the beginning: the next loop gets every row, wherever the last one was left; of an iterator what is left."""
+        """Goes to the beginning: the next loop gets every row; of an iterator, the rest."""
         if self._reader.facts is not None and self._position:
             self.go_to(0)
         elif self._finished:
             self._position, self._finished = 0, False
 
     def skip(self, count: int) -> None:
-        """Has the next loop begin `count` batches behind the beginning of a plain iterable, which are read and left out.
+        """Has the next loop leave out the first `count` batches of a plain iterable, which are read.
 
         The loop raises a `DatasetError` if there are fewer.
         """
@@ -261,7 +261,7 @@ class DistributedDataset:
         return "endless" if self.num_steps is None else f"{self.num_steps:,}{unit}"
 
     def _open(self) -> Iterator[Numbered | None]:
-        """Prepared batches from the position on."""
+        """Opens the prepared batches from the position on."""
         start = self._position
         if self._reader.facts is not None:
             numbered = self._parts(start)

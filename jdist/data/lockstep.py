@@ -84,7 +84,7 @@ class Peers:
         return result, [each["is"] for each in messages]  # pyright: ignore[reportReturnType] # set, as nothing failed
 
     def bounded(self, text: str) -> str:
-        """A text, or its hash where the texts of all processes would be too long for a message."""
+        """Gives a text, or its hash where the texts of all processes would be too long for a message."""
         if len(text) * self.share.count <= _TEXT_BYTES:
             return text
         return f"sha256={hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -326,7 +326,7 @@ class LocalBatches:
         return {"leaves": bounded(json.dumps(leaves)), "full": self._full or self._full_rows()}
 
     def rows_to_feed(self) -> PyTree:
-        """The batch; where it has no row, one to fill up with."""
+        """Gives the batch; where it has no row, one to fill up with."""
         if self._batch is not None and count_rows(self._batch):
             return self._batch
         return jax.tree.map(np.array, self._filler)  # a copy: an array on a device may share its buffer

@@ -1,4 +1,4 @@
-"""Prepares batches for the devices, in generators that a prefetch thread or the consumer runs; and one pass over them."""
+"""Prepares batches for the devices, in generators that a prefetch thread or the consumer runs, and iterates over them."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ class GlobalReader:
         return None if rows is None else self._share.sizes(rows)
 
     def look(self) -> Iterator[NumberedPart | None]:
-        """Parts from the beginning, as far as this process can tell without the others; of a random-access source."""
+        """Reads parts of a random-access source from the beginning, without asking other processes."""
         return self.parts(0, Stop())
 
     def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
-        """This process's parts of the batches from `start` on, with the position after each.
+        """Reads this process's parts of the batches from `start` on, with the position after each.
 
         Args:
             start: a position; 0 for an iterable.
@@ -129,14 +129,14 @@ class LocalReader:
             )
 
     def look(self) -> Iterator[NumberedPart | None]:
-        """As `GlobalReader.look`."""
+        """See `GlobalReader.look`."""
         assert isinstance(self.source, RandomAccessSource), "asked of those only"
         for number in steps_from(self.source, 0):
             batch = to_numpy(self.source.batch_at(number))
             yield number + 1, LocalRows(batch, (count_rows(batch),), self.full or ())
 
     def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
-        """As `GlobalReader.parts`; all processes ask for the same, in the same order."""
+        """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
         local = LocalBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
         channel = self._peers.channel(f"pass {next(self._passes)}", stop)
         parts = parts_in_step(local, channel, start=start, bounded=self._peers.bounded)
@@ -150,12 +150,12 @@ class LocalReader:
 
 
 def _numpys(source: Any) -> Iterator[PyTree]:
-    """The batches of an iterable; it is opened when the first one is asked for."""
+    """Converts the batches of an iterable, which is opened when the first one is asked for."""
     yield from map(to_numpy, source)
 
 
 def _batches(source: Source, start: int) -> Iterator[PyTree]:
-    """The batches of a source from a position on; of an iterable from the first one with rows on."""
+    """Reads the batches of a source from a position on; of an iterable from the first one with rows on."""
     if isinstance(source, RandomAccessSource):
         yield from map(source.batch_at, steps_from(source, start))
     else:
@@ -235,6 +235,6 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
 
 
 def _full_rows(source: Source) -> int | None:
-    """Rows of a full batch, if the source knows; some do from their first batch on."""
+    """Counts the rows of a full batch, if the source knows; some do from their first batch on."""
     rows = source.global_batch if isinstance(source, RandomAccessSource | FileSource | ReplicaBatches) else None
     return None if rows is None else int(rows)

@@ -55,9 +55,10 @@ def train_and_evaluate(
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jdist
+        >>> from jdist.train import Checkpointer
         >>> folder = tempfile.mkdtemp()
         >>> def train():
-        ...     with jdist.train.Checkpointer(folder) as checkpoints:
+        ...     with Checkpointer(folder) as checkpoints:
         ...         checkpoints.save(1, {"w": jnp.ones(())})
         >>> def evaluate(restored):
         ...     return {"w": float(restored.state["w"])}
@@ -118,18 +119,10 @@ def new_checkpoints(
     """Restores the checkpoints of a running job, each once, in the order of saving; the last is that of `final_step`.
 
     Args:
-        directory: where the job saves.
-        like: the tree to fill.
-        final_step: the last step of the job.
         is_alive: whether the job runs now.
         is_over: whether to end although the job does not.
-        timeout_s: how long to wait for a job that does not run.
-        poll_s: seconds between two looks.
         known: steps to leave out.
-
-    Raises:
-        ClusterError: the job was gone for `timeout_s`.
-        CheckpointError: a checkpoint does not fit `like`.
+        others: see `train_and_evaluate`, for the errors as well.
     """
     seen, alive_s = set(known), time.monotonic()
     while not is_over() and max(seen, default=-1) < final_step:

@@ -279,12 +279,6 @@ _POLL_S = 0.05
 def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
     """Makes the folder, removes what killed processes left in it, and checks that all processes see the same one.
 
-    Args:
-        directory: the folder.
-        cluster: the processes.
-        timeout_s: how long to wait for the other processes.
-        name: names what they exchange, the same on all.
-
     Returns:
         On process 0, folders named as a killed process's that hold something else.
 

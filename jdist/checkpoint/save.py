@@ -52,7 +52,7 @@ def save_together(
         leaves: what this process writes of each.
         cluster: the processes.
         name: of the values that they exchange.
-        timeout_s: how long to wait for another writer, or for the other processes.
+        timeout_s: the longest wait for another writer or process.
         prune: removes older checkpoints after the commit.
 
     Raises:

@@ -71,18 +71,7 @@ def plan_layout(
     with_mask: bool,
     share: ProcessShard = WHOLE,
 ) -> BatchLayout:
-    """Makes the layout of a dataset's batches from one of them.
-
-    Args:
-        batch: a batch as the source gives it.
-        full: how many rows of a full batch each process has.
-        num_replicas: how many replicas share the rows.
-        partial: what happens to a batch of fewer rows.
-        with_mask: whether trees that are not dicts become `(batch, mask)`.
-        share: this process's part of a batch.
-
-    Returns:
-        The layout, for `fit`.
+    """Makes the layout of a dataset's batches from one of them, as the source gives it; see `BatchLayout` for the others.
 
     Raises:
         BatchError: the batch is not a tree of arrays, or a full one does not divide by `num_replicas` where
@@ -114,11 +103,7 @@ def plan_layout(
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
-    """Counts the rows of every batch as the replicas of all processes receive it.
-
-    Args:
-        full: how many rows of a full batch each process has.
-        num_replicas: how many replicas all processes have, each as many.
+    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows of each process.
 
     Example:
         >>> from jdist.data.batching import padded_rows
@@ -130,12 +115,7 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
 
 
 def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partial) -> None:
-    """Refuses full batches that need padding.
-
-    Args:
-        full: how many rows of a full batch each process has.
-        num_replicas: how many replicas share them.
-        partial: why there may be no padding.
+    """Refuses full batches that need padding, which `partial` rules out; `full` are the rows of each process.
 
     Raises:
         BatchError: with the nearest sizes that do.
@@ -159,7 +139,7 @@ def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
     """Brings this process's part of a batch into the shape that the step receives.
 
     Args:
-        layout: what batches look like, from `plan_layout`.
+        layout: of the dataset's batches.
         part: rows of a batch as the source gives it.
         copy: copy leaves that would otherwise share memory with those of `part`.
 
@@ -214,15 +194,10 @@ def stack(batches: Sequence[PyTree]) -> PyTree:
 
 
 def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
-    """Shapes and dtypes of what the step receives, over all replicas.
-
-    Args:
-        layout: what batches look like, from `plan_layout`.
-        steps_per_call: more than 1 adds a leading axis of that size.
+    """Describes what the step receives, over all replicas; `steps_per_call` above 1 adds a leading axis of that size.
 
     Returns:
-        A pytree of `jax.ShapeDtypeStruct`; dtypes are those on a device (float64 only if jax has x64
-        enabled).
+        A pytree of `jax.ShapeDtypeStruct`; dtypes are those on a device (float64 only if jax has x64 enabled).
     """
     head = (layout.rows,) if steps_per_call == 1 else (steps_per_call, layout.rows)
 

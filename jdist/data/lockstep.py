@@ -233,16 +233,10 @@ def batches_in_step(
 
     Args:
         batches: the batches that this process makes, with numpy leaves.
-        channel: to the other processes.
-        bounded: `Peers.bounded`.
-
-    Yields:
-        Batches; None when the channel was stopped before all had come; the next one goes on waiting.
+        channel, bounded: see `parts_in_step`, for None and the other errors as well.
 
     Raises:
         DatasetError: the processes' batches differ.
-        PeerFailedError: another process's source failed.
-        Exception: what this process's own source raised.
     """
     try:
         for number in itertools.count():

@@ -165,14 +165,7 @@ def _batches(source: Source, start: int) -> Iterator[PyTree]:
 def make_reader(
     source: Source, *, share: ProcessShard, num_replicas: int, autoshard: Policy, peers: Peers | None
 ) -> GlobalReader | LocalReader:
-    """Makes this process's reader of a source.
-
-    Args:
-        source: what the user gave.
-        share: which process this is.
-        num_replicas: how many replicas all processes have.
-        autoshard: how the processes share the source, see `jdist.InputOptions`.
-        peers: the processes; None: they cannot tell each other anything.
+    """Makes this process's reader of a source; see `distributed_dataset` for the arguments.
 
     Raises:
         DatasetError: the source cannot be shared so, or the processes have different ones.

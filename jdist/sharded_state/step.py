@@ -45,7 +45,7 @@ class _StepParts:
 
 
 def make_program(spec: ProgramSpec) -> Program:
-    """The program of a step over a state in host memory; `Backend.make_program`."""
+    """Makes the program of a step over a state in host memory: `Backend.make_program`."""
     return Program(_HostStateStep(spec).program, spec.donate, spec.turn)
 
 
@@ -132,7 +132,7 @@ class _HostStateStep:
         return _StepParts(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
 
     def once(self, planned: _StepParts, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """One optimiser step, seen from outside of the replicas.
+        """Runs one optimiser step, seen from outside of the replicas.
 
         Returns:
             `(token, state, outputs, hashes)`; the hashes are of what each replica wrote to leaves in parts without a
@@ -164,7 +164,7 @@ class _HostStateStep:
         return results[0], new_state, outputs, hashes_by_path
 
     def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """The gradient part on all replicas.
+        """Runs the gradient part on all replicas.
 
         Returns:
             `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
@@ -260,7 +260,7 @@ class _HostStateStep:
         return parts, whole
 
     def outputs(self, plan: Plan, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
-        """The step's outputs as they leave the mesh: `late` those that waited for the update, `early` the others."""
+        """Merges the step's outputs: `late` those that waited for the update, `early` the others."""
         num_flags = len(plan.kinds) - len(late)
         leaves = [before if after is None else after for before, after in zip(early, late, strict=False)]
         *outputs, _ = jax.tree.unflatten(plan.parts.outputs_treedef, [*leaves, *[None] * num_flags])

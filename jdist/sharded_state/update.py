@@ -259,7 +259,7 @@ class _Evaluation:
         return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
 
     def device_operand(self, v: Any, x: Any) -> Any:
-        """An operand as the devices compute with it: stored, or a scalar."""
+        """Gives an operand as the devices compute with it: stored, or a scalar."""
         if isinstance(x, Filled):
             return x.value
         if not isinstance(x, ShardedArray):
@@ -313,7 +313,7 @@ class _Evaluation:
             self.known[v] = ShardedArray(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
 
     def host_operand(self, v: Any) -> jax.Array:
-        """An operand as the hosts compute with it: stored, or a scalar."""
+        """Gives an operand as the hosts compute with it: stored, or a scalar."""
         if graph.is_literal(v):
             return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
         x = self.known[v]

@@ -39,7 +39,7 @@ def hold(path: Path, *, timeout_s: float = _GLANCE_S) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the file now; where the folder is shared, also one of another machine."""
+    """Whether a process holds the file now; in a shared folder, one of another machine too."""
     import fcntl
 
     try:

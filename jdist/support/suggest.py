@@ -1,4 +1,4 @@
-"""The known name nearest to one that is not known, as the end of an error."""
+"""Suggests the known name nearest to an unknown one, at the end of an error."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A sentence with the name that was probably meant, with a leading space; nothing if none is near.
+    """Writes a sentence with the name that was probably meant, with a leading space; empty if none is close.
 
     Example:
         >>> did_you_mean("MEAN", ["mean", "sum"])
         " Did you mean 'mean'?"
     """
-    near = difflib.get_close_matches(str(name).lower(), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(str(name).lower(), list(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

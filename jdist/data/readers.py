@@ -94,7 +94,7 @@ class GlobalReader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointReader:
+class JointSource:
     """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
 
     num_steps: int | None
@@ -122,7 +122,7 @@ class LocalReader:
             parts = [f"processes={len(descriptions)}"]
             for i, each in enumerate(descriptions):
                 parts += [f"process_{i}.{part}" for part in each["fingerprint"].split()]
-            self.facts = JointReader(
+            self.facts = JointSource(
                 num_steps=None if None in steps else max(steps),
                 global_batch=sum(self.full),
                 fingerprint=" ".join(parts),

@@ -30,7 +30,7 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
-class RandomAccessSource(Protocol):
+class RandomAccessSource(Resumable, Protocol):
     """A source that can make any batch at once, and so resumes at any step for the same price.
 
     Attributes:
@@ -39,15 +39,6 @@ class RandomAccessSource(Protocol):
         fingerprint: identifies the data and its order; a saved position only fits the same fingerprint.
             Written as "name=value name=value ...", so that an error can name the mismatch.
     """
-
-    @property
-    def num_steps(self) -> int | None: ...
-
-    @property
-    def global_batch(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
     def batch_at(self, step: int) -> PyTree:
         """Makes batch number `step`, from 0: a pure function, which may be called from a background thread."""

@@ -183,9 +183,9 @@ class Checkpointer:
             raise CheckpointError(f"`step` is {step}: it must be 0 or more")
         body = {
             "step": step,
-            "data": None if data is None else disk.plain("data", data),
+            "data": None if data is None else disk.to_plain_json("data", data),
             "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
-            "metadata": disk.plain("metadata", metadata or {}),
+            "metadata": disk.to_plain_json("metadata", metadata or {}),
         }
         leaves = codec.flatten(pack(fetched(state)))
         self.wait()
@@ -193,7 +193,7 @@ class Checkpointer:
         failpoints.reached(Point.BEFORE_SAVE)
         for path, leaf in leaves.items():
             codec.check_savable(path, leaf, self._cluster.num_processes)
-        body["leaves"] = [codec.described(path, leaf) for path, leaf in leaves.items()]
+        body["leaves"] = [codec.describe_leaf(path, leaf) for path, leaf in leaves.items()]
         with self._cluster.blocked():
             if self._check is not None:
                 self._check(state)
@@ -275,10 +275,10 @@ class Checkpointer:
         like = pack(shapes_of(like))
         wanted = codec.flatten(like)
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
-        described = [codec.described(path, leaf) for path, leaf in wanted.items()]
+        described = [codec.describe_leaf(path, leaf) for path, leaf in wanted.items()]
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
-            there = [path.name for path in disk.committed(self._directory)] if self._cluster.is_chief else []
+            there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
             # Process 0 says which there are: what others see of a shared folder may be older.
             there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
             with together(f"{self._name}: reading", self._timeout_s, self._cluster):
@@ -293,7 +293,7 @@ class Checkpointer:
             listed = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
             raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({listed})")
         if read is None:
-            if foreign := disk.foreign(self._directory):
+            if foreign := disk.list_foreign(self._directory):
                 raise CheckpointError(
                     f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist has not written and does not "
                     "read. Give jdist a folder of its own; restore the others by what wrote them, and begin from the state "
@@ -301,7 +301,7 @@ class Checkpointer:
                 )
             return None
         values = [
-            leaf if i is None else codec.placed(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
+            leaf if i is None else codec.place(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
             for i, (name, leaf) in zip(read.order, wanted.items(), strict=True)
         ]
         failpoints.reached(Point.AFTER_RESTORE)
@@ -319,14 +319,14 @@ class Checkpointer:
     def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
         """Reads the checkpoint among `paths` that `restore` takes, on the host."""
         if step is not None:
-            steps = sorted({disk.step(path) for path in paths})
-            paths = [path for path in paths if disk.step(path) == step]
+            steps = sorted({disk.step_of(path) for path in paths})
+            paths = [path for path in paths if disk.step_of(path) == step]
             if not paths:
                 raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {steps}")
         problems: list[str] = []
         for path in reversed(paths):
             try:
-                body = disk.manifest(path)
+                body = disk.read_manifest(path)
                 order = codec.fit(path, body["leaves"], described)
                 reading = Job(lambda path=path, body=body: read_leaves(path, body))
                 return _Read(path, body, order, reading.result(self._timeout_s, f"reading {path}"), problems)
@@ -352,10 +352,10 @@ class Checkpointer:
     def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
         """Lists the checkpoints that look readable, the last save of each step, in the order of saving."""
         whole: dict[int, tuple[Path, dict[str, Any]]] = {}
-        for path in disk.committed(self._directory):
+        for path in disk.list_committed(self._directory):
             with contextlib.suppress(Damaged):  # `restore` reports it; here it only does not count
                 if path.name not in self._damaged:
-                    body = disk.manifest(path)
+                    body = disk.read_manifest(path)
                     whole.pop(body["step"], None)
                     whole[body["step"]] = path, body
         return list(whole.values())
@@ -373,8 +373,10 @@ class Checkpointer:
             return
         kept = {*newest, *(path for path, body in whole if body is best)}
         last = {body["step"]: path for path, body in whole}
-        for path in disk.committed(self._directory):
+        for path in disk.list_committed(self._directory):
             # A damaged one newer than what is kept stays: someone may want to look at it.
-            old = disk.number(path) < max(disk.number(newest[0]), disk.number(last.get(disk.step(path), path)))
+            old = disk.number_of(path) < max(
+                disk.number_of(newest[0]), disk.number_of(last.get(disk.step_of(path), path))
+            )
             if old and path not in kept:
                 disk.remove(path)

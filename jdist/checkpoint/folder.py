@@ -34,19 +34,19 @@ class Damaged(CheckpointError):
     """A checkpoint cannot be read; an older one may be."""
 
 
-def step(path: Path) -> int:
+def step_of(path: Path) -> int:
     """Reads the step from a checkpoint folder's name."""
     return int(path.name.split("_")[1])
 
 
-def number(path: Path) -> int:
+def number_of(path: Path) -> int:
     """Reads the number of the save from a checkpoint folder's name."""
     return int(path.name.split("_")[3])
 
 
-def committed(directory: Path) -> list[Path]:
+def list_committed(directory: Path) -> list[Path]:
     """Lists committed checkpoints in the order of saving."""
-    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number)
+    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number_of)
 
 
 def next_number(directory: Path) -> int:
@@ -105,40 +105,13 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
     Raises:
         CheckpointError: another process holds it, and still does after `timeout_s`; says which.
     """
-    import fcntl
-
-    key, deadline_s = os.path.realpath(directory), time.monotonic() + timeout_s
+    key = os.path.realpath(directory)
     with _claiming:
-        if key in _claims:
-            handle, count = _claims[key]
-            _claims[key] = handle, count + 1
-        else:
-            try:
-                handle = (directory / ".job").open("a+")
-            except OSError:
-                return lambda: None  # the next save reports what is wrong with the disk
-            while True:
-                try:
-                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.EACCES, errno.EAGAIN):
-                        _warn_of_no_locks(directory, error)
-                        break
-                    if time.monotonic() >= deadline_s:
-                        handle.seek(0)
-                        who = handle.read().strip() or "another process"
-                        handle.close()
-                        raise CheckpointError(
-                            f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its "
-                            "end. Stop that job, wait for it, or give this one another folder."
-                        ) from error
-                time.sleep(0.05)
-            with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
-                handle.truncate(0)
-                handle.write(f"process {os.getpid()} on {socket.gethostname()}")
-                handle.flush()
-            _claims[key] = handle, 1
+        handle, count = _claims.get(key, (None, 0))
+        handle = handle or _lock_for_job(directory, timeout_s)
+        if handle is None:
+            return lambda: None
+        _claims[key] = handle, count + 1
 
     def let_go() -> None:
         with _claiming:
@@ -151,10 +124,42 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
     return let_go
 
 
+def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
+    """Locks the directory's file of its job, and names this process in it; None where the file cannot be made."""
+    import fcntl
+
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        handle = (directory / ".job").open("a+")
+    except OSError:
+        return None  # the next save reports what is wrong with the disk
+    while True:
+        try:
+            # POSIX's, not `flock`: a forked child does not hold it.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                _warn_of_no_locks(directory, error)
+                break
+            if time.monotonic() >= deadline_s:
+                handle.seek(0)
+                who = handle.read().strip() or "another process"
+                handle.close()
+                raise CheckpointError(
+                    f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its end. "
+                    "Stop that job, wait for it, or give this one another folder."
+                ) from error
+        time.sleep(0.05)
+    with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.flush()
+    return handle
+
+
 def _warn_of_no_locks(directory: Path, error: OSError) -> None:
-    text = (
-        f"{directory}: its file system has no locks ({reason(error)}), so nothing keeps a second job from saving here"
-    )
+    text = f"{directory}: its file system has no locks ({describe_error(error)}), so nothing keeps a second job from saving here"
     warnings.warn(text, stacklevel=2)
 
 
@@ -164,7 +169,7 @@ _FOREIGN_FILES = re.compile(
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint", "default")
 
 
-def foreign(directory: Path) -> list[str]:
+def list_foreign(directory: Path) -> list[str]:
     """Lists what looks like a checkpoint of another library in a directory: of Orbax, flax, Keras and others."""
 
     def is_foreign(path: Path) -> bool:
@@ -207,7 +212,7 @@ def commit(part: Path, path: Path) -> None:
     fsync(path.parent)
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describes an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
@@ -217,7 +222,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
 
 
-def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a value to JSON and back; refuses one that this changes."""
     value = dict(value)
     try:
@@ -247,14 +252,14 @@ def write_manifest(part: Path, body: dict[str, Any]) -> None:
     fsync(part)
 
 
-def manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """Reads the manifest of a checkpoint, and checks that all files are there in full length."""
     file = path / "manifest.json"
     try:
         whole = json.loads(file.read_text(encoding="ascii"))
         version, digest, body = whole["format"], whole["sha256"], whole["body"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{file}: cannot be read: {reason(error)}") from error
+        raise Damaged(f"{file}: cannot be read: {describe_error(error)}") from error
     if version not in (1, FORMAT):
         raise CheckpointError(
             f"{file}: has format {version!r}; this jdist reads 1 to {FORMAT}. Use the jdist that saved it"
@@ -266,7 +271,7 @@ def manifest(path: Path) -> dict[str, Any]:
         try:
             there_bytes = (path / name).stat().st_size
         except OSError as error:
-            raise Damaged(f"{path / name}: {reason(error)}") from error
+            raise Damaged(f"{path / name}: {describe_error(error)}") from error
         if there_bytes != size_bytes:
             raise Damaged(f"{path / name}: has {there_bytes:,} bytes of {size_bytes:,}")
     return body
@@ -297,7 +302,7 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
                     if cluster.num_processes > 1:
                         token.touch()
                 except OSError as error:
-                    raise CheckpointError(f"{directory}: cannot be made: {reason(error)}") from error
+                    raise CheckpointError(f"{directory}: cannot be made: {describe_error(error)}") from error
         first = cluster.exchange(f"{name}: a file", token.name, timeout_s)[0]
         with together(f"{name}: looking", timeout_s, cluster):
             if not cluster.is_chief:

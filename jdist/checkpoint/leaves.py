@@ -33,7 +33,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
     return flat
 
 
-def described(path: str, leaf: Any) -> dict[str, Any]:
+def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
     """Describes a leaf for the manifest and for comparing; the dtype of a Python number is "python int" or the like."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
@@ -50,7 +50,7 @@ def described(path: str, leaf: Any) -> dict[str, Any]:
 
 def check_savable(path: str, leaf: Any, num_processes: int) -> None:
     """Refuses a leaf that cannot be saved, by name."""
-    described(path, leaf)
+    describe_leaf(path, leaf)
     if is_spread(leaf):
         leaf = leaf.stored
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -127,7 +127,7 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     for leaf in required:
         there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
         shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
-        # A counter that starts as Python's 0 comes back from the first step as an array: `placed` converts it.
+        # A counter that starts as Python's 0 comes back from the first step as an array: `place` converts it.
         number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
         if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
             problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
@@ -149,7 +149,7 @@ def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict
     return saved[places[leaf["path"]]]["shape"] if leaf["path"] in places else None
 
 
-def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
+def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     """Makes a leaf like `like` of the saved value."""
     if type(like) in SCALARS:
         return type(like)(cast(path, array, np.array(like).dtype).item())

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.folder import Damaged, file_crc32, reason
+from jdist.checkpoint.folder import Damaged, describe_error, file_crc32
 from jdist.errors import CheckpointError
 
 
@@ -119,7 +119,7 @@ def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
         try:
             _read_file(checkpoint / name, ((piece, leaves[i]["path"], piece.box_of(arrays[i])) for piece, i in group))
         except OSError as error:
-            raise Damaged(f"{checkpoint / name}: cannot be read: {reason(error)}") from error
+            raise Damaged(f"{checkpoint / name}: cannot be read: {describe_error(error)}") from error
     return arrays
 
 
@@ -164,7 +164,7 @@ def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int
             with contextlib.closing(orbax) as handler:
                 tree = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))
         except Exception as error:
-            raise Damaged(f"{folder}: cannot be read: {reason(error)}") from error
+            raise Damaged(f"{folder}: cannot be read: {describe_error(error)}") from error
         # It does not know every one-byte type of JAX (uint4, some float8): it holds those as bytes.
         arrays |= {i: np.asarray(tree[str(i)]).view(arrays[i].dtype) for i in stored}
     for i, array in arrays.items():

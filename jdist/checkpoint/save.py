@@ -22,7 +22,7 @@ from jdist.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPieces:
     """What a process has written.
 
     Attributes:
@@ -92,15 +92,15 @@ def save_together(
             text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
         elif part is not None:
             shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
-        raise CheckpointError(f"{path}: {text}: {disk.reason(error)}. Free or mend the disk.") from error
+        raise CheckpointError(f"{path}: {text}: {disk.describe_error(error)}. Free or mend the disk.") from error
 
 
-def _write_local(part: Path, leaves: list[LocalLeaf], process: int) -> Written:
+def _write_local(part: Path, leaves: list[LocalLeaf], process: int) -> WrittenPieces:
     """Writes what this process has; processes other than 0 leave a note of it for process 0."""
     disk.check_room(part, sum(box.values.nbytes for leaf in leaves for box in leaf.boxes))
     file = part / f"pieces_{process}.bin"
     pieces = write_pieces(file, leaves)
-    written = Written(pieces, {file.name: file.stat().st_size} if any(pieces) else {})
+    written = WrittenPieces(pieces, {file.name: file.stat().st_size} if any(pieces) else {})
     if process and written.files:
         disk.write_json(_note(part, process), asdict(written))
     return written
@@ -111,7 +111,7 @@ def _note(part: Path, process: int) -> Path:
 
 
 def _complete(
-    part: Path, body: dict[str, Any], leaves: list[LocalLeaf], local: Written, others: list[int]
+    part: Path, body: dict[str, Any], leaves: list[LocalLeaf], local: WrittenPieces, others: list[int]
 ) -> dict[str, Any]:
     """Completes the manifest's body by what all processes have written."""
     written = [asdict(local)]

@@ -194,7 +194,7 @@ def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTre
 
     Args:
         batch: leaves [rows, ...], or [steps, rows, ...] with `lead=1`; arrays or structs.
-        batch_axis: the axis of the rows, see `turned`.
+        batch_axis: the axis of the rows, see `turn_source`.
         lead: number of axes before those of a batch.
 
     Returns:
@@ -207,7 +207,7 @@ def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTre
     return rows_in_place(batch, axes, lead=lead), jax.tree.unflatten(treedef, places)
 
 
-def turned(source: Any, batch_axis: BatchAxis) -> Any:
+def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
     """Turns a source, so that the rows of its batches are first.
 
     Args:

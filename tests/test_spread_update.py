@@ -8,7 +8,7 @@ import pytest
 import jdist
 from jdist.core.host_sharded import Layout
 from jdist.jaxpr.elementwise import prepared
-from jdist.sharded_state.update import Part, evaluate
+from jdist.sharded_state.update import ShardedArray, evaluate
 
 STRATEGY = jdist.central_storage(jax.devices()[:4])
 LAYOUT = Layout.of(STRATEGY)
@@ -32,7 +32,7 @@ def run(function, state, grads, scalar=SCALAR):
             if not LAYOUT.is_spread(x.shape, x.dtype):
                 return x
             stored = jax.device_put(LAYOUT.store(x), LAYOUT.device)
-            return Part(jax.device_put(stored, LAYOUT.host) if on_host else stored, x.shape, on_host=on_host)
+            return ShardedArray(jax.device_put(stored, LAYOUT.host) if on_host else stored, x.shape, on_host=on_host)
 
         values = [part(x, True) for x in jax.tree.leaves(state)] + [part(x, False) for x in jax.tree.leaves(grads)]
         ready = prepared(closed, jax.tree.leaves((state, grads, scalar)), STRATEGY.num_replicas)

@@ -1,9 +1,8 @@
-"""Checkpoints: written behind the run's back, there whole or not at all, checked when read.
+"""Saves checkpoints in the background, whole or not at all, and restores the newest that can be read.
 
-    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf and file, with crc32
-    DIRECTORY/step_00000500_save_00003/arrays/          the leaves; see checkpoint_arrays.py
-    DIRECTORY/step_00000500_save_00003/pieces_1/        what process 1 holds of leaves that are spread over processes
-    DIRECTORY/.saving_...  .deleting_...                what a killed process left half done; removed by the next one
+    DIRECTORY/step_00000500_save_00003/manifest.json    step, data position, metrics; each leaf, its pieces and their crc32
+    DIRECTORY/step_00000500_save_00003/pieces_0.bin     what process 0 wrote of the leaves; pieces.py says how
+    DIRECTORY/.saving_...  .deleting_...                left by a killed process; removed by the next one
 
 A save is written under a hidden name, flushed to the disk by each process that writes of it, and only then renamed by
 process 0: the name is the commit. Saves are numbered, so a step saved again replaces nothing before its successor is
@@ -27,11 +26,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist.checkpoint import arrays as arrays
 from jdist.checkpoint import folder as disk
 from jdist.checkpoint import leaves as codec
 from jdist.checkpoint.folder import Damaged, open_shared
-from jdist.checkpoint.pieces import Held
+from jdist.checkpoint.pieces import LocalLeaf, read_leaves
 from jdist.checkpoint.save import Job, save_together
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
@@ -52,14 +50,14 @@ class CheckpointWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a checkpoint held.
+    """The contents of a checkpoint.
 
     Attributes:
         step: the step it was saved at.
         state: the state, laid out as `like` was.
         data: the data position it was saved with.
         metrics: the metrics it was saved with.
-        metadata: the other facts it was saved with.
+        metadata: other facts that it was saved with.
     """
 
     step: int
@@ -130,14 +128,17 @@ class Checkpointer:
         if not timeout_s > 0:
             raise CheckpointError(f"`timeout_s` is {timeout_s}: it must be more than 0 seconds")
         self._directory = Path(directory).expanduser().absolute()
-        self._keep, self._best_metric, self._best_mode = keep, best_metric, best_mode
-        self._check, self._timeout_s = check, timeout_s
+        self._keep = keep
+        self._best_metric = best_metric
+        self._best_mode = best_mode
+        self._check = check
+        self._timeout_s = timeout_s
         self._damaged: set[str] = set()
         self._saving: tuple[int, Job] | None = None
         self._closed = False
         self._let_go: Callable[[], None] | None = None
         self._cluster = cluster or alone()
-        # What the processes exchange is named by this, as their paths may differ, and several may save at the same time.
+        # Names the values that the processes exchange: their paths may differ, and several may save at the same time.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
         strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
         if strangers:
@@ -160,7 +161,7 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Save; returns once the state is copied to the host, so it may be donated at once. The rest goes on behind.
+        """Saves a state; returns once it is copied to the host, so it may be donated at once. The rest runs in the background.
 
         Args:
             step: the number of updates in `state`. A step saved before is saved anew, then the old one removed.
@@ -181,9 +182,9 @@ class Checkpointer:
             raise CheckpointError(f"`step` is {step}: it must be 0 or more")
         body = {
             "step": step,
-            "data": None if data is None else disk.plain("data", data),
+            "data": None if data is None else disk.to_plain_json("data", data),
             "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
-            "metadata": disk.plain("metadata", metadata or {}),
+            "metadata": disk.to_plain_json("metadata", metadata or {}),
         }
         leaves = codec.flatten(pack(fetched(state)))
         self.wait()
@@ -191,20 +192,20 @@ class Checkpointer:
         failpoints.reached(Point.BEFORE_SAVE)
         for path, leaf in leaves.items():
             codec.check_savable(path, leaf, self._cluster.num_processes)
-        body["leaves"] = [codec.described(path, leaf) for path, leaf in leaves.items()]
+        body["leaves"] = [codec.describe_leaf(path, leaf) for path, leaf in leaves.items()]
         with self._cluster.blocked():
             if self._check is not None:
                 self._check(state)
-            # What all processes compute is computed here: a thread of its own could do it in another order on another.
+            # Here, not on the thread: all processes have to run these computations in the same order.
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
-            copying = Job(lambda: [codec.held(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
-            held = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
-        self._saving = step, Job(lambda: self._write(body, held))
+            copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
+            copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
+        self._saving = step, Job(lambda: self._write(body, copied))
         if wait:
             self.wait()
 
     def claim(self) -> None:
-        """Hold the directory for the saves of this job, until it is closed; the first save does so by itself.
+        """Holds the directory for the saves of this job until it is closed; the first save does so by itself.
 
         Raises:
             CheckpointError: another job holds it; says which process, on which machine.
@@ -216,10 +217,10 @@ class Checkpointer:
         self._let_go = weakref.finalize(self, let_go)
 
     def wait(self) -> None:
-        """Wait until the save in flight, if there is one, is committed.
+        """Waits until the save in flight, if there is one, is committed.
 
         Raises:
-            CheckpointError: it failed (said once), or did not end in time (it goes on).
+            CheckpointError: it failed (raised once), or did not end in time (it goes on).
         """
         if self._saving is not None:
             step, job = self._saving
@@ -231,7 +232,7 @@ class Checkpointer:
                     self._saving = None
 
     def close(self) -> None:
-        """Wait for the save in flight and refuse further ones; closing twice changes nothing.
+        """Waits for the save in flight and refuses further ones; closing twice changes nothing.
 
         Raises:
             CheckpointError: as `wait`.
@@ -244,7 +245,7 @@ class Checkpointer:
                 self._let_go()
 
     def steps(self) -> list[int]:
-        """The steps that are saved whole, as far as can be told without reading the arrays; ascending."""
+        """Lists the steps that are saved whole, ascending; the arrays are not read for it."""
         return sorted({body["step"] for _, body in self._whole()})
 
     @property
@@ -254,12 +255,12 @@ class Checkpointer:
         return None if best is None else best["step"]
 
     def restore(self, like: PyTree, *, step: int | None = None) -> Restored | None:
-        """Read the checkpoint saved last; one that is damaged is passed over, with a warning, for the one before.
+        """Reads the checkpoint saved last; a damaged one is passed over, with a warning, for the one before.
 
         Args:
             like: the tree to fill, of arrays or `jax.ShapeDtypeStruct`: the restored leaves take its shapes, dtypes
-                and shardings, so another number of devices than at the save is no matter; its values are not read, but
-                for residuals of compressed gradients that the checkpoint does not have for as many replicas.
+                and shardings, on any number of devices. Its values are not read, but for residuals of compressed
+                gradients that the checkpoint does not have for as many replicas.
             step: read this step and no other.
 
         Returns:
@@ -273,10 +274,10 @@ class Checkpointer:
         like = pack(shapes_of(like))
         wanted = codec.flatten(like)
         # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
-        described = [codec.described(path, leaf) for path, leaf in wanted.items()]
+        described = [codec.describe_leaf(path, leaf) for path, leaf in wanted.items()]
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
-            there = [path.name for path in disk.committed(self._directory)] if self._cluster.is_chief else []
+            there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
             # Process 0 says which there are: what others see of a shared folder may be older.
             there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
             with together(f"{self._name}: reading", self._timeout_s, self._cluster):
@@ -288,18 +289,18 @@ class Checkpointer:
                 self._timeout_s,
             )
         if len(set(names)) > 1:
-            said = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
-            raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({said})")
+            listed = ", ".join(f"process {i}: {name}" for i, name in enumerate(names))
+            raise CheckpointError(f"{self._directory}: the processes read different checkpoints there ({listed})")
         if read is None:
-            if found := disk.foreign(self._directory):
+            if foreign := disk.list_foreign(self._directory):
                 raise CheckpointError(
-                    f"{self._directory}: holds {', '.join(found[:3])}, checkpoints that jdist has not written and does not "
+                    f"{self._directory}: holds {', '.join(foreign[:3])}, checkpoints that jdist has not written and does not "
                     "read. Give jdist a folder of its own; restore the others by what wrote them, and begin from the state "
                     "that this gives, `strategy.init(lambda: state)`."
                 )
             return None
         values = [
-            leaf if i is None else codec.placed(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
+            leaf if i is None else codec.place(name, read.arrays[i], read.body["leaves"][i].get("key"), leaf)
             for i, (name, leaf) in zip(read.order, wanted.items(), strict=True)
         ]
         failpoints.reached(Point.AFTER_RESTORE)
@@ -315,18 +316,18 @@ class Checkpointer:
         )
 
     def _read(self, paths: list[Path], described: list[dict[str, Any]], step: int | None) -> _Read | None:
-        """The checkpoint among `paths` that `restore` takes, on the host."""
+        """Reads the checkpoint among `paths` that `restore` takes, on the host."""
         if step is not None:
-            found = sorted({disk.step(path) for path in paths})
-            paths = [path for path in paths if disk.step(path) == step]
+            steps = sorted({disk.step_of(path) for path in paths})
+            paths = [path for path in paths if disk.step_of(path) == step]
             if not paths:
-                raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {found}")
+                raise CheckpointError(f"{self._directory}: step {step} is not saved here; there are {steps}")
         problems: list[str] = []
         for path in reversed(paths):
             try:
-                body = disk.manifest(path)
+                body = disk.read_manifest(path)
                 order = codec.fit(path, body["leaves"], described)
-                reading = Job(lambda path=path, body=body: arrays.read(path, body))
+                reading = Job(lambda path=path, body=body: read_leaves(path, body))
                 return _Read(path, body, order, reading.result(self._timeout_s, f"reading {path}"), problems)
             except Damaged as error:
                 problems.append(str(error))
@@ -335,12 +336,12 @@ class Checkpointer:
             raise CheckpointError(f"{self._directory}: no checkpoint can be read:\n  " + "\n  ".join(problems))
         return None
 
-    def _write(self, body: dict[str, Any], held: list[Held]) -> None:
-        """All of a save that happens behind the run's back."""
+    def _write(self, body: dict[str, Any], leaves: list[LocalLeaf]) -> None:
+        """Does the background part of a save."""
         save_together(
             self._directory,
             body,
-            held,
+            leaves,
             cluster=self._cluster,
             name=self._name,
             timeout_s=self._timeout_s,
@@ -348,12 +349,12 @@ class Checkpointer:
         )
 
     def _whole(self) -> list[tuple[Path, dict[str, Any]]]:
-        """What looks readable, the last save of each step, in the order of saving."""
+        """Lists the checkpoints that look readable, the last save of each step, in the order of saving."""
         whole: dict[int, tuple[Path, dict[str, Any]]] = {}
-        for path in disk.committed(self._directory):
+        for path in disk.list_committed(self._directory):
             with contextlib.suppress(Damaged):  # `restore` reports it; here it only does not count
                 if path.name not in self._damaged:
-                    body = disk.manifest(path)
+                    body = disk.read_manifest(path)
                     whole.pop(body["step"], None)
                     whole[body["step"]] = path, body
         return list(whole.values())
@@ -377,8 +378,10 @@ class Checkpointer:
             return
         kept = {*newest, *(path for path, body in whole if body is best)}
         last = {body["step"]: path for path, body in whole}
-        for path in disk.committed(self._directory):
+        for path in disk.list_committed(self._directory):
             # A damaged one newer than what is kept stays: someone may want to look at it.
-            old = disk.number(path) < max(disk.number(newest[0]), disk.number(last.get(disk.step(path), path)))
+            old = disk.number_of(path) < max(
+                disk.number_of(newest[0]), disk.number_of(last.get(disk.step_of(path), path))
+            )
             if old and path not in kept:
                 disk.remove(path)

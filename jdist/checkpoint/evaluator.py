@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a job that goes on training: beside it, and never in its way."""
+"""Evaluates the checkpoints of a job beside its training, without slowing it."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def train_and_evaluate(
 
     Example:
         >>> import tempfile, jax.numpy as jnp, jdist
+        >>> from jdist.train import Checkpointer
         >>> folder = tempfile.mkdtemp()
         >>> def train():
-        ...     with jdist.train.Checkpointer(folder) as checkpoints:
+        ...     with Checkpointer(folder) as checkpoints:
         ...         checkpoints.save(1, {"w": jnp.ones(())})
         >>> def evaluate(restored):
         ...     return {"w": float(restored.state["w"])}
@@ -115,21 +116,13 @@ def new_checkpoints(
     poll_s: float,
     known: Iterable[int] = (),
 ) -> Iterator[Restored]:
-    """The checkpoints of a job while it runs, each once, in the order of saving; the last is that of `final_step`.
+    """Restores the checkpoints of a running job, each once, in the order of saving; the last is that of `final_step`.
 
     Args:
-        directory: where the job saves.
-        like: the tree to fill.
-        final_step: the last step of the job.
         is_alive: whether the job runs now.
         is_over: whether to end although the job does not.
-        timeout_s: how long to wait for a job that does not run.
-        poll_s: seconds between two looks.
         known: steps to leave out.
-
-    Raises:
-        ClusterError: the job was gone for `timeout_s`.
-        CheckpointError: a checkpoint does not fit `like`.
+        others: see `train_and_evaluate`, for the errors as well.
     """
     seen, alive_s = set(known), time.monotonic()
     while not is_over() and max(seen, default=-1) < final_step:
@@ -150,7 +143,7 @@ def new_checkpoints(
 
 
 def _saved(directory: Path) -> list[int]:
-    """The steps saved, ascending. A directory that is not there yet is the job's to make."""
+    """Lists the saved steps, ascending. A missing directory is made by the job."""
     if not directory.is_dir():
         return []
     with Checkpointer(directory) as reader:
@@ -158,7 +151,7 @@ def _saved(directory: Path) -> list[int]:
 
 
 def _restored(directory: Path, like: PyTree, step: int) -> Restored | None:
-    """A checkpoint; None if it was deleted meanwhile, or is damaged."""
+    """Restores a checkpoint; None if it was deleted meanwhile, or is damaged."""
     with Checkpointer(directory) as reader:
         try:
             return reader.restore(like, step=step)

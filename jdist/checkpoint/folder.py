@@ -1,4 +1,4 @@
-"""A checkpoint's folder: its name, its manifest, and how it comes to be there whole or not at all."""
+"""Names, commits, checks and removes the folders of checkpoints, and locks the directory that they are in."""
 
 from __future__ import annotations
 
@@ -21,51 +21,52 @@ from typing import IO, Any
 
 from jdist.cluster.runtime import Runtime, together
 from jdist.errors import CheckpointError, ClusterError
+from jdist.support.file_lock import hold
 
-FORMAT = 1
+FORMAT = 2  # 1 is read as well, see pieces.py
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays|pieces_\d+|part_\d+\.json")  # what a checkpoint's folder may hold
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # all that a checkpoint's folder may hold
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 
 class Damaged(CheckpointError):
-    """This checkpoint cannot be read; an older one may do."""
+    """A checkpoint cannot be read; an older one may be."""
 
 
-def step(path: Path) -> int:
-    """The step in a checkpoint folder's name."""
+def step_of(path: Path) -> int:
+    """Reads the step from a checkpoint folder's name."""
     return int(path.name.split("_")[1])
 
 
-def number(path: Path) -> int:
-    """The number of the save in a checkpoint folder's name."""
+def number_of(path: Path) -> int:
+    """Reads the number of the save from a checkpoint folder's name."""
     return int(path.name.split("_")[3])
 
 
-def committed(directory: Path) -> list[Path]:
-    """Committed checkpoints in the order of saving."""
-    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number)
+def list_committed(directory: Path) -> list[Path]:
+    """Lists committed checkpoints in the order of saving."""
+    return sorted((path for path in directory.iterdir() if NAME.fullmatch(path.name)), key=number_of)
 
 
 def next_number(directory: Path) -> int:
-    """A number that no save in the directory has had."""
-    found = (NAME.search(path.name) for path in directory.iterdir())
-    return 1 + max((int(match[2]) for match in found if match), default=0)
+    """Finds a number that no save in the directory has had."""
+    matches = (NAME.search(path.name) for path in directory.iterdir())
+    return 1 + max((int(match[2]) for match in matches if match), default=0)
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether nothing is lost to a person if this folder goes."""
+    """Whether a folder holds nothing but a checkpoint's files."""
     return path.is_dir() and not path.is_symlink() and all(OURS.fullmatch(p.name) for p in path.iterdir())
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: unnamed first, so that a kill half way leaves no half checkpoint."""
+    """Removes a checkpoint; it loses its name first, so that a kill leaves no half checkpoint."""
     if is_ours_alone(path):
         shutil.rmtree(path.rename(path.with_name(f".deleting_{path.name}")))
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove what killed processes left; returns what looks like it but holds something else."""
+    """Removes what killed processes left; returns folders with such a name that hold something else."""
     strangers: list[Path] = []
     # Another process may be saving right now, or the disk be read-only: either way there is nothing to clean up.
     with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
@@ -80,20 +81,13 @@ def sweep(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def only_writer(directory: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the directory's lock: a folder under a hidden name is then known to be no live writer's."""
-    import fcntl  # POSIX only: imported here so that checkpoints can be read anywhere
-
-    deadline_s = time.monotonic() + timeout_s
-    with (directory / ".lock").open("a") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the system however the process ends
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= deadline_s:
-                    text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
-                    raise CheckpointError(text) from error
-                time.sleep(0.02)
+    """Holds the directory's lock: no folder under a hidden name is then a live writer's."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(directory / ".lock", timeout_s=timeout_s))
+        except BlockingIOError as error:
+            text = f"{directory}: another process saves here and did not end within {timeout_s:g} s"
+            raise CheckpointError(text) from error
         yield
 
 
@@ -103,47 +97,20 @@ _claiming = threading.Lock()
 
 
 def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
-    """Hold a directory for the saves of this process, until what this returns is called; the system lets go at its end.
+    """Holds a directory for the saves of this process; returns what lets go. The system does at the process's end.
 
-    Several of one process hold it together. A forked child does not hold it, and so does not keep it when its parent is gone.
+    Several of one process hold it together. A forked child does not hold it, so it does not keep it when its parent is gone.
 
     Raises:
         CheckpointError: another process holds it, and still does after `timeout_s`; says which.
     """
-    import fcntl
-
-    key, deadline_s = os.path.realpath(directory), time.monotonic() + timeout_s
+    key = os.path.realpath(directory)
     with _claiming:
-        if key in _claims:
-            handle, count = _claims[key]
-            _claims[key] = handle, count + 1
-        else:
-            try:
-                handle = (directory / ".job").open("a+")
-            except OSError:
-                return lambda: None  # the save that comes next says what is wrong with the disk
-            while True:
-                try:
-                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if error.errno not in (errno.EACCES, errno.EAGAIN):
-                        _warn_of_no_locks(directory, error)
-                        break
-                    if time.monotonic() >= deadline_s:
-                        handle.seek(0)
-                        who = handle.read().strip() or "another process"
-                        handle.close()
-                        raise CheckpointError(
-                            f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its "
-                            "end. Stop that job, wait for it, or give this one another folder."
-                        ) from error
-                time.sleep(0.05)
-            with contextlib.suppress(OSError):  # on a full disk nobody can read who it is
-                handle.truncate(0)
-                handle.write(f"process {os.getpid()} on {socket.gethostname()}")
-                handle.flush()
-            _claims[key] = handle, 1
+        handle, count = _claims.get(key, (None, 0))
+        handle = handle or _lock_for_job(directory, timeout_s)
+        if handle is None:
+            return lambda: None
+        _claims[key] = handle, count + 1
 
     def let_go() -> None:
         with _claiming:
@@ -156,10 +123,42 @@ def claim(directory: Path, timeout_s: float) -> Callable[[], None]:
     return let_go
 
 
+def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
+    """Locks the directory's file of its job, and names this process in it; None where the file cannot be made."""
+    import fcntl
+
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        handle = (directory / ".job").open("a+")
+    except OSError:
+        return None  # the next save reports what is wrong with the disk
+    while True:
+        try:
+            # POSIX's, not `flock`: a forked child does not hold it.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                _warn_of_no_locks(directory, error)
+                break
+            if time.monotonic() >= deadline_s:
+                handle.seek(0)
+                who = handle.read().strip() or "another process"
+                handle.close()
+                raise CheckpointError(
+                    f"{directory}: {who} saves here, and a folder of checkpoints is one job's from its start to its end. "
+                    "Stop that job, wait for it, or give this one another folder."
+                ) from error
+        time.sleep(0.05)
+    with contextlib.suppress(OSError):  # on a full disk the holder stays unnamed
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.flush()
+    return handle
+
+
 def _warn_of_no_locks(directory: Path, error: OSError) -> None:
-    text = (
-        f"{directory}: its file system has no locks ({reason(error)}), so nothing keeps a second job from saving here"
-    )
+    text = f"{directory}: its file system has no locks ({describe_error(error)}), so nothing keeps a second job from saving here"
     warnings.warn(text, stacklevel=2)
 
 
@@ -169,8 +168,8 @@ _FOREIGN_FILES = re.compile(
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "checkpoint", "default")
 
 
-def foreign(directory: Path) -> list[str]:
-    """What looks like checkpoints in a directory, and is no checkpoint of jdist's: those of Orbax, flax, Keras and others."""
+def list_foreign(directory: Path) -> list[str]:
+    """Lists what looks like a checkpoint of another library in a directory: of Orbax, flax, Keras and others."""
 
     def is_foreign(path: Path) -> bool:
         if path.is_dir():
@@ -180,19 +179,16 @@ def foreign(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and is_foreign(path))
 
 
-def flush(tree: Path) -> dict[str, list[int]]:
-    """Have the disk hold all of a tree; returns the size in bytes and the crc32 of each file, by its path with the tree."""
-    files: dict[str, list[int]] = {}
-    for folder, _, names in os.walk(tree):
-        for path in [Path(folder) / name for name in sorted(names)]:
-            fsync(path)
-            files[path.relative_to(tree.parent).as_posix()] = [path.stat().st_size, file_crc32(path)]
-        fsync(Path(folder))
-    return files
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Refuses early: a save that fills the disk on its way to failing would take others' writes down with it."""
+    room = shutil.disk_usage(folder)
+    if room.total and room.free < needed_bytes:  # some file systems report nothing at all
+        text = f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes needed, {room.free:,} free"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def file_crc32(path: Path) -> int:
-    """crc32 of a file's bytes."""
+    """Computes the crc32 of a file's bytes."""
     crc32 = 0
     with path.open("rb", buffering=0) as handle:
         while block := handle.read(1 << 20):
@@ -215,20 +211,18 @@ def commit(part: Path, path: Path) -> None:
     fsync(path.parent)
 
 
-def reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+def describe_error(error: BaseException) -> str:
+    """Describes an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     text = str(error).strip()
     if isinstance(error, ClusterError):
         return text
-    if code := re.search(r"os_error_code='(\d+)'", text):  # tensorstore's way to say it, at the end of a long story
-        return os.strerror(int(code[1]))
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}"
 
 
-def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The value as JSON would give it back; refused if that is another value."""
+def to_plain_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts a value to JSON and back; refuses one that this changes."""
     value = dict(value)
     try:
         same = json.loads(json.dumps(value))
@@ -241,7 +235,7 @@ def plain(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(body: dict[str, Any]) -> str:
-    """sha256 of a manifest's body."""
+    """Computes the sha256 of a manifest's body."""
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
@@ -257,23 +251,26 @@ def write_manifest(part: Path, body: dict[str, Any]) -> None:
     fsync(part)
 
 
-def manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there in full length."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads the manifest of a checkpoint, and checks that all files are there in full length."""
     file = path / "manifest.json"
     try:
         whole = json.loads(file.read_text(encoding="ascii"))
         version, digest, body = whole["format"], whole["sha256"], whole["body"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{file}: cannot be read: {reason(error)}") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{file}: has format {version!r}; this jdist reads {FORMAT}. Use the jdist that saved it")
+        raise Damaged(f"{file}: cannot be read: {describe_error(error)}") from error
+    if version not in (1, FORMAT):
+        raise CheckpointError(
+            f"{file}: has format {version!r}; this jdist reads 1 to {FORMAT}. Use the jdist that saved it"
+        )
     if digest != digest_of(body):
         raise Damaged(f"{file}: its checksum does not match")
-    for name, (size_bytes, _) in body["files"].items():
+    for name, facts in body["files"].items():
+        size_bytes = facts[0] if version == 1 else facts  # in format 1 with the file's crc32
         try:
             there_bytes = (path / name).stat().st_size
         except OSError as error:
-            raise Damaged(f"{path / name}: {reason(error)}") from error
+            raise Damaged(f"{path / name}: {describe_error(error)}") from error
         if there_bytes != size_bytes:
             raise Damaged(f"{path / name}: has {there_bytes:,} bytes of {size_bytes:,}")
     return body
@@ -284,16 +281,10 @@ _POLL_S = 0.05
 
 
 def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) -> list[Path]:
-    """Makes the folder and clears away what killed processes left in it; all processes see the same one afterwards.
-
-    Args:
-        directory: the folder.
-        cluster: the processes.
-        timeout_s: how long to wait for the other processes.
-        name: names what they exchange, the same on all.
+    """Makes the folder, removes what killed processes left in it, and checks that all processes see the same one.
 
     Returns:
-        On process 0, what looks like a killed process's and holds something else.
+        On process 0, folders named as a killed process's that hold something else.
 
     Raises:
         CheckpointError: it cannot be made, or is not the one that process 0 writes to.
@@ -310,14 +301,14 @@ def open_shared(directory: Path, cluster: Runtime, timeout_s: float, name: str) 
                     if cluster.num_processes > 1:
                         token.touch()
                 except OSError as error:
-                    raise CheckpointError(f"{directory}: cannot be made: {reason(error)}") from error
+                    raise CheckpointError(f"{directory}: cannot be made: {describe_error(error)}") from error
         first = cluster.exchange(f"{name}: a file", token.name, timeout_s)[0]
         with together(f"{name}: looking", timeout_s, cluster):
             if not cluster.is_chief:
                 _await(directory / first, cluster.process_index)
     finally:
         if cluster.is_chief and cluster.num_processes > 1:
-            with contextlib.suppress(OSError):  # it never came to be; or it stays, which does no harm
+            with contextlib.suppress(OSError):  # it was never made, or it stays, which does no harm
                 token.unlink()
     return strangers
 

@@ -1,8 +1,7 @@
-"""The leaves of a state as a checkpoint holds them: described, copied to the host, compared, and placed again."""
+"""Describes the leaves of a state for a checkpoint, copies them to the host, compares them, and places them again."""
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.folder import Damaged
-from jdist.checkpoint.pieces import Held
+from jdist.checkpoint.pieces import Box, LocalLeaf
 from jdist.core.host_sharded import HostSharded, is_spread, restored, spread_like
 from jdist.core.step_state import StepState
 from jdist.errors import CheckpointError, DonatedStateError
@@ -23,7 +21,7 @@ SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths; a user's own state by the paths that it has without what steps keep beside it."""
+    """Gives the leaves of a tree by their paths; those of a user's state without what steps keep beside it."""
     if isinstance(tree, StepState):
         carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
         beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
@@ -35,8 +33,8 @@ def flatten(tree: PyTree) -> dict[str, Any]:
     return flat
 
 
-def described(path: str, leaf: Any) -> dict[str, Any]:
-    """What a leaf is, for the manifest and for comparing: a number of Python's own has a dtype as "python int"."""
+def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
+    """Describes a leaf for the manifest and for comparing; the dtype of a Python number is "python int" or the like."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
     if isinstance(leaf, (jax.Array, HostSharded, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -52,7 +50,7 @@ def described(path: str, leaf: Any) -> dict[str, Any]:
 
 def check_savable(path: str, leaf: Any, num_processes: int) -> None:
     """Refuses a leaf that cannot be saved, by name."""
-    described(path, leaf)
+    describe_leaf(path, leaf)
     if is_spread(leaf):
         leaf = leaf.stored
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -71,26 +69,28 @@ def check_savable(path: str, leaf: Any, num_processes: int) -> None:
 
 
 def without_keys(leaf: Any) -> Any:
-    """A leaf as numbers: of PRNG keys their data."""
+    """Converts PRNG keys to their data; other leaves stay."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def held(leaf: Any, *, is_chief: bool) -> Held:
-    """What this process writes of a leaf without keys: of an array that is spread, the shards of which it has replica 0.
+def to_host(leaf: Any, *, is_chief: bool) -> LocalLeaf:
+    """Copies to the host what this process writes of a leaf without keys: of a spread array the shards with replica id 0.
 
     The values are copies that are nobody else's: a view of a CPU buffer would make the next step's donation copy instead.
     """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        array = _host_copy(leaf)
-        return Held(array.shape, array.dtype, whole=array if is_chief else None)
-    shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+        return _whole(_host_copy(leaf), is_chief)
     if leaf.is_fully_replicated and any(device.process_index == 0 for device in leaf.sharding.device_set):
-        return Held(shape, dtype, whole=_host_copy(leaf) if is_chief else None)
+        return _whole(_host_copy(leaf), True) if is_chief else LocalLeaf(leaf.shape, np.dtype(leaf.dtype))
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
-    boxes = [(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
-    return Held(shape, dtype, boxes=boxes)
+    boxes = [Box(tuple(each.start or 0 for each in shard.index), np.array(shard.data)) for shard in shards]
+    return LocalLeaf(leaf.shape, np.dtype(leaf.dtype), boxes)
+
+
+def _whole(array: np.ndarray, is_chief: bool) -> LocalLeaf:
+    return LocalLeaf(array.shape, array.dtype, [Box((0,) * array.ndim, array)] if is_chief else [])
 
 
 def _host_copy(leaf: Any) -> np.ndarray:
@@ -110,37 +110,12 @@ def _host_copy(leaf: Any) -> np.ndarray:
     return copy
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """As orbax can store it: it does not know every one-byte type of JAX (uint4, some float8), so those as bytes."""
-    return array.view(np.uint8) if array.dtype.kind == "V" and array.dtype.itemsize == 1 else array
-
-
-def crc32(array: np.ndarray) -> int:
-    """crc32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def empty(leaf: dict[str, Any]) -> np.ndarray:
-    """An array for the values of a leaf, as it was saved."""
-    return np.empty(tuple(leaf["stored"]["shape"]), jnp.dtype(leaf["stored"]["dtype"]))
-
-
-def as_saved(leaf: dict[str, Any], stored: np.ndarray | None) -> np.ndarray:
-    """An array as orbax returned it, with the dtype and shape that it was saved with."""
-    dtype, shape = jnp.dtype(leaf["stored"]["dtype"]), tuple(leaf["stored"]["shape"])
-    array = np.empty(shape, dtype) if stored is None else np.asarray(stored)
-    array = array if array.dtype == dtype else array.view(dtype)
-    if array.shape != shape:
-        raise Damaged(f"leaf {leaf['path']}: has shape {array.shape} instead of {shape}")
-    return array
-
-
 def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
-    """Where each wanted leaf is among the saved ones; refuses a tree that is not the saved one.
+    """Finds each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
     Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
-    another all-reduce or on another number of devices. So does a loss scale that was not saved, of a run in another precision,
-    and what was not kept beside the state.
+    another all-reduce or on another number of devices. So do a loss scale, after a run in another precision, and values
+    kept beside the state, where they were not saved.
     """
     places = {leaf["path"]: i for i, leaf in enumerate(saved)}
     names = {leaf["path"] for leaf in wanted}
@@ -152,7 +127,7 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     for leaf in required:
         there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
         shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
-        # A counter that starts as Python's 0 comes back from the first step as an array: `placed` converts it.
+        # A counter that starts as Python's 0 comes back from the first step as an array: `place` converts it.
         number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
         if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
             problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
@@ -174,13 +149,13 @@ def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict
     return saved[places[leaf["path"]]]["shape"] if leaf["path"] in places else None
 
 
-def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
-    """The saved value as a leaf like `like`."""
+def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
+    """Makes a leaf like `like` of the saved value."""
     if type(like) in SCALARS:
         return type(like)(cast(path, array, np.array(like).dtype).item())
     if is_spread(like):
         return spread_like(cast(path, array, like.dtype), like)
-    # What JAX may place as it likes stays so: on a fixed device the first two steps would compile.
+    # A leaf that JAX may place stays so: on a fixed device the first two steps would compile.
     is_free = isinstance(like, jax.Array) and not like.committed
     sharding = None if is_free or isinstance(like, np.ndarray | np.generic) else like.sharding
     if key is not None:
@@ -197,9 +172,9 @@ def placed(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
 
 
 def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Only a number of Python's own meets another dtype here; a float is rounded, as JAX does when it takes one."""
-    cast = array.astype(dtype, copy=False)
+    """Converts a saved Python number, or the value for one; a float is rounded, as JAX does with one."""
+    converted = array.astype(dtype, copy=False)
     rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)
-    if not rounded and cast.astype(array.dtype).tobytes() != array.tobytes():
+    if not rounded and converted.astype(array.dtype).tobytes() != array.tobytes():
         raise CheckpointError(f"leaf {path}: saved {array.dtype} {array}, which {dtype} cannot hold exactly")
-    return cast
+    return converted

@@ -1,85 +1,173 @@
-"""What each process writes of a leaf: whole leaves are process 0's, of a spread leaf each has its own pieces, as raw bytes."""
+"""Writes and reads the values of a checkpoint: raw bytes in row-major order, each process's in one file of its own.
+
+A piece is a box of a leaf. Process 0 writes leaves that it has whole as one piece each; of a leaf that is spread over
+processes each writes the boxes that it has. Checkpoints of format 1 hold whole leaves as an Orbax checkpoint in
+`arrays/`, and each piece in a file; they are read, and no longer written.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from jdist.checkpoint.folder import Damaged
+from jdist.checkpoint.folder import Damaged, describe_error, file_crc32
+from jdist.errors import CheckpointError
 
-Box = tuple[tuple[int, ...], np.ndarray]  # the first element of a piece in its leaf, and the values
+
+class Box(NamedTuple):
+    """A part of a leaf: the index of its first element, and its values."""
+
+    start: tuple[int, ...]
+    values: np.ndarray
 
 
 @dataclass(frozen=True)
-class Held:
-    """What this process writes of a leaf.
+class LocalLeaf:
+    """The part of a leaf that this process writes.
 
     Attributes:
         shape: of the whole leaf.
         dtype: of its elements.
-        whole: the leaf, where this process writes it alone.
-        boxes: else the pieces that this process has; none where another process writes the leaf.
+        boxes: what this process writes; none where other processes write it all.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    whole: np.ndarray | None = None
     boxes: Sequence[Box] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A box of a leaf, as a manifest describes it.
+    """A box of a leaf in a file, as a manifest describes it.
 
     Attributes:
-        file: where its bytes are, in row-major order; a path in the checkpoint.
-        start: its first element in the leaf.
+        file: where its bytes are; a path in the checkpoint.
+        offset: of its first byte in the file.
+        start: the index of its first element in the leaf.
         shape: its shape.
         crc32: of its bytes.
     """
 
     file: str
+    offset: int = 0
     start: Sequence[int]
     shape: Sequence[int]
     crc32: int
 
-    def put_into(self, leaf: np.ndarray, checkpoint: Path) -> None:
-        """Reads it into its place in the whole leaf.
-
-        Raises:
-            Damaged: the bytes are not those that were in memory.
-        """
-        data = (checkpoint / self.file).read_bytes()
-        if zlib.crc32(data) != self.crc32:
-            raise Damaged(f"{checkpoint / self.file}: its checksum does not match")
-        box = tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
-        leaf[box] = np.frombuffer(data, leaf.dtype).reshape(self.shape)
+    def box_of(self, leaf: np.ndarray) -> np.ndarray:
+        """Views the piece's elements in the whole leaf."""
+        slices = [slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True)]
+        return leaf[(*slices, ...)]  # with `...` a view of a scalar as well
 
 
-def write_pieces(folder: Path, held: Sequence[Held]) -> list[list[Piece]]:
-    """Write this process's pieces of all leaves, if it has any.
+def _as_bytes(array: np.ndarray) -> memoryview:
+    """Views an array as bytes in row-major order; copies it only where it is not contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
-    Args:
-        folder: to be made, in the checkpoint.
-        held: what this process has of each leaf.
+
+def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
+    """Writes this process's pieces of all leaves, and has the disk hold them; makes no file if it has none.
 
     Returns:
         The pieces of each leaf.
     """
-    if any(each.boxes for each in held):
-        folder.mkdir()
-    written: list[list[Piece]] = []
-    for number, each in enumerate(held):
-        written.append([])
-        for start, array in each.boxes:
-            file = folder / f"{number}_{len(written[-1])}.bin"
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            crc32 = zlib.crc32(data.data)
-            data.tofile(file)
-            name = f"{folder.name}/{file.name}"
-            written[-1].append(Piece(file=name, start=start, shape=array.shape, crc32=crc32))
-    return written
+    if not any(leaf.boxes for leaf in leaves):
+        return [[] for _ in leaves]
+    pieces: list[list[Piece]] = []
+    with file.open("wb") as handle:
+        for leaf in leaves:
+            pieces.append([])
+            for start, values in leaf.boxes:
+                data = _as_bytes(values)
+                # Of the values in memory, before they are written: what happens to them on the way is noticed.
+                crc32 = zlib.crc32(data)
+                name, offset = file.name, handle.tell()
+                pieces[-1].append(Piece(file=name, offset=offset, start=start, shape=values.shape, crc32=crc32))
+                handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return pieces
+
+
+def read_leaves(checkpoint: Path, body: dict[str, Any]) -> list[np.ndarray]:
+    """Reads the saved leaves in the manifest's order, each as it was saved to the bit.
+
+    Args:
+        checkpoint: the folder.
+        body: of its manifest.
+
+    Raises:
+        Damaged: a file is not as it was written.
+        CheckpointError: the checkpoint has format 1, and Orbax is not installed.
+    """
+    leaves = body["leaves"]
+    by_orbax = [i for i, leaf in enumerate(leaves) if "pieces" not in leaf]
+    whole = _read_by_orbax(checkpoint, body, by_orbax) if by_orbax else {}
+    arrays = [whole[i] if i in whole else _empty(leaf) for i, leaf in enumerate(leaves)]
+    pieces = [(Piece(**piece), i) for i, leaf in enumerate(leaves) for piece in leaf.get("pieces", ())]
+    pieces.sort(key=lambda each: (each[0].file, each[0].offset))
+    for name, group in itertools.groupby(pieces, key=lambda each: each[0].file):
+        try:
+            _read_file(checkpoint / name, ((piece, leaves[i]["path"], piece.box_of(arrays[i])) for piece, i in group))
+        except OSError as error:
+            raise Damaged(f"{checkpoint / name}: cannot be read: {describe_error(error)}") from error
+    return arrays
+
+
+def _empty(leaf: dict[str, Any]) -> np.ndarray:
+    return np.empty(leaf["stored"]["shape"], jnp.dtype(leaf["stored"]["dtype"]))
+
+
+def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> None:
+    """Reads pieces of one file into their boxes; each comes with the path of its leaf, and its box."""
+    with file.open("rb") as handle:
+        for piece, path, box in pieces:
+            # Straight into the leaf where the box is contiguous there, as whole leaves and blocks of rows are.
+            values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
+            data = _as_bytes(values)
+            handle.seek(piece.offset)
+            if handle.readinto(data) != data.nbytes or zlib.crc32(data) != piece.crc32:
+                raise Damaged(f"{file}: its checksum does not match, of leaf {path}")
+            if values is not box:
+                box[...] = values
+
+
+def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
+    """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
+    folder, leaves = checkpoint / "arrays", body["leaves"]
+    # Before Orbax sees them: it may read garbage as lengths, and fails in threads that nobody listens to.
+    for name, (_, crc32) in body["files"].items():
+        if file_crc32(checkpoint / name) != crc32:
+            raise Damaged(f"{checkpoint / name}: its checksum does not match")
+    arrays = {i: _empty(leaves[i]) for i in numbers}
+    stored = [i for i in numbers if arrays[i].size]  # Orbax refused empty arrays
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise CheckpointError(
+            f"{checkpoint}: was saved by an older jdist with Orbax, which cannot be imported here: {error}. "
+            "Install it to read this checkpoint: pip install orbax-checkpoint"
+        ) from error
+    if stored:
+        wanted = {str(i): ocp.RestoreArgs(restore_type=np.ndarray) for i in stored}
+        orbax: Any = ocp.PyTreeCheckpointHandler()  # Any: it is annotated with etils' Path; pathlib's does as well
+        try:
+            with contextlib.closing(orbax) as handler:
+                tree = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))
+        except Exception as error:
+            raise Damaged(f"{folder}: cannot be read: {describe_error(error)}") from error
+        # It does not know every one-byte type of JAX (uint4, some float8): it holds those as bytes.
+        arrays |= {i: np.asarray(tree[str(i)]).view(arrays[i].dtype) for i in stored}
+    for i, array in arrays.items():
+        if zlib.crc32(_as_bytes(array)) != leaves[i]["crc32"]:
+            raise Damaged(f"{folder}: the checksum of leaf {leaves[i]['path']} does not match")
+    return arrays

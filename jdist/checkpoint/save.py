@@ -1,4 +1,4 @@
-"""One save, by all processes of a job: each writes what it holds, and the first commits what all have written."""
+"""Saves a checkpoint by all processes of a job: each writes its pieces, and process 0 commits what all have written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jdist.checkpoint import arrays as arrays
 from jdist.checkpoint import folder as disk
-from jdist.checkpoint import leaves as codec
-from jdist.checkpoint.pieces import Held, Piece, write_pieces
+from jdist.checkpoint.pieces import LocalLeaf, Piece, write_pieces
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, together
@@ -23,46 +21,45 @@ from jdist.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPieces:
     """What a process has written.
 
     Attributes:
-        crc32s: of the leaves that it wrote whole, by their numbers.
         pieces: of each leaf, those that it wrote.
-        files: size and crc32 of each file.
+        files: the size of each file in bytes.
     """
 
-    crc32s: dict[str, int]
     pieces: list[list[Piece]]
-    files: dict[str, list[int]]
+    files: dict[str, int]
 
 
 def save_together(
     directory: Path,
     body: dict[str, Any],
-    held: list[Held],
+    leaves: list[LocalLeaf],
     *,
     cluster: Runtime,
     name: str,
     timeout_s: float,
     prune: Callable[[], None],
 ) -> None:
-    """Write a checkpoint; every process calls this, and none has it before all have written their part.
+    """Writes a checkpoint; every process calls this, and none has it before all have written their part.
 
     Args:
         directory: where checkpoints are.
-        body: what the manifest is to say, leaves without their values; the same on all.
-        held: what this process holds of each leaf.
+        body: of the manifest, without the leaves' pieces; the same on all.
+        leaves: what this process writes of each.
         cluster: the processes.
-        name: names what they exchange.
-        timeout_s: how long to wait for another writer, or for the other processes.
+        name: of the values that they exchange.
+        timeout_s: the longest wait for another writer or process.
         prune: removes older checkpoints after the commit.
 
     Raises:
         CheckpointError: it cannot be written, here or on another process; nothing is committed then.
     """
     path = directory / f"step_{body['step']:08d}"
-    part, committed = None, False
+    part: Path | None = None
+    committed = False
     try:
         with contextlib.ExitStack() as stack:
             with together(f"{name}: beginning to save", timeout_s, cluster):
@@ -71,17 +68,17 @@ def save_together(
                     path = path.with_name(f"{path.name}_save_{disk.next_number(directory):05d}")
                     part = path.with_name(f".saving_{path.name}")
                     part.mkdir()
-            # The others learn the name from process 0: what they would see in the folder may be old.
+            # From process 0: the others' view of the folder may be old.
             path = directory / cluster.exchange(f"{name}: the name", path.name, timeout_s)[0]
             hidden = path.with_name(f".saving_{path.name}")
             with together(f"{name}: writing", timeout_s, cluster):
-                own = _write_own(hidden, held, cluster.process_index)
+                local = _write_local(hidden, leaves, cluster.process_index)
             failpoints.reached(Point.IN_SAVE)
-            wrote = cluster.exchange(f"{name}: who wrote", bool(own.files), timeout_s)
+            wrote = cluster.exchange(f"{name}: who wrote", bool(local.files), timeout_s)
             with together(f"{name}: committing", timeout_s, cluster):
                 if cluster.is_chief:
-                    others = [process for process, did in enumerate(wrote) if did and process]
-                    disk.write_manifest(hidden, _complete(hidden, body, held, own, others))
+                    others = [process for process, has_written in enumerate(wrote) if has_written and process]
+                    disk.write_manifest(hidden, _complete(hidden, body, leaves, local, others))
                     disk.commit(hidden, path)
                     committed = True
                     prune()
@@ -94,24 +91,16 @@ def save_together(
             text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
         elif part is not None:
             shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
-        raise CheckpointError(f"{path}: {text}: {disk.reason(error)}. Free or mend the disk.") from error
+        raise CheckpointError(f"{path}: {text}: {disk.describe_error(error)}. Free or mend the disk.") from error
 
 
-def _write_own(part: Path, held: list[Held], process: int) -> Written:
-    """Writes what this process holds; processes other than 0 leave a note of it for that one."""
-    whole = {str(number): each.whole for number, each in enumerate(held) if each.whole is not None}
-    crc32s = {number: codec.crc32(array) for number, array in whole.items()}
-    arrays.check_room(part, [*whole.values(), *(array for each in held for _, array in each.boxes)])
-    files: dict[str, list[int]] = {}
-    if process == 0:
-        arrays.store(part / "arrays", whole)
-        files |= disk.flush(part / "arrays")
-    own = part / f"pieces_{process}"
-    pieces = write_pieces(own, held)
-    if any(pieces):
-        files |= disk.flush(own)
-    written = Written(crc32s, pieces, files)
-    if process and files:
+def _write_local(part: Path, leaves: list[LocalLeaf], process: int) -> WrittenPieces:
+    """Writes what this process has; processes other than 0 leave a note of it for process 0."""
+    disk.check_room(part, sum(box.values.nbytes for leaf in leaves for box in leaf.boxes))
+    file = part / f"pieces_{process}.bin"
+    pieces = write_pieces(file, leaves)
+    written = WrittenPieces(pieces, {file.name: file.stat().st_size} if any(pieces) else {})
+    if process and written.files:
         disk.write_json(_note(part, process), asdict(written))
     return written
 
@@ -120,20 +109,19 @@ def _note(part: Path, process: int) -> Path:
     return part / f"part_{process}.json"
 
 
-def _complete(part: Path, body: dict[str, Any], held: list[Held], own: Written, others: list[int]) -> dict[str, Any]:
-    """The manifest's body, with what all processes have written."""
-    written = [asdict(own)]
+def _complete(
+    part: Path, body: dict[str, Any], leaves: list[LocalLeaf], local: WrittenPieces, others: list[int]
+) -> dict[str, Any]:
+    """Completes the manifest's body by what all processes have written."""
+    written = [asdict(local)]
     for process in others:  # by name: a listing of a shared folder may be old
         written.append(json.loads(_note(part, process).read_text()))
         _note(part, process).unlink()
-    for number, (leaf, each) in enumerate(zip(body["leaves"], held, strict=True)):
-        leaf["stored"] = {"shape": list(each.shape), "dtype": str(each.dtype)}
-        if each.whole is not None:
-            leaf["crc32"] = own.crc32s[str(number)]
-        else:
-            pieces = [piece for one in written for piece in one["pieces"][number]]
-            leaf["pieces"] = sorted(pieces, key=lambda piece: list(piece["start"]))
-    return {**body, "files": {name: facts for one in written for name, facts in one["files"].items()}}
+    for number, (described, leaf) in enumerate(zip(body["leaves"], leaves, strict=True)):
+        described["stored"] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+        pieces = [piece for each in written for piece in each["pieces"][number]]
+        described["pieces"] = sorted(pieces, key=lambda piece: list(piece["start"]))
+    return {**body, "files": {name: size for each in written for name, size in each["files"].items()}}
 
 
 class Job:

@@ -1,13 +1,13 @@
 """Sources of batches, and the dataset that feeds them to the replicas.
 
-Start at `distribute.distributed_dataset`, which makes a `dataset.DistributedDataset`. A batch goes: a source (`sources`), its
-`readers`, `batching` and `mask` (the last one filled up), `prefetch`, the devices.
+Start at `dataset.distributed_dataset`, which makes a `DistributedDataset`. A batch goes: a source (`sources`), its
+`readers`, `batching` (the last one filled up, with a mask), `pipeline` and `prefetch`, the devices. `lockstep` keeps several
+processes together.
 
 May import: cluster, support, errors.
 """
 
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
+from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.sources.arrays import ArraySource, from_arrays
 from jdist.data.sources.files import FileSource, from_files
 from jdist.data.sources.protocol import RandomAccessSource

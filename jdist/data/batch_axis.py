@@ -1,4 +1,4 @@
-"""Batches whose rows are not on the first axis: where they are, and how such a batch is turned, cut and laid out.
+"""Turns batches whose rows are not on the first axis, so that they are.
 
 Between a call and the user's step every batch has its rows first; it is turned when a program begins, and turned back for
 the step itself. XLA removes a pair of turns with nothing between.
@@ -47,7 +47,7 @@ def check_axes(batch_axis: BatchAxis, error: type[Exception]) -> None:
 
 
 def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
-    """The axis of the rows of each leaf of one batch, as a tree like the batch's.
+    """Gives the axis of the rows for each leaf of one batch, as a tree like the batch's.
 
     A mask of one axis holds one entry a row, whatever the other leaves look like.
 
@@ -77,7 +77,7 @@ def axes_of(batch: PyTree, batch_axis: BatchAxis) -> PyTree:
 
 
 def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: int = 0) -> tuple[int, ...]:
-    """The axis of the rows of each leaf of a call's batches; empty if it is the first of all.
+    """Lists the axis of the rows for each leaf of a call's batches; empty if it is the first for all.
 
     Args:
         batches: the batches of a call.
@@ -99,24 +99,23 @@ def axes_of_leaves(batches: tuple[PyTree, ...], batch_axis: BatchAxis, *, lead: 
         each = batch_axis
     axes: list[int] = []
     for batch, axis in zip(batches, each, strict=True):
+        one_step = batch
         if lead:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[lead:], np.int8), batch)
-            found = jax.tree.leaves(axes_of(one, axis))
-        else:
-            found = jax.tree.leaves(axes_of(batch, axis))
-        for (path, leaf), axis_of_leaf in zip(jax.tree_util.tree_leaves_with_path(batch), found, strict=True):
+            one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[lead:], np.int8), batch)
+        axes_of_batch = jax.tree.leaves(axes_of(one_step, axis))
+        for (path, leaf), axis_of_leaf in zip(jax.tree_util.tree_leaves_with_path(batch), axes_of_batch, strict=True):
             if np.ndim(leaf) <= lead + axis_of_leaf:
                 raise BatchError(
                     f"batch leaf {jax.tree_util.keystr(path) or 'itself'} has shape {np.shape(leaf)}, and its rows are to be "
                     f"on axis {axis_of_leaf}{' after the axis of steps' if lead else ''}, as `batch_axis` says. Say another "
                     "axis for it, in a tree as `jax.vmap` takes for `in_axes`."
                 )
-        axes += found
+        axes += axes_of_batch
     return tuple(axes)
 
 
 def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_only: bool = False) -> PyTree:
-    """Batches with their rows on the first axis.
+    """Moves the rows of batches to the first axis.
 
     Args:
         batches: the batches.
@@ -126,39 +125,38 @@ def rows_first(batches: PyTree, axes: Sequence[int], *, lead: int = 0, shapes_on
     """
     if not axes:
         return batches
-    leaves, treedef = jax.tree.flatten(batches)
 
     def turn(x: Any, axis: int) -> Any:
-        if shapes_only or isinstance(x, jax.ShapeDtypeStruct):
-            shape = list(np.shape(x))
-            shape.insert(lead, shape.pop(lead + axis))
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-            return np.broadcast_to(np.zeros((), x.dtype if isinstance(x, np.ndarray) else np.int8), shape)
-        return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead + axis, lead)
+        if not shapes_only or isinstance(x, jax.ShapeDtypeStruct):
+            return _move_axis(x, lead + axis, lead)
+        dtype = x.dtype if isinstance(x, np.ndarray) else np.dtype(np.int8)
+        shape = _move_axis(jax.ShapeDtypeStruct(np.shape(x), dtype), lead + axis, lead).shape
+        return np.broadcast_to(np.zeros((), dtype), shape)
 
-    return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])
+    return _map_leaves(turn, batches, axes)
 
 
 def rows_in_place(batches: PyTree, axes: Sequence[int], *, lead: int = 0) -> PyTree:
     """Undoes `rows_first`."""
-    if not axes:
-        return batches
+    return _map_leaves(lambda x, axis: _move_axis(x, lead, lead + axis), batches, axes) if axes else batches
+
+
+def _map_leaves(turn: Callable[[Any, int], Any], batches: PyTree, axes: Sequence[int]) -> PyTree:
     leaves, treedef = jax.tree.flatten(batches)
-
-    def turn(x: Any, axis: int) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            shape = list(x.shape)
-            shape.insert(lead + axis, shape.pop(lead))
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-        return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, lead, lead + axis)
-
     return jax.tree.unflatten(treedef, [turn(x, axis) for x, axis in zip(leaves, axes, strict=True)])
+
+
+def _move_axis(x: Any, source: int, destination: int) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        shape = list(x.shape)
+        shape.insert(destination, shape.pop(source))
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, source, destination)
 
 
 @dataclass(frozen=True)
 class TurnedSource:
-    """A random-access source, turned; see there for the attributes."""
+    """A random-access source, turned; see `RandomAccessSource` for the attributes."""
 
     source: RandomAccessSource
     turn: Callable[[PyTree], PyTree]
@@ -192,25 +190,25 @@ class TurnedBatches:
 
 
 def turn_back(batch: PyTree, batch_axis: BatchAxis, *, lead: int) -> tuple[PyTree, PyTree]:
-    """A batch, read from a turned source, with its rows where the step has them.
+    """Moves the rows of a batch from a turned source to where the step has them.
 
     Args:
         batch: leaves [rows, ...], or [steps, rows, ...] with `lead=1`; arrays or structs.
-        batch_axis: the axis of the rows, see `turned`.
+        batch_axis: the axis of the rows, see `turn_source`.
         lead: number of axes before those of a batch.
 
     Returns:
         The batch, and a tree of the axes that its rows are on, `lead` included.
     """
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-    axes = axes_of_leaves((one,), batch_axis)
+    one_step = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
+    axes = axes_of_leaves((one_step,), batch_axis)
     leaves, treedef = jax.tree.flatten(batch)
     places = [lead + axis for axis in axes or (0,) * len(leaves)]
     return rows_in_place(batch, axes, lead=lead), jax.tree.unflatten(treedef, places)
 
 
-def turned(source: Any, batch_axis: BatchAxis) -> Any:
-    """A source with the rows of its batches first.
+def turn_source(source: Any, batch_axis: BatchAxis) -> Any:
+    """Turns a source, so that the rows of its batches are first.
 
     Args:
         source: what a user passed as a dataset.

@@ -1,8 +1,9 @@
-"""Shapes of batches: pure functions that check a global batch, fill it up and mask the filling."""
+"""Shapes of batches: checks a global batch, fills it up, masks the filling, and remembers which rows are real."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -12,6 +13,7 @@ import numpy as np
 from jdist.data.leaves import MASK, TreeSpec, check_same, to_numpy, tree_spec
 from jdist.data.process_shard import WHOLE, LocalRows, ProcessShard
 from jdist.errors import BatchError
+from jdist.support.arrays import to_host
 
 PyTree = Any
 Partial = Literal["pad", "drop", "error"]
@@ -27,7 +29,7 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """What every batch of a dataset looks like, as its first batch and the options settle it.
+    """The shape of every batch of a dataset, by its first batch and the options.
 
     Attributes:
         full: how many rows of a full batch each process has.
@@ -55,7 +57,7 @@ class BatchLayout:
         return sum(self.full)
 
     @property
-    def own_rows(self) -> int:
+    def local_rows(self) -> int:
         """Rows of every batch that this process makes."""
         return self.rows // self.share.count
 
@@ -69,18 +71,7 @@ def plan_layout(
     with_mask: bool,
     share: ProcessShard = WHOLE,
 ) -> BatchLayout:
-    """Settles what every batch of a dataset looks like from one of them.
-
-    Args:
-        batch: a batch as the source gives it.
-        full: how many rows of a full batch each process has.
-        num_replicas: how many replicas share the rows.
-        partial: what happens to a batch of fewer rows.
-        with_mask: whether trees that are not dicts become `(batch, mask)`.
-        share: this process's part of a batch.
-
-    Returns:
-        The layout, for `fit`.
+    """Makes the layout of a dataset's batches from one of them, as the source gives it; see `BatchLayout` for the others.
 
     Raises:
         BatchError: the batch is not a tree of arrays, or a full one does not divide by `num_replicas` where
@@ -112,11 +103,7 @@ def plan_layout(
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
-    """Rows of every batch as the replicas of all processes receive it.
-
-    Args:
-        full: how many rows of a full batch each process has.
-        num_replicas: how many replicas all processes have, each as many.
+    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows of each process.
 
     Example:
         >>> from jdist.data.batching import padded_rows
@@ -128,12 +115,7 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
 
 
 def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partial) -> None:
-    """Refuses full batches that need padding.
-
-    Args:
-        full: how many rows of a full batch each process has.
-        num_replicas: how many replicas share them.
-        partial: why there may be no padding.
+    """Refuses full batches that need padding, which `partial` rules out; `full` are the rows of each process.
 
     Raises:
         BatchError: with the nearest sizes that do.
@@ -154,15 +136,15 @@ def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partia
 
 
 def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
-    """This process's part of a batch in the shape that the step receives.
+    """Brings this process's part of a batch into the shape that the step receives.
 
     Args:
-        layout: what batches look like, from `plan_layout`.
+        layout: of the dataset's batches.
         part: rows of a batch as the source gives it.
         copy: copy leaves that would otherwise share memory with those of `part`.
 
     Returns:
-        The batch with leaves [layout.own_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it
+        The batch with leaves [layout.local_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it
         under `with_mask`. Padding rows repeat the real rows in turn, so that they bring no NaN, and are
         masked False; a `mask` that the batch brought itself is filled up with zeros. None for a batch
         without rows, and for one that `partial="drop"` leaves out.
@@ -170,56 +152,52 @@ def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
     Raises:
         BatchError: the batch differs from the layout, or is short where that is not allowed.
     """
-    batch, found, real = part.batch, sum(part.sizes), part.sizes[layout.share.index]
-    if found == 0:
+    batch = part.batch
+    rows, num_real = sum(part.sizes), part.sizes[layout.share.index]
+    if rows == 0:
         return None
     check_same(layout.tree, tree_spec(batch))
-    if found > layout.global_batch:
+    if rows > layout.global_batch:
         raise BatchError(
-            f"a batch has {found} rows, but a full batch has {layout.global_batch}; a larger one would "
+            f"a batch has {rows} rows, but a full batch has {layout.global_batch}; a larger one would "
             "compile the step again. Let the source give its largest batch first, or split this one"
         )
-    if found < layout.global_batch and layout.partial == "drop":
+    if rows < layout.global_batch and layout.partial == "drop":
         return None
-    if found < layout.global_batch and layout.partial == "error":
+    if rows < layout.global_batch and layout.partial == "error":
         raise BatchError(
-            f'a batch has {found} rows instead of {layout.global_batch}, and partial="error" refuses that; '
+            f'a batch has {rows} rows instead of {layout.global_batch}, and partial="error" refuses that; '
             'use partial="pad" (fills it up and masks the filling) or partial="drop" (leaves it out)'
         )
-    if found < layout.rows and not (layout.is_dict or layout.with_mask):
+    if rows < layout.rows and not (layout.is_dict or layout.with_mask):
         raise BatchError(
-            f"a batch has {found} rows and needs {layout.rows} for {layout.num_replicas} replicas, but "
+            f"a batch has {rows} rows and needs {layout.rows} for {layout.num_replicas} replicas, but "
             f"this {type(batch).__name__} has no place for the mask that tells padding from real rows. "
             "Choose: with_mask=True (the step receives `(batch, mask)`), batches that are dicts (they "
             'gain a `mask` leaf), or partial="drop" with a global batch that divides by '
             f"{layout.num_replicas}"
         )
-    rows = layout.own_rows
-    mask = np.arange(rows) < real
+    local_rows = layout.local_rows
+    mask = np.arange(local_rows) < num_real
     if layout.is_dict:
         if MASK in batch:
-            mask = _fill(batch[MASK][:real], rows, copy=copy, repeat=False)
+            mask = _fill(batch[MASK][:num_real], local_rows, copy=copy, repeat=False)
         rest = {key: leaf for key, leaf in batch.items() if key != MASK}
-        return {**jax.tree.map(lambda leaf: _fill(leaf, rows, copy=copy), rest), MASK: mask}
-    filled = jax.tree.map(lambda leaf: _fill(leaf, rows, copy=copy), batch)
+        return {**jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=copy), rest), MASK: mask}
+    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=copy), batch)
     return Masked(filled, mask) if layout.with_mask else filled
 
 
 def stack(batches: Sequence[PyTree]) -> PyTree:
-    """Batches with leaves [rows, ...] as one with leaves [steps, rows, ...]; always a copy."""
+    """Stacks batches with leaves [rows, ...] to one with leaves [steps, rows, ...]; always a copy."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
 def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
-    """Shapes and dtypes of what the step receives, over all replicas.
-
-    Args:
-        layout: what batches look like, from `plan_layout`.
-        steps_per_call: more than 1 adds a leading axis of that size.
+    """Describes what the step receives, over all replicas; `steps_per_call` above 1 adds a leading axis of that size.
 
     Returns:
-        A pytree of `jax.ShapeDtypeStruct`; dtypes are those on a device (float64 only if jax has x64
-        enabled).
+        A pytree of `jax.ShapeDtypeStruct`; dtypes are those on a device (float64 only if jax has x64 enabled).
     """
     head = (layout.rows,) if steps_per_call == 1 else (steps_per_call, layout.rows)
 
@@ -234,10 +212,90 @@ def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
 
 
 def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np.ndarray:
-    found = leaf.shape[0]
-    if found == rows:
+    num_real = leaf.shape[0]
+    if num_real == rows:
         return np.array(leaf, order="C") if copy else leaf
     filled = np.empty((rows, *leaf.shape[1:]), leaf.dtype)
-    filled[:found] = leaf
-    filled[found:] = leaf[np.arange(rows - found) % found] if repeat else np.zeros((), leaf.dtype)
+    filled[:num_real] = leaf
+    filled[num_real:] = leaf[np.arange(rows - num_real) % num_real] if repeat else np.zeros((), leaf.dtype)
     return filled
+
+
+# By the id of the mask, for as long as it lives: a batch stays a plain tree, and the mask goes with it when a user
+# replaces other leaves. Not by the mask's values, as a weight of zero there need not mean padding.
+_real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
+
+
+def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None = None) -> None:
+    """Remembers how many of the rows that each process feeds are real; those that fill up come behind.
+
+    Args:
+        batch: what `fit` returned, perhaps on devices now; without a mask it has no padding.
+        sizes: how many rows the source gave to each process.
+        rows: how many each process feeds, those that fill up too; None: the mask's first axis tells.
+    """
+    mask = _mask_of(batch)
+    if mask is not None:
+        rows = len(mask) // len(sizes) if rows is None else rows
+        key = id(mask)
+        _real_rows[key] = weakref.ref(mask, lambda _: _real_rows.pop(key, None)), sizes, rows
+
+
+def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
+    """Copies what is remembered of a batch to the one made from it, on its way to the devices."""
+    if (known := _known(before)) is not None:
+        _, sizes, rows = known
+        remember_real_rows(after, sizes, rows)
+
+
+def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: batch) -> np.ndarray | None:
+    """Finds which rows of a batch are no padding.
+
+    Args:
+        batch: leaves [rows, ...], or with rows where `turn` knows.
+        turn: gives a batch with its rows first.
+
+    Returns:
+        bool [rows]: False where `distribute_dataset` has filled up. Without a mask from there it is False where the
+        batch's own mask is zero, as nothing else tells. None without any mask: there is no padding.
+    """
+    rows = filled_up(batch)
+    if rows is not None:
+        return rows
+    mask = None if _mask_of(batch) is None else _mask_of(turn(batch))
+    return None if mask is None else np.any(to_host(mask).reshape(len(mask), -1) != 0, axis=1)
+
+
+def filled_up(batch: PyTree) -> np.ndarray | None:
+    """Finds the real rows of a batch that `distribute_dataset` made; None of any other, whatever its mask."""
+    known = _known(batch)
+    if known is None:
+        return None
+    _, sizes, each = known
+    numbers = np.arange(each)
+    return np.concatenate([numbers < size for size in sizes])
+
+
+def full_mask_place(batch: PyTree) -> int | None:
+    """Finds which leaf of a batch is the mask of `distribute_dataset`, if all of its rows are real."""
+    if (known := _known(batch)) is None:
+        return None
+    mask, _, _ = known
+    if not np.all(to_host(mask)):
+        return None
+    return next(i for i, leaf in enumerate(jax.tree.leaves(batch)) if leaf is mask)
+
+
+def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
+    """Finds the remembered mask in a batch, how many rows of each process are real, and how many each process feeds."""
+    for leaf in jax.tree.leaves(batch):
+        reference, sizes, rows = _real_rows.get(id(leaf), (None, (), 0))
+        if reference is not None and reference() is leaf:  # else the id was that of an array which is gone
+            return leaf, sizes, rows
+    return None
+
+
+def _mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:
+    """Finds a dict's "mask" leaf, or the second of the `(batch, mask)` that `with_mask` gives."""
+    mask = batch.get(MASK) if isinstance(batch, dict) else batch.mask if isinstance(batch, Masked) else None
+    return mask if isinstance(mask, jax.Array | np.ndarray) else None

@@ -1,22 +1,34 @@
-"""A dataset as its consumer sees it: batches, and the position to go on at."""
+"""Makes the dataset that its consumer iterates over: batches, and the position to go on at."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from jdist.data import batching
-from jdist.data.batching import BatchLayout
-from jdist.data.iterator import DatasetIterator
-from jdist.data.pipeline import Numbered, Options, learn_layout, prepare
+from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
+from jdist.data.lockstep import Peers
+from jdist.data.pipeline import DatasetIterator, Numbered, PipelineOptions, learn_layout, prepare, skip_batches
 from jdist.data.prefetch import Prefetcher, PushBack, Stop
-from jdist.data.readers import GlobalReader, LocalReader, NumberedPart
+from jdist.data.process_shard import WHOLE, ProcessShard
+from jdist.data.readers import GlobalReader, LocalReader, NumberedPart, make_reader
 from jdist.data.sources.arrays import ArraySource
-from jdist.data.sources.protocol import Resumable, read_state, resumable, write_state
+from jdist.data.sources.protocol import (
+    RandomAccessSource,
+    Resumable,
+    check_source,
+    read_state,
+    resumable,
+    whole_number,
+    write_state,
+)
+from jdist.data.sources.replica_batches import RandomAccessReplicaBatches, ReplicaBatches
+from jdist.data.sources.shards import Policy
 from jdist.errors import DatasetError
 from jdist.support.html import table
 from jdist.support.leaf_table import tree_table
+from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
@@ -25,19 +37,18 @@ PyTree = Any
 class DistributedDataset:
     """Batches as the replicas receive them, and the position of the one who consumes them.
 
-    Iterating starts at the position: at first 0; after a loop was left early, behind the last batch it
-    received; after a loop came to the end, 0 again; after `restore`, the restored position, even if that is
-    the end. A plain iterable is asked for a new iterator each time, except one that is an iterator itself (a
-    generator): that goes on where the consumer stopped, with nothing lost. One iterator is active at a time:
-    a new one closes the last.
+    Iterating starts at the position: at first 0; after a loop was left early, behind the last batch it received; after a
+    loop came to the end, 0 again; after `restore`, the restored position, even if that is the end. A plain iterable is
+    asked for a new iterator each time, except one that is an iterator itself (a generator): that goes on where the
+    consumer stopped, with nothing lost. One iterator is active at a time: a new one closes the last.
 
-    Made by `distributed_dataset`.
+    `distributed_dataset` makes it.
     """
 
     def __init__(
         self,
         reader: GlobalReader | LocalReader,
-        options: Options,
+        options: PipelineOptions,
         *,
         hand_over: Callable[[PyTree], PyTree] | None = None,
     ):
@@ -63,7 +74,7 @@ class DistributedDataset:
     @property
     def is_endless(self) -> bool:
         """Whether it is known that a pass does not end."""
-        return self._reader.facts is not None and self._reader.facts.num_steps is None
+        return self.is_resumable and self.num_steps is None
 
     @property
     def is_resumable(self) -> bool:
@@ -72,16 +83,13 @@ class DistributedDataset:
 
     @property
     def steps_per_pass(self) -> int | None:
-        """How many steps a whole pass makes; None: not known. An iterable's `len()` is taken at its word."""
+        """How many steps a whole pass makes; None: not known. Of an iterable its `len()`."""
+        reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
         if self._reader.facts is not None:
-            numbers_what_is_left = isinstance(self._reader, GlobalReader) and isinstance(
-                self._reader.source, ArraySource
-            )
-            leaves_out = self._options.partial == "drop" and not numbers_what_is_left
-            return None if leaves_out else self._reader.facts.num_steps
-        if self._options.partial == "drop" or not (
-            isinstance(self._reader, GlobalReader) and isinstance(self._source, Sized)
-        ):
+            # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
+            is_known = not drops or (reads_global and isinstance(self._source, ArraySource))
+            return self._reader.facts.num_steps if is_known else None
+        if drops or not (reads_global and isinstance(self._source, Sized)):
             return None
         try:
             return len(self._source)
@@ -89,7 +97,7 @@ class DistributedDataset:
             return None
 
     def __len__(self) -> int:
-        """How many global batches a whole pass hands out; with `steps_per_call` above 1, how many stacks of them.
+        """Counts the global batches of a whole pass; with `steps_per_call` above 1, the stacks of them.
 
         Raises:
             TypeError: that is not known.
@@ -101,9 +109,8 @@ class DistributedDataset:
             2
         """
         if (steps := self.steps_per_pass) is None:
-            drops = (
-                ', of which partial="drop" leaves out those that are short' if self._options.partial == "drop" else ""
-            )
+            is_dropping = self._options.partial == "drop"
+            drops = ', of which partial="drop" leaves out those that are short' if is_dropping else ""
             why = "is without end" if self.is_endless else "does not tell how many batches it has"
             raise TypeError(
                 f"this dataset has no len(): its source, a {type(self._source).__name__}, {why}{drops}. Count in steps, as "
@@ -117,9 +124,8 @@ class DistributedDataset:
     @property
     def global_batch(self) -> int | None:
         """Rows of a full batch as the sources give it; None: a plain iterable, not read from yet."""
-        if self._reader.facts is not None:
-            return self._reader.facts.global_batch
-        return None if self._layout is None else self._layout.global_batch
+        known = self._reader.facts or self._layout
+        return None if known is None else known.global_batch
 
     @property
     def position(self) -> int:
@@ -133,8 +139,8 @@ class DistributedDataset:
 
         Of batches that a strategy puts on its devices with their shardings.
 
-        Makes or reads one batch if none was yet; a plain iterable loses nothing by it. Where each process has an
-        iterable of its own, all have to ask then.
+        Makes one batch if none was made yet; a plain iterable loses nothing by it. Where each process has an iterable of
+        its own, all have to ask.
         """
         if self._layout is None:
             if self._reader.facts is not None:
@@ -146,7 +152,7 @@ class DistributedDataset:
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
 
     def state(self) -> dict[str, Any]:
-        """The position as a dict that JSON can hold: steps handed to the consumer, and of which data.
+        """Gives the position as a dict that JSON can hold: steps handed to the consumer, and of which data.
 
         Raises:
             DatasetError: the source is a plain iterable.
@@ -157,8 +163,7 @@ class DistributedDataset:
         """Goes to a saved position; costs the same at every step. Ends an iteration that is under way.
 
         Args:
-            state: what `state` returned, for the same data, global batch and shuffle seed; the number of
-                devices may differ.
+            state: what `state` returned, for the same data, global batch and shuffle seed; any number of devices.
 
         Raises:
             DatasetError: the source is a plain iterable, or the position belongs to another one.
@@ -176,14 +181,14 @@ class DistributedDataset:
         self.restore(write_state(self._resumable(), step))
 
     def rewind(self) -> None:
-        """Goes to the beginning: the next loop gets every row, wherever the last one was left; of an iterator what is left."""
+        """Goes to the beginning: the next loop gets every row; of an iterator, the rest."""
         if self._reader.facts is not None and self._position:
             self.go_to(0)
         elif self._finished:
             self._position, self._finished = 0, False
 
     def skip(self, count: int) -> None:
-        """Has the next loop begin `count` batches behind the beginning of a plain iterable, which are read and left out.
+        """Has the next loop leave out the first `count` batches of a plain iterable, which are read.
 
         The loop raises a `DatasetError` if there are fewer.
         """
@@ -198,17 +203,15 @@ class DistributedDataset:
         self._end_active("another `iter` of the same dataset has started")
         if self._prefetcher is not None:
             raise DatasetError(
-                f"the {type(self._source).__name__} still works on the batch that the last loop waited "
-                "for; it can only go on where that ends. Iterate again once it has returned"
+                f"the {type(self._source).__name__} still works on the batch that the last loop waited for; it can only go "
+                "on where that ends. Iterate again once it has returned"
             )
         if self._finished:
             self._position, self._finished = 0, False
         batches = self._open()
         if self._options.prefetch:
-            keep_unused = batches is self._stream
-            self._prefetcher = Prefetcher(
-                batches, depth=self._options.prefetch, keep_unused=keep_unused, stop=self._stop
-            )
+            is_stream, depth = batches is self._stream, self._options.prefetch
+            self._prefetcher = Prefetcher(batches, depth=depth, keep_unused=is_stream, stop=self._stop)
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
             hand_over=self._hand_over,
@@ -220,17 +223,12 @@ class DistributedDataset:
         return iterator
 
     def __repr__(self) -> str:
-        count = self._options.num_replicas
+        count, rows = self._options.num_replicas, self._padded_rows()
         replicas = "1 replica" if count == 1 else f"{count:,} replicas"
-        full = self._reader.full if self._layout is None else self._layout.full
-        if self.global_batch is None or full is None:
+        if self.global_batch is None or rows is None:
             return f"DistributedDataset({replicas}, global batch known after the first batch, plain iterable)"
-        rows = batching.padded_rows(full, num_replicas=count)
         padded = f" padded to {rows:,}" if rows != self.global_batch else ""
-        if self._reader.facts is None:
-            steps = "plain iterable"
-        else:
-            steps = "endless" if self.num_steps is None else f"{self.num_steps:,} steps"
+        steps = self._steps_text("plain iterable", " steps")
         calls = f", {self._options.steps_per_call} steps a call" if self._options.steps_per_call > 1 else ""
         return (
             f"DistributedDataset(global batch {self.global_batch:,}{padded} = {replicas} x "
@@ -239,24 +237,31 @@ class DistributedDataset:
 
     def _repr_html_(self) -> str:
         count, calls = self._options.num_replicas, self._options.steps_per_call
-        rows: list[tuple[str, object]] = [("replicas", f"{count:,}")]
-        full = self._reader.full if self._layout is None else self._layout.full
-        if self.global_batch is None or full is None:
-            rows.append(("global batch", "known after the first batch"))
-        else:
-            padded = batching.padded_rows(full, num_replicas=count)
+        batch, padded = "known after the first batch", self._padded_rows()
+        if self.global_batch is not None and padded is not None:
             filled = f", padded to {padded:,}" if padded != self.global_batch else ""
-            rows.append(("global batch", f"{self.global_batch:,} rows{filled}: {padded // count:,} a replica"))
-        if self._reader.facts is None:
-            steps = "not known: a plain iterable"
-        else:
-            steps = "endless" if self.num_steps is None else f"{self.num_steps:,}"
-        rows += [("steps of a pass", steps), ("at step", f"{self.position:,}"), ("steps a call", calls)]
+            batch = f"{self.global_batch:,} rows{filled}: {padded // count:,} a replica"
+        rows = [
+            ("replicas", f"{count:,}"),
+            ("global batch", batch),
+            ("steps of a pass", self._steps_text("not known: a plain iterable")),
+            ("at step", f"{self.position:,}"),
+            ("steps a call", calls),
+        ]
         received = "" if self._layout is None else tree_table(self.element_spec, title="what a step receives")
         return table(rows, title=type(self).__name__) + received
 
+    def _padded_rows(self) -> int | None:
+        full = self._reader.full if self._layout is None else self._layout.full
+        return None if full is None else batching.padded_rows(full, num_replicas=self._options.num_replicas)
+
+    def _steps_text(self, of_iterable: str, unit: str = "") -> str:
+        if self._reader.facts is None:
+            return of_iterable
+        return "endless" if self.num_steps is None else f"{self.num_steps:,}{unit}"
+
     def _open(self) -> Iterator[Numbered | None]:
-        """Prepared batches from the position on."""
+        """Opens the prepared batches from the position on."""
         start = self._position
         if self._reader.facts is not None:
             numbered = self._parts(start)
@@ -271,7 +276,8 @@ class DistributedDataset:
         if self._reader.facts is None:
             self._position = self._skipped = self._skip
             self._skip = 0
-            numbered = _behind(numbered, self._skipped, type(self._source).__name__) if self._skipped else numbered
+            if self._skipped:
+                numbered = skip_batches(numbered, self._skipped, type(self._source).__name__)
         if not isinstance(self._source, Iterator):
             return self._prepared(numbered)
         self._stream = PushBack(self._prepared(numbered))
@@ -285,10 +291,10 @@ class DistributedDataset:
         return self._reader.facts or resumable(self._source)
 
     def _learn(self, numbered: Iterator[NumberedPart | None], *, start: int) -> Iterator[NumberedPart | None]:
-        """Settles the layout from the first batch, and returns the batches with that one still in front."""
-        learnt = learn_layout(numbered, full=lambda: self._reader.full, options=self._options)
-        if learnt is not None:
-            self._layout, numbered = learnt
+        """Learns the layout from the first batch; gives the batches with that one still in front."""
+        learned = learn_layout(numbered, full=lambda: self._reader.full, options=self._options)
+        if learned is not None:
+            self._layout, numbered = learned
             return numbered
         if start > 0:
             return iter(())
@@ -325,31 +331,90 @@ class DistributedDataset:
             return
         if isinstance(self._source, Iterator):
             raise DatasetError(
-                f"the {type(self._source).__name__} is exhausted: an earlier loop used it up (or an error "
-                "ended it), and an iterator cannot start again. Pass something that gives a new iterator "
-                "each time (a list, a loader, an object with `__iter__`), or `jdist.data.from_arrays(..., "
-                "epochs=...)`"
+                f"the {type(self._source).__name__} is exhausted: an earlier loop used it up (or an error ended it), and an "
+                "iterator cannot start again. Pass something that gives a new iterator each time (a list, a loader, an object "
+                "with `__iter__`), or `jdist.data.from_arrays(..., epochs=...)`"
             )
         if self._position == 0:
             raise DatasetError(
-                f"this pass over the {type(self._source).__name__} gave no batch: it yields nothing (any "
-                f"more), or partial={self._options.partial!r} left out every batch as short of "
-                f"{self.global_batch} rows"
+                f"this pass over the {type(self._source).__name__} gave no batch: it yields nothing (any more), or "
+                f"partial={self._options.partial!r} left out every batch as short of {self.global_batch} rows"
             )
 
 
-def _behind(numbered: Iterator[NumberedPart | None], count: int, kind: str) -> Iterator[NumberedPart | None]:
-    """What comes behind the first batches of a plain iterable."""
-    position = 0
-    for one in numbered:
-        if one is None:
-            yield None
-            continue
-        position = one[0]
-        if position > count:
-            yield one
-    if position < count:
-        raise DatasetError(
-            f"the {kind} ended after {position:,} batches, but {count:,} of this pass were trained on before. To go on, it has "
-            "to give the same batches in the same order as then; or begin anew, in another folder."
-        )
+def distributed_dataset(
+    source: Iterable[PyTree] | RandomAccessSource,
+    *,
+    num_replicas: int,
+    place: Callable[[PyTree], PyTree] | None,
+    place_spec: Callable[[PyTree], PyTree] | None = None,
+    partial: Partial = "pad",
+    with_mask: bool = False,
+    steps_per_call: int = 1,
+    prefetch: int = 2,
+    prefetch_to_device: bool = True,
+    share: ProcessShard = WHOLE,
+    autoshard: Policy = "auto",
+    peers: Peers | None = None,
+) -> DistributedDataset:
+    """Feeds the batches of a source to replicas; `strategy.distribute_dataset` calls this.
+
+    Args:
+        source: an iterable of numpy pytrees with leaves [rows, ...], one global batch each; or a random-access source.
+        num_replicas: how many replicas share the rows of a global batch.
+        place: puts a host batch with leaves [rows, ...] ([steps, rows, ...] with `steps_per_call` above 1) on the devices;
+            called from the prefetch thread (see `prefetch_to_device`), where a consumer's `with
+            jax.default_device(...)` or the like does not reach. None leaves batches on the host.
+        place_spec: maps the tree of `element_spec`, for example to add shardings. None leaves it.
+        partial: what to do with a batch that has fewer rows than the first: "pad" fills it up and masks the filling,
+            "drop" leaves it out, "error" refuses it. "pad" also rounds the global batch up to a multiple of
+            `num_replicas`; the others require that it divides.
+        with_mask: yield `(batch, mask)` for batches that are not dicts; a dict always gains a `mask` leaf.
+        steps_per_call: stack this many batches on a new leading axis. The rest at the end comes as a smaller stack, which
+            compiles a step once more.
+        prefetch: how many (stacks of) batches a background thread makes ahead; 0: none, and no thread.
+        prefetch_to_device: whether that thread calls `place`; False: the consumer's does, when it takes a batch.
+        share: which rows of each global batch this process makes; `place` gets these alone.
+        autoshard: how several processes share the source, see `jdist.InputOptions`.
+        peers: by which several processes agree on what each has; None: they all read the same.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        DatasetError: the source is empty or not a source, an option is out of range, or the processes' sources do
+            not go together.
+        BatchError: the global batch of a random-access source does not divide where `partial` requires it.
+
+    Example:
+        >>> import numpy as np
+        >>> from jdist.data import distributed_dataset, from_arrays
+        >>> source = from_arrays({"x": np.arange(3)}, global_batch=2)
+        >>> [b["mask"].tolist() for b in distributed_dataset(source, num_replicas=2, place=None)]
+        [[True, True], [True, False]]
+    """
+    if partial not in PARTIALS:
+        hint = did_you_mean(partial, PARTIALS)
+        raise DatasetError(f"`partial` must be one of {', '.join(PARTIALS)}, but it is {partial!r}.{hint}")
+    whole_number(num_replicas, name="num_replicas", least=1)
+    whole_number(steps_per_call, name="steps_per_call", least=1)
+    whole_number(prefetch, name="prefetch", least=0)
+    check_source(source)
+    reader = make_reader(source, share=share, num_replicas=num_replicas, autoshard=autoshard, peers=peers)
+    if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
+        # So that its steps count, and number, the batches that are left.
+        reader = GlobalReader(reader.source.without_short(), share, num_replicas)
+    if partial != "pad" and reader.facts is not None and reader.full is not None:
+        check_divisible(reader.full, num_replicas=num_replicas, partial=partial)
+    options = PipelineOptions(
+        num_replicas=num_replicas,
+        place=place if prefetch_to_device else None,
+        place_spec=place_spec,
+        partial=partial,
+        with_mask=with_mask,
+        steps_per_call=steps_per_call,
+        prefetch=prefetch,
+        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
+        share=share,
+    )
+    return DistributedDataset(reader, options, hand_over=None if prefetch_to_device else place)

@@ -1,4 +1,4 @@
-"""The leaves of one batch: which arrays may be in it, and how many rows they have."""
+"""Checks the leaves of a batch, counts their rows, and joins batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LeafSpec:
 
 
 def to_numpy(tree: PyTree) -> PyTree:
-    """The tree with numpy leaves, or an error that names the leaf which cannot be one.
+    """Converts the leaves of a tree to numpy arrays, or raises an error that names the leaf.
 
     Args:
         tree: a pytree of numpy arrays or of what `numpy.asarray` takes (jax arrays, torch CPU tensors).
@@ -53,7 +53,7 @@ def is_numeric(dtype: np.dtype) -> bool:
 
 
 def numbers_of(path: str, leaf: Any) -> np.ndarray:
-    """A leaf of a batch as a numpy array of numbers; copies only what must be converted.
+    """Converts a leaf of a batch to a numpy array of numbers; copies only what must be converted.
 
     Args:
         path: its name, for the message.
@@ -86,7 +86,7 @@ def _leaf_to_numpy(path: str, leaf: Any) -> np.ndarray:
 
 
 def count_rows(tree: PyTree) -> int:
-    """How many rows a tree of numpy arrays has along its leading axis.
+    """Counts the rows of a tree of numpy arrays, along its leading axis.
 
     Args:
         tree: a pytree of arrays of shape [rows, ...].
@@ -120,7 +120,7 @@ def count_rows(tree: PyTree) -> int:
 
 
 class TreeSpec(NamedTuple):
-    """What a batch looks like, but for its rows.
+    """The structure of a batch, but for its rows.
 
     Attributes:
         leaves: path, shape without the batch axis and dtype of each leaf.
@@ -132,7 +132,7 @@ class TreeSpec(NamedTuple):
 
 
 def tree_spec(batch: PyTree) -> TreeSpec:
-    """What a tree of numpy arrays looks like, but for its rows."""
+    """Describes a tree of numpy arrays, but for its rows."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     specs = tuple(LeafSpec(_name(path), leaf.shape[1:], leaf.dtype) for path, leaf in leaves)
     return TreeSpec(specs, jax.tree.structure(batch))
@@ -165,7 +165,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def join(batches: Sequence[PyTree]) -> PyTree:
-    """The rows of several batches one after the other, as one new batch.
+    """Joins the rows of several batches to one new batch.
 
     Args:
         batches: trees of numpy arrays [rows, ...], alike but for the rows.
@@ -187,11 +187,11 @@ def join(batches: Sequence[PyTree]) -> PyTree:
         count_rows(batch)
         if tree_spec(batch) != spec:
             raise BatchError(
-                f"batches whose rows are to be joined differ: the first has {_shown(batches[0])}, number {number} "
-                f"(from 0) has {_shown(batch)}. All need one structure, one dtype a leaf and one shape a row"
+                f"batches whose rows are to be joined differ: the first has {_described(batches[0])}, number {number} "
+                f"(from 0) has {_described(batch)}. All need one structure, one dtype a leaf and one shape a row"
             )
     return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
-def _shown(batch: PyTree) -> str:
+def _described(batch: PyTree) -> str:
     return ", ".join(f"{leaf.path} {leaf!s}" for leaf in tree_spec(batch).leaves)

@@ -1,4 +1,4 @@
-"""How batches are made ahead of the step, and by how many input pipelines."""
+"""Options of the input: how batches are made ahead of the step, and by how many pipelines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Replication = Literal["per_worker", "per_replica"]
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """How batches are made ahead and put on the devices.
+    """Options by which batches are made ahead and put on the devices.
 
     Attributes:
         prefetch: how many batches (stacks, with `steps_per_call`) a background thread makes ahead; 0: none.
@@ -60,7 +60,7 @@ class InputOptions:
 
 
 def input_options(options: InputOptions | None, prefetch: int | None) -> InputOptions:
-    """Makes the input options of what was given.
+    """Makes the input options of the arguments.
 
     Args:
         options: all of them, or None.
@@ -83,7 +83,7 @@ def input_options(options: InputOptions | None, prefetch: int | None) -> InputOp
 
 @dataclass(frozen=True, kw_only=True)
 class FeedOptions:
-    """What a strategy was asked to feed its replicas by; see `Strategy.distribute_dataset` for each.
+    """Arguments of a strategy's `distribute_dataset`; see there for each.
 
     Attributes:
         input: how batches are made ahead, and shared among processes.
@@ -101,7 +101,7 @@ class FeedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputContext:
-    """Which input pipeline a dataset function makes, of how many, for how many replicas.
+    """The input pipeline that a dataset function makes: which of how many, for how many replicas.
 
     Attributes:
         num_input_pipelines: how many pipelines feed the replicas together.
@@ -141,7 +141,7 @@ class InputContext:
             raise unknown("a jdist.InputContext", name, dir(type(self)))
 
     def per_replica_batch(self, global_batch: int) -> int:
-        """Rows of one replica's batch.
+        """Counts the rows of one replica's batch.
 
         Args:
             global_batch: rows of a batch over all replicas.

@@ -1,17 +1,28 @@
-"""From raw batches to batches on the devices: generators that a prefetch thread or the consumer runs."""
+"""Prepares batches for the devices, in generators that a prefetch thread or the consumer runs, and iterates over them."""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jdist.data.batching import BatchLayout, Partial, fit, plan_layout, stack
-from jdist.data.mask import remember_real_rows
+from jdist.data.batching import (
+    BatchLayout,
+    Partial,
+    fit,
+    hand_on_real_rows,
+    plan_layout,
+    remember_real_rows,
+    stack,
+)
+from jdist.data.prefetch import Prefetcher
 from jdist.data.process_shard import LocalRows, ProcessShard
+from jdist.errors import DatasetError
+from jdist.support.tracebacks import hide_own_frames
 
 PyTree = Any
 Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
@@ -19,8 +30,8 @@ NumberedPart = tuple[int, LocalRows]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `distributed_dataset` was asked for; see there."""
+class PipelineOptions:
+    """Arguments of `distributed_dataset`; see there."""
 
     num_replicas: int
     place: Callable[[PyTree], PyTree] | None
@@ -34,16 +45,14 @@ class Options:
 
 
 def learn_layout(
-    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: Options
+    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: PipelineOptions
 ) -> tuple[BatchLayout, Iterator[NumberedPart | None]] | None:
-    """The layout that the first batch with rows settles, and the batches from that one on; None: no such."""
+    """Learns the layout from the first batch with rows; gives it, and the batches from that one on, or None without one."""
     for position, part in filter(None, numbered):
-        if (found := sum(part.sizes)) > 0:
+        if (rows := sum(part.sizes)) > 0:
             layout = plan_layout(
                 part.batch,
-                full=part.full
-                or full()
-                or options.share.sizes(found),  # some sources know it from their first batch on
+                full=part.full or full() or options.share.sizes(rows),  # some know it from their first batch on
                 num_replicas=options.num_replicas,
                 partial=options.partial,
                 with_mask=options.with_mask,
@@ -54,22 +63,21 @@ def learn_layout(
 
 
 def prepare(
-    numbered: Iterator[NumberedPart | None], *, layout: BatchLayout, options: Options
+    numbered: Iterator[NumberedPart | None], *, layout: BatchLayout, options: PipelineOptions
 ) -> Iterator[Numbered | None]:
-    """Batches fitted, stacked `steps_per_call` at a time and placed, with the position after each.
+    """Fits batches, stacks them `steps_per_call` at a time and places them; gives each with the position after it.
 
-    None comes where it stopped waiting for other processes; the next one goes on.
-
-    Holds the source and nothing of its consumer, so that a thread that runs it keeps no consumer alive.
+    None comes where it stopped waiting for other processes; the next one goes on. It holds nothing of its consumer, so that
+    a thread that runs it keeps no consumer alive.
     """
     group: list[PyTree] = []
     position, sizes = 0, (0,)
     # `fit` copies before the source is asked again, which may refill the same memory.
-    for one in numbered:
-        if one is None:
+    for numbered_part in numbered:
+        if numbered_part is None:
             yield None
             continue
-        position, part = one
+        position, part = numbered_part
         fitted = fit(layout, part, copy=options.copy)
         if fitted is None:
             continue
@@ -82,10 +90,102 @@ def prepare(
         yield position, _place(group, sizes, options)
 
 
-def _place(group: list[PyTree], sizes: tuple[int, ...], options: Options) -> PyTree:
+def _place(group: list[PyTree], sizes: tuple[int, ...], options: PipelineOptions) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
     rows = jax.tree.leaves(group[0])[0].shape[0]
     batch = batch if options.place is None else options.place(batch)
     if options.steps_per_call == 1:  # of several steps a call returns no rows, so nobody asks
         remember_real_rows(batch, sizes, rows)
     return batch
+
+
+def skip_batches(numbered: Iterator[NumberedPart | None], count: int, kind: str) -> Iterator[NumberedPart | None]:
+    """Leaves out the first batches of a plain iterable."""
+    position = 0
+    for numbered_part in numbered:
+        if numbered_part is None:
+            yield None
+            continue
+        position, _ = numbered_part
+        if position > count:
+            yield numbered_part
+    if position < count:
+        raise DatasetError(
+            f"the {kind} ended after {position:,} batches, but {count:,} of this pass were trained on before. To go on, it has "
+            "to give the same batches in the same order as then; or begin anew, in another folder."
+        )
+
+
+class DatasetIterator(Iterator[PyTree]):
+    """One pass over a `DistributedDataset`, which it calls with the position after each batch that it hands out.
+
+    Its prefetch thread ends when the pass does, is closed, or is dropped.
+
+    Args:
+        batches: prepared batches with the position after each, from a prefetch thread or made when asked for.
+        hand_over: maps each batch when the consumer takes it; None: batches are handed out as they are.
+        handed: called with the position after each batch that the consumer receives.
+        came_to_end: called with the number of batches handed out, when there are no more.
+        close: what `close` calls while the pass is under way.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Numbered],
+        *,
+        hand_over: Callable[[PyTree], PyTree] | None = None,
+        handed: Callable[[int], None],
+        came_to_end: Callable[[int], None],
+        close: Callable[[], None],
+    ):
+        self._batches = batches
+        self._hand_over = hand_over
+        self._handed = handed
+        self._came_to_end = came_to_end
+        self._close = close
+        self._count = 0
+        self._done = False
+        self._reason: str | None = None
+        if isinstance(batches, Prefetcher):
+            # At exit prefetch.py itself closes what still runs.
+            weakref.finalize(self, batches.abandon).atexit = False
+
+    def __next__(self) -> PyTree:
+        if self._reason is not None:
+            raise DatasetError(
+                f"this iteration is over: {self._reason}. A dataset has one position, so one loop at a time; "
+                "for a second loop beside it call `distribute_dataset` again"
+            )
+        if self._done:
+            raise StopIteration
+        try:
+            position, batch = next(self._batches)
+            if self._hand_over is not None:
+                prepared, batch = batch, self._hand_over(batch)
+                hand_on_real_rows(prepared, batch)
+        except StopIteration:
+            if not self._done:  # else another thread has closed this pass meanwhile
+                self._done = True
+                self._came_to_end(self._count)
+            raise
+        except BaseException as exc:
+            # An interrupt too: the position is that of the batch handed out last, and `iter` goes on there.
+            self._done = True
+            if isinstance(self._batches, Prefetcher):
+                self._batches.abandon()
+            if isinstance(exc, Exception):
+                hide_own_frames(exc)
+            raise
+        self._count += 1
+        self._handed(position)
+        return batch
+
+    def close(self) -> None:
+        """Ends the pass; waits at most 2 s for its thread. The dataset's position stays."""
+        if not self._done:
+            self._close()
+
+    def end(self, reason: str | None) -> None:
+        """Ends the pass without touching its thread; a `reason` is raised to whoever goes on with it."""
+        if not self._done:
+            self._done, self._reason = True, reason

@@ -1,4 +1,4 @@
-"""A thread that makes items ahead of their consumer, and that goes away when the consumer does."""
+"""Runs an iterator ahead of its consumer, in a thread that ends with the consumer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _RECHECK_S = 0.2
 
 
 class Stop:
-    """Whether whoever makes items is to stop; a plain attribute, so that the garbage collector may set it."""
+    """A request to stop making items; a plain attribute, so that the garbage collector may set it."""
 
     asked = False
 
 
 class PushBack(Iterator[T]):
-    """An iterator that takes items back, and gives them out again before the next of its own."""
+    """An iterator that takes items back, and gives them out again before new ones."""
 
     def __init__(self, items: Iterator[T]):
         self._items = items
@@ -65,8 +65,8 @@ class PushBack(Iterator[T]):
 class Prefetcher(Iterator[T]):
     """Runs an iterator in a background thread, at most `depth` items ahead of the consumer.
 
-    The thread holds the iterator and this object, never the consumer: whoever consumes arranges that
-    `close` or `abandon` is called when the consumer goes away.
+    The thread holds the iterator and this object, never the consumer, which has `close` or `abandon` called when it
+    goes away.
 
     Args:
         items: what to run; only the thread calls it, until the thread has ended.
@@ -94,7 +94,7 @@ class Prefetcher(Iterator[T]):
         return self._thread.is_alive()
 
     def __next__(self) -> T:
-        """The next item, as soon as it is there.
+        """Waits for the next item.
 
         Raises:
             StopIteration: the iterator has ended, or this prefetcher was stopped.
@@ -170,9 +170,8 @@ class Prefetcher(Iterator[T]):
         else:
             self._end(None)
         finally:
-            self._stop = (
-                Stop()
-            )  # the next one that runs the same iterator may have the other by the time this is abandoned
+            # Another prefetcher of the same iterator may have the old one by the time this is abandoned.
+            self._stop = Stop()
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:

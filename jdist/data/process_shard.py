@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process feeds to its replicas."""
+"""Selects the rows of a global batch that a process feeds to its replicas."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ProcessShard:
     index: int = 0
     count: int = 1
 
-    def sizes(self, found: int) -> tuple[int, ...]:
-        """How many of `found` rows each process has."""
-        least, more = divmod(found, self.count)
+    def sizes(self, num_rows: int) -> tuple[int, ...]:
+        """Counts the rows of each process."""
+        least, more = divmod(num_rows, self.count)
         return tuple(least + (i < more) for i in range(self.count))
 
-    def rows(self, found: int) -> tuple[int, int]:
-        """The first of this process's rows among `found`, and the one behind its last."""
-        sizes = self.sizes(found)
+    def rows(self, num_rows: int) -> tuple[int, int]:
+        """Gives the first of this process's rows, and the one behind its last."""
+        sizes = self.sizes(num_rows)
         start = sum(sizes[: self.index])
         return start, start + sizes[self.index]
 
@@ -61,39 +61,39 @@ class LocalRows(NamedTuple):
 
 
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
-    """This process's part of a global batch that it has read whole.
+    """Takes this process's part of a global batch that it has read whole.
 
     Args:
-        batch: leaves [found, ...].
+        batch: leaves [rows of the batch, ...].
         share: which part.
         rows: rows of every batch as the replicas of all processes receive it.
     """
     batch = to_numpy(batch)
-    found = count_rows(batch)
-    if share.count == 1 or found == 0:
-        return LocalRows(batch, share.sizes(found))
-    taken = _taken(found, share, rows)
-    return LocalRows(jax.tree.map(lambda leaf: leaf[taken], batch), share.sizes(found))
+    num_rows = count_rows(batch)
+    if share.count == 1 or num_rows == 0:
+        return LocalRows(batch, share.sizes(num_rows))
+    selected = _select(num_rows, share, rows)
+    return LocalRows(jax.tree.map(lambda leaf: leaf[selected], batch), share.sizes(num_rows))
 
 
 def read_part(source: RandomAccessSource, step: int, share: ProcessShard, rows: int) -> LocalRows:
-    """As `part_of`, of batch number `step` of a source; of arrays nothing else is read."""
+    """Reads this process's part of batch number `step`; of arrays nothing else is read. See `part_of`."""
     if share.count == 1 or not isinstance(source, ArraySource):
         return part_of(source.batch_at(step), share, rows)
-    found = source.rows_of(step)
-    return LocalRows(source.batch_at(step, _taken(found, share, rows)), share.sizes(found))
+    num_rows = source.rows_of(step)
+    return LocalRows(source.batch_at(step, _select(num_rows, share, rows)), share.sizes(num_rows))
 
 
-def _taken(found: int, share: ProcessShard, rows: int) -> slice | np.ndarray:
-    """Which of `found` rows this process takes: its own, and those which fill its part up.
+def _select(num_rows: int, share: ProcessShard, rows: int) -> slice | np.ndarray:
+    """Selects this process's rows among those of a batch, and the rows that fill its part up.
 
-    All processes together fill up with the rows that one process would, the first ones in turn: so statistics of a
-    batch, which see them, do not depend on the number of processes.
+    All processes together fill up with the rows that one process would, the first ones in turn, so that statistics of a
+    batch do not depend on the number of processes.
     """
-    own, sizes = rows // share.count, share.sizes(found)
-    start, stop = share.rows(found)
-    before = sum(own - size for size in sizes[: share.index])
-    filling = own - sizes[share.index]
+    each, sizes = rows // share.count, share.sizes(num_rows)
+    start, stop = share.rows(num_rows)
+    before = sum(each - size for size in sizes[: share.index])
+    filling = each - sizes[share.index]
     if filling <= 0:
         return slice(start, stop)
-    return np.concatenate([np.arange(start, stop), np.arange(before, before + filling) % found])
+    return np.concatenate([np.arange(start, stop), np.arange(before, before + filling) % num_rows])

@@ -1,4 +1,4 @@
-"""How a process reads a dataset's source: global batches of which it keeps its rows, or batches that are its rows."""
+"""Reads a dataset's source in a process: global batches, of which it keeps its rows, or batches of its rows alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 from jdist.data.batching import padded_rows
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.lockstep import OwnBatches, agreed, alike
-from jdist.data.peers import Peers, check_alike
+from jdist.data.lockstep import LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
 from jdist.data.prefetch import Stop
 from jdist.data.process_shard import LocalRows, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
@@ -40,12 +39,15 @@ class GlobalReader:
     """
 
     def __init__(self, source: Source, share: ProcessShard, num_replicas: int, peers: Peers | None = None):
-        self.source, self._share, self._num_replicas, self._peers = source, share, num_replicas, peers
+        self.source = source
+        self._share = share
+        self._num_replicas = num_replicas
+        self._peers = peers
         self._passes = itertools.count()
 
     @property
     def facts(self) -> Resumable | None:
-        """What a position is about; None: there are no positions to go to."""
+        """The source that positions count in; None: it has no positions."""
         return self.source if isinstance(self.source, RandomAccessSource) else None
 
     @property
@@ -55,11 +57,11 @@ class GlobalReader:
         return None if rows is None else self._share.sizes(rows)
 
     def look(self) -> Iterator[NumberedPart | None]:
-        """Parts from the beginning, as far as this process can tell without the others; of a random-access source."""
+        """Reads parts of a random-access source from the beginning, without asking other processes."""
         return self.parts(0, Stop())
 
     def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
-        """This process's parts of the batches from `start` on, with the position after each.
+        """Reads this process's parts of the batches from `start` on, with the position after each.
 
         Args:
             start: a position; 0 for an iterable.
@@ -70,9 +72,9 @@ class GlobalReader:
         batches = _numpys(self.source)
         if self._peers is None:
             return self._of_iterable(batches)
-        line = self._peers.line(f"pass {next(self._passes)}", stop)
-        parts = self._of_iterable(alike(batches, line, bounded=self._peers.bounded))
-        weakref.finalize(parts, line.leave).atexit = False  # by itself it leaves only if it was begun
+        channel = self._peers.channel(f"pass {next(self._passes)}", stop)
+        parts = self._of_iterable(batches_in_step(batches, channel, bounded=self._peers.bounded))
+        weakref.finalize(parts, channel.leave).atexit = False  # by itself it leaves only if it was begun
         return parts
 
     def _from(self, source: Any, start: int) -> Iterator[NumberedPart]:
@@ -85,14 +87,14 @@ class GlobalReader:
             if batch is None:
                 yield None
                 continue
-            if full is None and (found := count_rows(batch)):
-                full = self._share.sizes(found)
+            if full is None and (rows := count_rows(batch)):
+                full = self._share.sizes(rows)
             number += 1
             yield number, part_of(batch, self._share, padded_rows(full or (0,), num_replicas=self._num_replicas))
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointReader:
+class JointSource:
     """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
 
     num_steps: int | None
@@ -106,37 +108,39 @@ class LocalReader:
     Args:
         source: of this process's rows.
         peers: the processes.
-        said: what each process has said of its source, as `_describe` does.
+        descriptions: each process's `_describe` of its source.
     """
 
-    def __init__(self, source: Source, peers: Peers, said: list[dict[str, Any]]):
-        self.source, self._peers = source, peers
+    def __init__(self, source: Source, peers: Peers, descriptions: list[dict[str, Any]]):
+        self.source = source
+        self._peers = peers
         self._passes = itertools.count()
         self.facts, self.full = None, None
         if isinstance(source, RandomAccessSource):
-            self.full = tuple(one["full"] for one in said)
-            steps = [one["steps"] for one in said]
-            parts = [f"processes={len(said)}"]
-            parts += [f"process_{i}.{part}" for i, one in enumerate(said) for part in one["fingerprint"].split()]
-            self.facts = JointReader(
+            self.full = tuple(each["full"] for each in descriptions)
+            steps = [each["steps"] for each in descriptions]
+            parts = [f"processes={len(descriptions)}"]
+            for i, each in enumerate(descriptions):
+                parts += [f"process_{i}.{part}" for part in each["fingerprint"].split()]
+            self.facts = JointSource(
                 num_steps=None if None in steps else max(steps),
                 global_batch=sum(self.full),
                 fingerprint=" ".join(parts),
             )
 
     def look(self) -> Iterator[NumberedPart | None]:
-        """As `GlobalReader.look`."""
+        """See `GlobalReader.look`."""
         assert isinstance(self.source, RandomAccessSource), "asked of those only"
         for number in steps_from(self.source, 0):
             batch = to_numpy(self.source.batch_at(number))
             yield number + 1, LocalRows(batch, (count_rows(batch),), self.full or ())
 
     def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
-        """As `GlobalReader.parts`; all processes ask for the same, in the same order."""
-        own = OwnBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
-        line = self._peers.line(f"pass {next(self._passes)}", stop)
-        parts = agreed(own, line, start=start, bounded=self._peers.bounded)
-        weakref.finalize(parts, line.leave).atexit = False  # by itself it leaves only if it was begun
+        """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
+        local = LocalBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
+        channel = self._peers.channel(f"pass {next(self._passes)}", stop)
+        parts = parts_in_step(local, channel, start=start, bounded=self._peers.bounded)
+        weakref.finalize(parts, channel.leave).atexit = False  # by itself it leaves only if it was begun
         return parts
 
     def _last(self) -> PyTree | None:
@@ -146,29 +150,22 @@ class LocalReader:
 
 
 def _numpys(source: Any) -> Iterator[PyTree]:
-    """The batches of an iterable, which is asked for the first one only then."""
+    """Converts the batches of an iterable, which is opened when the first one is asked for."""
     yield from map(to_numpy, source)
 
 
 def _batches(source: Source, start: int) -> Iterator[PyTree]:
-    """The batches of a source from a position on; of an iterable from the first one with rows on."""
+    """Reads the batches of a source from a position on; of an iterable from the first one with rows on."""
     if isinstance(source, RandomAccessSource):
         yield from map(source.batch_at, steps_from(source, start))
     else:
         yield from itertools.dropwhile(lambda batch: count_rows(to_numpy(batch)) == 0, source)
 
 
-def read_by(
+def make_reader(
     source: Source, *, share: ProcessShard, num_replicas: int, autoshard: Policy, peers: Peers | None
 ) -> GlobalReader | LocalReader:
-    """How this process reads a source.
-
-    Args:
-        source: what the user gave.
-        share: which process this is.
-        num_replicas: how many replicas all processes have.
-        autoshard: how the processes share the source, see `jdist.InputOptions`.
-        peers: the processes; None: they cannot tell each other anything.
+    """Makes this process's reader of a source; see `distributed_dataset` for the arguments.
 
     Raises:
         DatasetError: the source cannot be shared so, or the processes have different ones.
@@ -185,20 +182,22 @@ def read_by(
         return GlobalReader(source, share, num_replicas)
     if autoshard == "auto":
         autoshard = "file" if has_files_for(source, share.count) else "data"
-    own, said = peers.together(
+    local, descriptions = peers.together(
         "the source",
-        lambda: _own_files(source, share) if autoshard == "file" else source,
+        lambda: _local_files(source, share) if autoshard == "file" else source,
         lambda _: _describe(source, autoshard, peers),
     )
     check_alike(
-        [one["alike"] for one in said],
+        [each["alike"] for each in descriptions],
         "the sources of the processes",
         'Every process has to make the same; one that has a part of its own is fed by `autoshard="off"`',
     )
-    return GlobalReader(source, share, num_replicas, peers) if autoshard == "data" else LocalReader(own, peers, said)
+    if autoshard == "data":
+        return GlobalReader(source, share, num_replicas, peers)
+    return LocalReader(local, peers, descriptions)
 
 
-def _own_files(source: Source, share: ProcessShard) -> FileSource:
+def _local_files(source: Source, share: ProcessShard) -> FileSource:
     source = by_file(source, share.count, share.index, option="autoshard")
     below = source.global_batch // share.count * share.count
     if below != source.global_batch:
@@ -211,7 +210,7 @@ def _own_files(source: Source, share: ProcessShard) -> FileSource:
 
 
 def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]:
-    """What the other processes have to know of a source: what has to be the same on all, and what each adds."""
+    """Describes a source for the other processes: what has to be the same on all, and what each adds."""
     random_access = isinstance(source, RandomAccessSource)
     alike = {"the kind of source": "random-access" if random_access else "iterable"}
     if isinstance(source, FileSource) and autoshard != "off":
@@ -229,7 +228,6 @@ def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]
 
 
 def _full_rows(source: Source) -> int | None:
-    """Rows of a full batch, if the source tells; some know it from their first batch on."""
-    told = isinstance(source, RandomAccessSource | FileSource | ReplicaBatches)
-    rows = source.global_batch if told else None
+    """Counts the rows of a full batch, if the source knows; some do from their first batch on."""
+    rows = source.global_batch if isinstance(source, RandomAccessSource | FileSource | ReplicaBatches) else None
     return None if rows is None else int(rows)

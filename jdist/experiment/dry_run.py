@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jdist.cluster.runtime import alone
 from jdist.core.strategy import Strategy
-from jdist.data.distribute import distributed_dataset
+from jdist.data.dataset import distributed_dataset
 from jdist.errors import ConfigError
 from jdist.experiment.callbacks import check_watched_of_shapes, make_callbacks
 from jdist.experiment.config import Config

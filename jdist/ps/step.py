@@ -16,7 +16,7 @@ from jdist.core.static_leaves import pack, with_static_leaves
 from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
-from jdist.data.mask import real_rows
+from jdist.data.batching import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
 from jdist.ps.coordinator.dataset_pass import RemoteBatch
 from jdist.ps.coordinator.datasets import spread

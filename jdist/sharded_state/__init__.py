@@ -1,4 +1,4 @@
-"""A state that lies in parts on the hosts: what `central_storage` does.
+"""Steps over a state in parts in the hosts' memory: `central_storage`.
 
 Start at `operations`; `step` computes gradients on the devices and `update` applies them on the hosts, part by part.
 

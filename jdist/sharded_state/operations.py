@@ -1,4 +1,4 @@
-"""States in parts in host memory, and what a strategy with such states does: create, fetch, run, distribute."""
+"""Operations of a strategy whose states are in parts in host memory: init, fetch, run, distribute."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_host_memory(strategy: Strategy) -> None:
 
 
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
-    """`Strategy.init`: each host's part of every leaf computed where it stays."""
+    """Computes each host's part of every leaf where it stays: `Strategy.init`."""
     layout = Layout.of(strategy)
 
     def compute(create: Callable[[list[Any]], list[jax.Array]], arrays: list[Any], shapes: list[Any]) -> list[Any]:
@@ -43,14 +43,14 @@ def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]
             return [layout.store(x) if in_parts else x for x, in_parts in leaves]
 
         shardings = [layout.host if in_parts else layout.whole for in_parts in spread]
-        made = jax.jit(in_parts, out_shardings=shardings)(arrays)
-        return [HostSharded(x, s.shape) if part else x for x, s, part in zip(made, shapes, spread, strict=True)]
+        leaves = jax.jit(in_parts, out_shardings=shardings)(arrays)
+        return [HostSharded(x, s.shape) if part else x for x, s, part in zip(leaves, shapes, spread, strict=True)]
 
     return placement.init(strategy, fn, args, compute)
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
-    """A state as a step wants it: large leaves in parts, the rest whole, no buffer twice.
+    """Lays out a state for a step: large leaves in parts, the rest whole, no buffer twice.
 
     Raises:
         DonatedStateError: a leaf was consumed by an earlier call.
@@ -60,7 +60,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     layout = Layout.of(strategy)
     leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
     kept = [is_spread(x) and x.stored.sharding == layout.host for x in leaves]
-    # What lies elsewhere, a `HostSharded` of another strategy too, goes through the layout with a copy on every device.
+    # Other leaves, a `HostSharded` of another strategy too, go through the layout with a copy on every device.
     others = jax.tree.unflatten(
         treedef, [None if keep else to_host(x) if is_spread(x) else x for x, keep in zip(leaves, kept, strict=True)]
     )
@@ -81,20 +81,20 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
-    """`Strategy.fetch`: waits for the steps in flight, compares what replicas hold whole, joins the parts."""
+    """Waits for the steps in flight, compares what replicas hold whole, joins the parts: `Strategy.fetch`."""
     placement.check_in_parts(strategy, state)
     return unpack(map_leaves(to_host, user_states(pack(state))))
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """`Strategy.run`; a state among the arguments arrives whole."""
+    """Runs a function on the replicas, with states among its arguments whole: `Strategy.run`."""
     check_arguments_not_donated("strategy.run", args, kwargs)
     args, kwargs = map_leaves(lambda x: to_host(x) if is_spread(x) else x, (args, kwargs))
     return on_replicas.run(strategy, fn, args, kwargs)
 
 
 def distribute(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
-    """`Strategy.distribute`: gradients on the devices, the update on the hosts."""
+    """Makes a step of gradients on the devices and an update on the hosts: `Strategy.distribute`."""
     return DistributedStep(step, strategy, options, BACKEND)
 
 
@@ -104,13 +104,13 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
-    """Compares what replicas hold whole, and what they wrote without a reduction before each kept its part of it.
+    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction.
 
     Raises:
         ReplicaDivergenceError: names the leaves and the replicas that differ.
     """
     placement.compare_replicas(strategy, state)
-    hashes = results[3]
+    _, _, _, hashes = results
     if hashes:
         compare(np.stack([np.asarray(x) for x in hashes.values()], axis=1), list(hashes))
 

@@ -1,4 +1,4 @@
-"""A step over a state in host memory: parameters gathered on the devices, gradients summed by parts, updated on the hosts."""
+"""Runs a step over a state in host memory: gathers parameters on the devices, reduces gradients by parts, updates on hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
 from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.jaxpr.elementwise import prepared
 from jdist.jaxpr.split import Cut
-from jdist.sharded_state.update import Part, evaluate
+from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
 from jdist.step.loops import repeat
 from jdist.step.mesh_program import Program
@@ -30,7 +30,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _StepParts:
     """A step in its two parts, for arguments of known shapes.
 
     Attributes:
@@ -45,11 +45,11 @@ class _Planned:
 
 
 def make_program(spec: ProgramSpec) -> Program:
-    """The program of a step over a state in host memory; `Backend.make_program`."""
-    return Program(_CentralStep(spec).program, spec.donate, spec.turn)
+    """Makes the program of a step over a state in host memory: `Backend.make_program`."""
+    return Program(_HostStateStep(spec).program, spec.donate, spec.turn)
 
 
-class _CentralStep:
+class _HostStateStep:
     def __init__(self, spec: ProgramSpec):
         self.spec, self.strategy, self.options = spec, spec.strategy, spec.options
         self.layout = Layout.of(spec.strategy)
@@ -74,12 +74,12 @@ class _CentralStep:
         )
         return token, state, outputs, {path: x[-1] for path, x in hashes.items()}
 
-    def planned(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
-        """Traces the step as a replica sees it, and takes it apart."""
-        found: list[_Planned] = []
+    def planned(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _StepParts:
+        """Traces the step as a replica sees it, and splits it."""
+        traced: list[_StepParts] = []
 
         def trace(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
-            found.append(self.take_apart(token, state, batches, others))
+            traced.append(self.split(token, state, batches, others))
 
         whole, rows = PartitionSpec(), PartitionSpec(self.strategy.axes)
         mapped = jax.shard_map(
@@ -87,14 +87,14 @@ class _CentralStep:
         )
         state = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         jax.eval_shape(mapped, token, state, batches, others)
-        return found[0]
+        return traced[0]
 
-    def take_apart(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _Planned:
+    def split(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> _StepParts:
         options = self.options
-        seen: list[FiniteFlags] = []
+        all_flags: list[FiniteFlags] = []
         plan = make_plan(
             self.strategy,
-            self.spec.splittable(seen),
+            self.spec.splittable(all_flags),
             options.accumulate,
             state,
             batches,
@@ -106,10 +106,10 @@ class _CentralStep:
 
         def gradients(state: PyTree, batches: PyTree, others: PyTree) -> Any:
             with tracing(ReplicaTrace(self.strategy)):
-                made = gradient_part(plan, state, batches, others, all_reduced(self.strategy))
-            return made.combined, made.carried
+                part = gradient_part(plan, state, batches, others, all_reduced(self.strategy))
+            return part.combined, part.carried
 
-        flags = seen[-1]
+        flags = all_flags[-1]
         num_outputs = len(plan.kinds) - len(flags.names)
 
         def run(state: PyTree, others: PyTree, combined: list[jax.Array], carried: list[jax.Array]) -> Any:
@@ -129,10 +129,10 @@ class _CentralStep:
         combined, carried = jax.eval_shape(gradients, state, batches, others)
         arguments = token, state, others, combined, carried
         closed, results = jax.make_jaxpr(update, return_shape=True)(*arguments)
-        return _Planned(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
+        return _StepParts(plan, prepared(closed, jax.tree.leaves(arguments), self.strategy.num_replicas), results)
 
-    def once(self, planned: _Planned, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """One optimiser step, seen from outside of the replicas.
+    def once(self, planned: _StepParts, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
+        """Runs one optimiser step, seen from outside of the replicas.
 
         Returns:
             `(token, state, outputs, hashes)`; the hashes are of what each replica wrote to leaves in parts without a
@@ -140,7 +140,7 @@ class _CentralStep:
         """
         cuts, carried, early, hashes = self.gradients(planned.gradients, state, batches, others)
         leaves, treedef = jax.tree.flatten(state, is_leaf=is_spread)
-        values = [Part(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
+        values = [ShardedArray(x.stored, x.shape, on_host=True) if is_spread(x) else x for x in leaves]
         arguments = [token, *values, *jax.tree.leaves(others), *cuts, *carried]
         shapes = jax.tree.leaves(planned.results)
         kept = [1 <= i <= len(leaves) and self.layout.is_spread(s.shape, s.dtype) for i, s in enumerate(shapes)]
@@ -157,13 +157,14 @@ class _CentralStep:
         late = jax.tree.unflatten(jax.tree.structure(planned.results[2]), results[1 + len(leaves) :])
         outputs = self.outputs(planned.gradients, early, late)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_spread)]
-        found = {paths[i]: x for i, x in zip((c.leaf for c in planned.gradients.parts.carried), hashes, strict=False)}
+        carried_leaves = [cut.leaf for cut in planned.gradients.parts.carried]
+        hashes_by_path = {paths[i]: x for i, x in zip(carried_leaves, hashes, strict=False)}
         if self.options.check_replicas:
-            found |= {paths[i - 1]: x for i, x in late_hashes.items()}
-        return results[0], new_state, outputs, found
+            hashes_by_path |= {paths[i - 1]: x for i, x in late_hashes.items()}
+        return results[0], new_state, outputs, hashes_by_path
 
     def gradients(self, plan: Plan, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        """The gradient part on all replicas.
+        """Runs the gradient part on all replicas.
 
         Returns:
             `(cuts, carried, outputs, hashes of carried)`; the first two in parts where they are large.
@@ -173,7 +174,8 @@ class _CentralStep:
         read = {i: x for i, x in enumerate(leaves) if is_spread(x) and i in plan.parts.read}
         copies = {i: jax.device_put(x.stored, layout.device) for i, x in read.items()}
         whole = {i: x for i, x in enumerate(leaves) if not is_spread(x)}
-        shapes: list[list[tuple[int, ...]]] = []
+        cut_shapes = [shape.shape for cut in plan.parts.cuts for shape in cut.shapes]
+        carried_shapes: list[tuple[int, ...]] = []  # known once the body is traced
 
         def body(copies: Any, whole: Any, batches: PyTree, others: PyTree) -> Any:
             def value(i: int, x: Any) -> jax.Array:
@@ -184,13 +186,11 @@ class _CentralStep:
                 return layout.restore(jax.lax.all_gather(copies[i], axes, tiled=True), x.shape)
 
             now = jax.tree.unflatten(treedef, [value(i, x) for i, x in enumerate(leaves)])
-            shapes[:] = [[], []]
-
             whole_reduced = all_reduced(self.strategy)
             in_place: list[bool] = []
 
             def combine(cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
-                """Each replica receives its part of what the update part alone reads."""
+                """Gives each replica its part of gradients that the update part alone reads."""
                 scatters = [
                     cut.collective.kind == "gradient" and not cut.is_read_again and cut.collective.op in ("sum", "mean")
                     for cut in cuts
@@ -204,22 +204,19 @@ class _CentralStep:
                 ]
 
             with tracing(ReplicaTrace(self.strategy)):
-                made = gradient_part(plan, now, batches, others, combine)
-            shapes[0].extend(shape.shape for cut in plan.parts.cuts for shape in cut.shapes)
-            shapes[1].extend(x.shape for x in made.carried)
-            combined = [x if done else self.own_part(x) for x, done in zip(made.combined, in_place, strict=True)]
-            outputs = made.outputs
-            by_kind = [
-                {i: x for i, x in enumerate(outputs) if x is not None and (plan.kinds[i] in (LOCAL, ROWS)) == own}
-                for own in (False, True)
-            ]
-            # Once each replica has kept its part, nobody can tell any more whether they all had the same.
-            hashes = [hash_leaf(x)[None] for x in made.carried] if self.options.check_replicas else []
-            carried = [self.own_part(x) for x in made.carried]
-            return *self.sorted(combined, shapes[0]), *self.sorted(carried, shapes[1]), *by_kind, hashes
+                part = gradient_part(plan, now, batches, others, combine)
+            carried_shapes[:] = [x.shape for x in part.carried]
+            combined = [x if done else self.local_part(x) for x, done in zip(part.combined, in_place, strict=True)]
+            outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}
+            varying = {i: x for i, x in outputs.items() if plan.kinds[i] in (LOCAL, ROWS)}
+            shared = {i: x for i, x in outputs.items() if i not in varying}
+            # Afterwards, with a part on each replica, a difference between them cannot be found.
+            hashes = [hash_leaf(x)[None] for x in part.carried] if self.options.check_replicas else []
+            carried = [self.local_part(x) for x in part.carried]
+            return *self.sorted(combined, cut_shapes), *self.sorted(carried, carried_shapes), shared, varying, hashes
 
         same, parts = PartitionSpec(), PartitionSpec(axes)
-        cut_parts, cuts, carried_parts, carried, shared, own, hashes = jax.shard_map(
+        cut_parts, cuts, carried_parts, carried, shared, varying, hashes = jax.shard_map(
             body,
             mesh=self.strategy.mesh,
             in_specs=(parts, same, parts, same),
@@ -230,26 +227,26 @@ class _CentralStep:
         def joined(
             parts: dict[int, jax.Array], whole: dict[int, jax.Array], shapes: list[tuple[int, ...]]
         ) -> list[Any]:
-            return [Part(parts[i], s, on_host=False) if i in parts else whole[i] for i, s in enumerate(shapes)]
+            return [ShardedArray(parts[i], s, on_host=False) if i in parts else whole[i] for i, s in enumerate(shapes)]
 
-        outputs = {**shared, **own}
+        outputs = {**shared, **varying}
         return (
-            joined(cut_parts, cuts, shapes[0]),
-            joined(carried_parts, carried, shapes[1]),
+            joined(cut_parts, cuts, cut_shapes),
+            joined(carried_parts, carried, carried_shapes),
             [outputs.get(i) for i in range(len(plan.kinds))],
             hashes,
         )
 
     def scattered(self, x: jax.Array, op: str) -> jax.Array:
-        """The sum or mean over the replicas of a gradient; of a large one each replica receives a part."""
+        """Sums or averages a gradient over the replicas; of a large one each replica receives its part."""
         if self.layout.is_spread(x.shape, x.dtype):
             total = jax.lax.psum_scatter(self.layout.store(x), self.strategy.axes, tiled=True)
         else:
             total = jax.lax.psum(x, self.strategy.axes)
         return total / self.strategy.num_replicas if op == "mean" else total
 
-    def own_part(self, x: jax.Array) -> jax.Array:
-        """This replica's part of an array that all hold."""
+    def local_part(self, x: jax.Array) -> jax.Array:
+        """Takes this replica's part of an array that all hold."""
         if not self.layout.is_spread(x.shape, x.dtype):
             return x
         stored = self.layout.store(x)
@@ -257,13 +254,13 @@ class _CentralStep:
         return jax.lax.dynamic_slice_in_dim(stored, jax.lax.axis_index(self.strategy.axes) * rows, rows)
 
     def sorted(self, values: list[jax.Array], shapes: list[tuple[int, ...]]) -> tuple[Any, Any]:
-        """Values by place: those in parts, and those that all replicas hold."""
+        """Sorts values by their place: those in parts, and those that all replicas hold."""
         in_parts = {i for i, (x, s) in enumerate(zip(values, shapes, strict=True)) if self.layout.is_spread(s, x.dtype)}
         parts, whole = ({i: x for i, x in enumerate(values) if (i in in_parts) == part} for part in (True, False))
         return parts, whole
 
     def outputs(self, plan: Plan, early: list[Any], late: list[Any]) -> tuple[PyTree, ...]:
-        """The step's outputs as they leave the mesh: `late` those that waited for the update, `early` the others."""
+        """Merges the step's outputs: `late` those that waited for the update, `early` the others."""
         num_flags = len(plan.kinds) - len(late)
         leaves = [before if after is None else after for before, after in zip(early, late, strict=False)]
         *outputs, _ = jax.tree.unflatten(plan.parts.outputs_treedef, [*leaves, *[None] * num_flags])

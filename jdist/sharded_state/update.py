@@ -1,4 +1,4 @@
-"""The update part of a step on arrays in parts: on the hosts what is elementwise, on the devices the rest.
+"""Evaluates the update part of a step on sharded arrays: on the hosts what is elementwise, on the devices the rest.
 
 Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
 every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a
@@ -39,8 +39,14 @@ _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
 @dataclass(frozen=True)
-class Part:
-    """An array in parts, stored as a `HostSharded` is, on the host or on the device; None until the host has computed it."""
+class ShardedArray:
+    """An array of which each replica stores its rows, as those of a `HostSharded`.
+
+    Attributes:
+        stored: the rows; None until the host has computed them.
+        shape: the array's shape.
+        on_host: whether it is in host memory, or on the devices.
+    """
 
     stored: jax.Array | None
     shape: tuple[int, ...]
@@ -69,20 +75,20 @@ def evaluate(
         strategy: whose replicas and axes.
         layout: where parts are.
         closed: what `prepared` returned.
-        arguments: arrays that every device holds whole, and `Part`s.
+        arguments: arrays that every device holds whole, and `ShardedArray`s.
         kept: which results are wanted in parts.
         kinds: of each result how it comes together from the replicas, as in `results`; None: it is the same on all.
 
     Returns:
         `(results, hashes)`. Results that are `kept` are stored in host memory, the others whole on the devices, with a
         leading axis of replicas where their kind is LOCAL. The hashes, uint32 [replicas] by a result's place, are of
-        what replicas may each have their own of although it is kept in parts.
+        results that are kept in parts although they may vary among the replicas.
     """
     return _Evaluation(strategy, layout, closed).run(arguments, kept, kinds or [None] * len(kept))
 
 
 class _Evaluation:
-    """One evaluation. What the hosts are to compute waits until a device needs it, so that they compute it in one go."""
+    """One evaluation. Equations for the hosts wait until a device needs a result, so that they are computed in one go."""
 
     def __init__(self, strategy: Strategy, layout: Layout, closed: Any):
         self.strategy, self.layout, self.closed = strategy, layout, closed
@@ -93,13 +99,15 @@ class _Evaluation:
         self.waiting: list[Any] = []  # equations for the hosts
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
-        self.own = graph.varying(closed, ())
-        # Whole: what equations read whose results each replica has its own of.
-        self.read_by_own: dict[Any, jax.Array] = {}
+        self.varying = graph.varying(closed, ())
+        # Whole operands of equations whose results vary among the replicas.
+        self.read_by_varying: dict[Any, jax.Array] = {}
 
     def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[str | None]) -> Any:
         self.known = graph.values_at_start(self.closed, arguments)
-        self.known.update({v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | Part)})
+        self.known.update(
+            {v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | ShardedArray)}
+        )
         for number, eqn in enumerate(self.equations):
             self.done = number
             if self.is_of_replicas(eqn):
@@ -112,31 +120,33 @@ class _Evaluation:
             self.kept(v) if keep else self.wanted(v, kind)
             for v, keep, kind in zip(self.results, kept, kinds, strict=True)
         ]
-        # As each replica keeps a part of its own version, nobody could tell afterwards that they were not the same.
-        places = {i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and self.is_own(v)}
+        # Afterwards, with a part of each replica's version, no difference between the versions can be found.
+        places = {
+            i: v for i, (v, keep) in enumerate(zip(self.results, kept, strict=True)) if keep and self.is_varying(v)
+        }
         rows = PartitionSpec(self.strategy.axes)
         hashes = self.by_replicas(list(places.values()), rows, change=lambda x: hash_leaf(x)[None]) if places else {}
         return results, {i: hashes[v] for i, v in places.items()}
 
-    def is_own(self, v: Any) -> bool:
-        """Whether each replica has its own of a value; a constant is no variable."""
-        return not graph.is_literal(v) and v in self.own
+    def is_varying(self, v: Any) -> bool:
+        """Whether a value varies among the replicas; a literal does not."""
+        return not graph.is_literal(v) and v in self.varying
 
     def is_of_replicas(self, eqn: Any) -> bool:
-        """Whether replicas compute an equation by themselves, as it makes or reads what each has its own of.
+        """Whether replicas compute an equation by themselves, as a result or an operand varies among them.
 
-        They do so, from the beginning, where it gives them all the same or has an effect.
+        Equations with effects, and with results that do not vary, are computed at once.
         """
-        makes_own = any(map(self.is_own, eqn.outvars))
-        if not makes_own and not any(map(self.is_own, eqn.invars)):
+        makes_varying = any(map(self.is_varying, eqn.outvars))
+        if not makes_varying and not any(map(self.is_varying, eqn.invars)):
             return False
         for v in eqn.invars:
-            if not graph.is_literal(v) and not self.is_own(v) and v not in self.read_by_own:
-                self.read_by_own[v] = self.whole(v, self.value(v))
+            if not graph.is_literal(v) and not self.is_varying(v) and v not in self.read_by_varying:
+                self.read_by_varying[v] = self.whole(v, self.value(v))
         effects = [effect for effect in self.effects if effect is eqn]
-        if effects or not makes_own:
+        if effects or not makes_varying:
             results = self.by_replicas(eqn.outvars, PartitionSpec(), effects)
-            (self.read_by_own if makes_own else self.known).update(results)
+            (self.read_by_varying if makes_varying else self.known).update(results)
         return True
 
     def by_replicas(
@@ -148,7 +158,7 @@ class _Evaluation:
     ) -> Any:
         """Variables as each replica computes them, and `change`s them, by variable."""
         wanted = [v for v in wanted if not graph.is_dropped(v)]
-        piece = graph.subfunction(self.closed, list(self.read_by_own), wanted, effects)
+        piece = graph.subfunction(self.closed, list(self.read_by_varying), wanted, effects)
         mapped = jax.shard_map(
             lambda values: [change(x) for x in piece(values)],
             mesh=self.strategy.mesh,
@@ -156,15 +166,15 @@ class _Evaluation:
             out_specs=spec,
             check_vma=False,
         )
-        return dict(zip(wanted, mapped(list(self.read_by_own.values())), strict=True))
+        return dict(zip(wanted, mapped(list(self.read_by_varying.values())), strict=True))
 
     def value(self, v: Any) -> Any:
         # A constant remembers the mesh that it was traced under, whose axes are bound no more.
         return np.asarray(v.val) if graph.is_literal(v) else self.known[v]
 
     def kept(self, v: Any) -> jax.Array:
-        x = self.by_replicas([v], PartitionSpec())[v] if self.is_own(v) else self.value(v)
-        if isinstance(x, Part) and x.on_host:
+        x = self.by_replicas([v], PartitionSpec())[v] if self.is_varying(v) else self.value(v)
+        if isinstance(x, ShardedArray) and x.on_host:
             assert x.stored is not None  # nothing waits any more
             return x.stored
         if isinstance(x, Filled):
@@ -173,17 +183,21 @@ class _Evaluation:
 
     def wanted(self, v: Any, kind: str | None) -> jax.Array:
         n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
-        if self.is_own(v) and kind is not None:
+        if self.is_varying(v) and kind is not None:
             x = self.by_replicas([v], rows, change=lambda x: x if kind == ROWS else x[None])[v]
             return x.mean(0) if kind == METRIC else x
-        x = self.by_replicas([v], PartitionSpec())[v] if self.is_own(v) else jnp.asarray(self.whole(v, self.value(v)))
+        x = (
+            self.by_replicas([v], PartitionSpec())[v]
+            if self.is_varying(v)
+            else jnp.asarray(self.whole(v, self.value(v)))
+        )
         if kind == LOCAL:
             return jnp.broadcast_to(x, (n, *x.shape))
         return jnp.concatenate([x] * n) if kind == ROWS else x
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        in_parts = [x for x in operands if isinstance(x, Part)]
+        in_parts = [x for x in operands if isinstance(x, ShardedArray)]
         filled = [x for x in operands if isinstance(x, Filled)]
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         if name == "optimization_barrier":
@@ -198,14 +212,16 @@ class _Evaluation:
             )
         in_order = name != "reshape" or eqn.params["dimensions"] is None
         if name in graph.RESHAPING and in_order and in_parts and self.is_stored_alike(in_parts[0].shape, shape):
-            return [self.wait(eqn, shape) if in_parts[0].on_host else Part(in_parts[0].stored, shape, on_host=False)]
+            return [
+                self.wait(eqn, shape) if in_parts[0].on_host else ShardedArray(in_parts[0].stored, shape, on_host=False)
+            ]
         # JAX 0.12 stretches axes of size 1 in elementwise operations.
         fits = all(getattr(x, "shape", ()) in ((), shape) for x in operands)
         if name in ELEMENTWISE and in_parts and fits:
             if any(x.on_host for x in in_parts):
                 return [self.wait(eqn, shape)]
             inputs = [self.device_operand(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
-            return [Part(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
+            return [ShardedArray(apply_stored(eqn, inputs, self.layout.stored_shape(shape)), shape, on_host=False)]
         if name in ELEMENTWISE and filled and all(isinstance(x, Filled) or not jnp.ndim(x) for x in operands):
             values = [x.value if isinstance(x, Filled) else x for x in operands]
             return [Filled(bind(eqn, values), shape)]
@@ -238,15 +254,15 @@ class _Evaluation:
         return mapped(*operands)
 
     def whole(self, v: Any, x: Any) -> Any:
-        if isinstance(x, Part):
+        if isinstance(x, ShardedArray):
             return self.layout.gather(self.device_operand(v, x), x.shape)
         return jnp.full(x.shape, x.value, v.aval.dtype) if isinstance(x, Filled) else x
 
     def device_operand(self, v: Any, x: Any) -> Any:
-        """An operand as the devices compute with it: stored, or a scalar."""
+        """Gives an operand as the devices compute with it: stored, or a scalar."""
         if isinstance(x, Filled):
             return x.value
-        if not isinstance(x, Part):
+        if not isinstance(x, ShardedArray):
             return self.in_parts(x) if jnp.ndim(x) else x
         if not x.on_host:
             return x.stored
@@ -259,16 +275,16 @@ class _Evaluation:
     def in_parts(self, x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(self.layout.store(x), self.layout.device)
 
-    def wait(self, eqn: Any, shape: tuple[int, ...]) -> Part:
+    def wait(self, eqn: Any, shape: tuple[int, ...]) -> ShardedArray:
         self.waiting.append(eqn)
-        return Part(None, shape, on_host=True)
+        return ShardedArray(None, shape, on_host=True)
 
     def flush(self) -> None:
-        """Lets the hosts compute what waits for them."""
+        """Has the hosts compute the waiting equations."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, []
-        made = {v for eqn in waiting for v in eqn.outvars}
+        computed = {v for eqn in waiting for v in eqn.outvars}
         later = {v for eqn in self.equations[self.done :] for v in eqn.invars if not graph.is_literal(v)}
         later.update(v for v in self.results if not graph.is_literal(v))
         wanted = [v for v in dict.fromkeys(v for eqn in waiting for v in eqn.outvars) if v in later]
@@ -277,7 +293,7 @@ class _Evaluation:
             (v if not graph.is_literal(v) else (number, i)): v
             for number, eqn in enumerate(waiting)
             for i, v in enumerate(eqn.invars)
-            if graph.is_literal(v) or v not in made
+            if graph.is_literal(v) or v not in computed
         }
 
         def run(operands: dict[Any, jax.Array]) -> list[jax.Array]:
@@ -294,15 +310,15 @@ class _Evaluation:
             out_memory_spaces=jax.memory.Space.Host,
         )
         for v, stored in zip(wanted, on_host(operands), strict=True):
-            self.known[v] = Part(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
+            self.known[v] = ShardedArray(stored, self.known[v].shape if v in self.known else v.aval.shape, on_host=True)
 
     def host_operand(self, v: Any) -> jax.Array:
-        """An operand as the hosts compute with it: stored, or a scalar."""
+        """Gives an operand as the hosts compute with it: stored, or a scalar."""
         if graph.is_literal(v):
             return jax.device_put(np.asarray(v.val), self.layout.whole_on_host)
         x = self.known[v]
-        if isinstance(x, Part) and x.on_host:
-            assert x.stored is not None  # whatever the hosts have not computed yet is computed by this very call
+        if isinstance(x, ShardedArray) and x.on_host:
+            assert x.stored is not None  # what the hosts have not computed yet is computed by this call
             return x.stored
         if v not in self.on_host:
             value = self.device_operand(v, x)

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
+from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
+from jdist.data.dataset import DistributedDataset, distributed_dataset
+from jdist.data.lockstep import Peers
 from jdist.data.options import FeedOptions, InputContext
-from jdist.data.peers import Peers
 from jdist.data.process_shard import ProcessShard
 from jdist.data.sources.replica_batches import from_function
 from jdist.data.sources.shards import Policy
@@ -33,7 +32,7 @@ def feed_batches(strategy: Strategy, source: Iterable[PyTree], options: FeedOpti
             "source of global batches. Use `strategy.distribute_datasets_from_function(fn, options)`, or leave it "
             'at "per_worker"'
         )
-    source = turned(source, options.batch_axis)
+    source = turn_source(source, options.batch_axis)
     return _onto_devices(strategy, source, options, _peers(strategy, share_of(strategy)), options.input.autoshard)
 
 
@@ -49,7 +48,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     n, share = strategy.num_replicas, share_of(strategy)
 
     def make_one(context: InputContext) -> Any:
-        return turned(fn(context), options.batch_axis)
+        return turn_source(fn(context), options.batch_axis)
 
     each = n // share.count if options.input.replication == "per_replica" else 1  # pipelines of a process
     contexts = [

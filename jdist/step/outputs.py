@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.core.per_replica import PerReplica, is_per_replica
-from jdist.data.mask import real_rows
+from jdist.data.batching import real_rows
 from jdist.errors import StepError
 from jdist.step.options import StepOptions
 from jdist.step.signature import join_states, put_parts, split_states, take_parts

@@ -24,7 +24,7 @@ from jdist.core.host_sharded import is_spread, map_leaves
 from jdist.core.per_replica import is_per_replica
 from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
-from jdist.data.mask import filled_up, full_mask_place
+from jdist.data.batching import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError, StepError, VerificationError
 from jdist.reduction import psum
 from jdist.step import rounding, trace_causes

@@ -14,9 +14,8 @@ from jdist.cluster.spec import ClusterSpec
 from jdist.core.remote import RemoteTree, fetched
 from jdist.core.static_leaves import pack, unpack
 from jdist.core.strategy import Operations, Strategy
-from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
+from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
+from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.options import FeedOptions
 from jdist.errors import DatasetError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator
@@ -191,7 +190,7 @@ def _strategy(job: Session) -> Strategy:
             return turn_back(batch, batch_axis, lead=lead)[0]
 
         return distributed_dataset(
-            turned(source, batch_axis),
+            turn_source(source, batch_axis),
             num_replicas=job.options.gradients_per_update * job.on_worker.num_replicas,
             place=None if is_first(batch_axis) else turn,
             place_spec=None if is_first(batch_axis) else turn,

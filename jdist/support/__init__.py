@@ -1,7 +1,7 @@
-"""Small things that everything uses and that know nothing of jdist.
+"""Helpers for every room, which know nothing of jdist's concepts.
 
-`arrays` puts arrays on devices and reads them back, `suggest` finds near names, `checks` whole numbers; `tracebacks` hides
-jdist's own frames from a user's.
+`arrays` puts arrays on devices and reads them back, `suggest` finds the nearest name, `checks` validates numbers, `file_lock`
+locks files, `html` and `leaf_table` show values in notebooks, `tracebacks` hides jdist's frames from users.
 
 May import: errors.
 """

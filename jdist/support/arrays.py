@@ -1,4 +1,4 @@
-"""Arrays over the devices of several processes: put there from each process's own copy, and read back whole.
+"""Puts arrays on the devices of several processes, reads them back, and refuses donated ones.
 
 With one process these are `jax.device_put` and `np.array`.
 """
@@ -59,7 +59,7 @@ def check_arguments_not_donated(call: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def check_values_not_donated(call: str, values: list[tuple[str, Any]]) -> None:
-    """As `check_arguments_not_donated`, of values that have names."""
+    """Refuses named values of a call that hold such arrays; see `check_arguments_not_donated`."""
     for name, value in values:
         check_not_donated(value, f"{name} of {call}", _KEEP_A_COPY)
 
@@ -70,7 +70,7 @@ def is_key(x: Any) -> bool:
 
 
 def put(x: Any, sharding: Sharding | None) -> jax.Array:
-    """An array in a sharding; every process has the whole of it, and keeps what its devices take.
+    """Puts an array into a sharding; every process has the whole of it, and keeps what its devices take.
 
     Args:
         x: numpy array, number, key array or `jax.Array`, the same on every process; or an array that is spread over
@@ -91,12 +91,12 @@ def put(x: Any, sharding: Sharding | None) -> jax.Array:
 
 @functools.cache
 def resharded(sharding: Sharding) -> Callable[[Any], Any]:
-    """The compiled function that moves arrays of several processes; all of them have to call it."""
+    """Compiles the function that moves arrays of several processes; all of them have to call it."""
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.Array:
-    """An array of which every process has its own rows, those of its devices, in order.
+    """Puts an array of which every process has the rows of its devices, in order.
 
     Args:
         x: this process's rows along `axis`; a numpy array, or keys.
@@ -114,9 +114,9 @@ def put_rows(x: Any, sharding: NamedSharding, num_rows: int, axis: int) -> jax.A
 
 
 def to_host(x: Any) -> Any:
-    """An array as a numpy array of its own; a typed PRNG key stays a key array.
+    """Copies an array to a numpy array; a typed PRNG key stays a key array.
 
-    Of an array that is spread over the processes, all processes have to ask: its parts are gathered.
+    All processes have to call it for an array that is spread over them: its parts are gathered.
     """
     if is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(to_host(jax.random.key_data(x))), impl=jax.random.key_impl(x))
@@ -128,7 +128,7 @@ def to_host(x: Any) -> Any:
 
 
 def take_rows(x: jax.Array, real: np.ndarray | None) -> jax.Array:
-    """The rows of an array that are real; of several processes' rows every process gets all.
+    """Takes the rows of an array that are real; of several processes' rows every process gets all.
 
     Args:
         x: [rows, ...].
@@ -139,16 +139,16 @@ def take_rows(x: jax.Array, real: np.ndarray | None) -> jax.Array:
         return x if real is None or real.all() else x[real]
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     x = resharded(whole)(x)
-    return x if real is None or real.all() else _taken(whole)(x, put(np.flatnonzero(real), whole))
+    return x if real is None or real.all() else _row_taker(whole)(x, put(np.flatnonzero(real), whole))
 
 
 @functools.cache
-def _taken(sharding: Sharding) -> Callable[[Any, Any], Any]:
+def _row_taker(sharding: Sharding) -> Callable[[Any, Any], Any]:
     return jax.jit(lambda x, rows: x[rows], out_shardings=sharding)
 
 
 def local_rows(x: Any, axis: int = 0) -> Any:
-    """As `to_host`, of the rows, along `axis`, that this process's devices hold; nothing is exchanged."""
+    """Copies to the host the rows, along `axis`, that this process's devices hold; nothing is exchanged. See `to_host`."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return to_host(x)
     if is_key(x):

@@ -1,4 +1,4 @@
-"""Which values are numbers, those of NumPy and JAX included. The launcher uses it, so it imports neither by itself."""
+"""Checks for numbers, those of NumPy and JAX included; imports neither by itself, as the launcher uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 
 
 def as_int(value: Any, *, least: int | None = None) -> int | None:
-    """A whole number as Python's int; None of anything else, True too, and of what is less than `least`.
+    """Converts a whole number to an int; None of anything else, True too, and of less than `least`.
 
     Example:
         >>> import numpy as np
@@ -23,7 +23,7 @@ def as_int(value: Any, *, least: int | None = None) -> int | None:
 
 
 def as_real(value: Any) -> float | None:
-    """A real number as Python's, an int as it is; None of anything else, True too. NaN and infinities are numbers.
+    """Converts a real number to Python's, an int as it is; None of anything else, True too. NaN and infinities are numbers.
 
     Example:
         >>> import numpy as np
@@ -37,7 +37,7 @@ def as_real(value: Any) -> float | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one real number, or a scalar array of one. What a device still computes is not waited for.
+    """Whether a value is one real number, or a scalar array of one; does not wait for a device.
 
     Example:
         >>> import numpy as np

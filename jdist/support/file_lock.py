@@ -1,4 +1,4 @@
-"""A file that a run's process holds as long as it lives: the system lets go of it however the process ends."""
+"""Locks a file for as long as a process lives: the system lets go of it however the process ends."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GLANCE_S = 1.0  # longer than any `is_held` holds it
-_POLL_S = 0.05
+_POLL_S = 0.02
 
 
 @contextlib.contextmanager
-def hold(path: Path) -> Iterator[None]:
-    """Hold a file for this process alone while the block runs.
+def hold(path: Path, *, timeout_s: float = _GLANCE_S) -> Iterator[None]:
+    """Holds a file for this process alone while the block runs.
 
     Args:
         path: the file; made if need be.
+        timeout_s: how long to wait for another process.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -24,21 +25,21 @@ def hold(path: Path) -> Iterator[None]:
     """
     import fcntl  # POSIX only: imported here so that the rest of jdist can be imported anywhere
 
-    deadline_s = time.monotonic() + _GLANCE_S
+    deadline_s = time.monotonic() + timeout_s
     with path.open("a") as handle:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline_s:
+                if time.monotonic() >= deadline_s:
                     raise
                 time.sleep(_POLL_S)
         yield
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the file now; where the folder is shared, also one of another machine."""
+    """Whether a process holds the file now; in a shared folder, one of another machine too."""
     import fcntl
 
     try:

@@ -1,4 +1,4 @@
-"""What notebooks show of a value: tables and text in HTML."""
+"""Writes tables and text in HTML, for notebooks."""
 
 from __future__ import annotations
 

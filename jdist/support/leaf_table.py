@@ -1,4 +1,4 @@
-"""What notebooks show of a tree: a row for each leaf, with where it lives. Nothing is computed or copied for it."""
+"""Shows a tree as a table, a row for each leaf, with where it lives. Computes and copies nothing for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADER = ("leaf", "shape", "dtype", "where it lives")
 
 
 def has_arrays(tree: PyTree) -> bool:
-    """Whether there is something to say of a tree's leaves; a tree of other things may stand for one of arrays."""
+    """Whether a tree has leaves with shapes; a tree of other things may stand for one of arrays."""
     return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree))
 
 
@@ -33,12 +33,7 @@ def tree_table(tree: PyTree, *, title: str, whereabouts: str | None = None) -> s
 
 
 def tree_text(tree: PyTree, *, title: str) -> str:
-    """Writes what `tree_table` does as text.
-
-    Args:
-        tree: as there.
-        title: what it is.
-    """
+    """Writes the table of `tree_table` as text."""
     rows = [_HEADER, *_rows(tree, None)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -46,7 +41,7 @@ def tree_text(tree: PyTree, *, title: str) -> str:
 
 
 def whereabouts_of(leaf: object) -> str:
-    """Where a leaf of a tree lives, in words.
+    """Describes where a leaf of a tree lives.
 
     Example:
         >>> whereabouts_of(np.ones(3)), whereabouts_of(2.0)
@@ -85,7 +80,7 @@ def _shape(leaf: object) -> str:
 
 
 def _place(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
-    """The devices of an array, and what each of them holds."""
+    """Describes the devices of an array, and what each of them holds."""
     kind = sharding.memory_kind
     memory = f", in {kind.replace('_', ' ')} memory" if kind is not None and kind.endswith("host") else ""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):

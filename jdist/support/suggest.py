@@ -13,8 +13,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
         >>> did_you_mean("MEAN", ["mean", "sum"])
         " Did you mean 'mean'?"
     """
-    near = difflib.get_close_matches(str(name).lower(), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(str(name).lower(), list(known), n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def closest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -1,7 +1,4 @@
-"""What TensorFlow's names are called here, as the end of an error.
-
-docs/from_tf_distribute.md has all of them; these are those that fingers type.
-"""
+"""Names jdist's counterparts of TensorFlow's common names, in errors; docs/from_tf_distribute.md has all of them."""
 
 from __future__ import annotations
 
@@ -37,17 +34,17 @@ KEYWORDS = {"global_batch_size": "global_batch", "batch_size": "global_batch", "
 
 
 def unknown(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error for a name that there is not; with TensorFlow's names comes what jdist calls it, with others the nearest."""
+    """Makes the error for an unknown name; names jdist's counterpart of TensorFlow's, or the nearest name."""
     if name in NAMES:
         more = f": TensorFlow's {name} is {NAMES[name]}. {_GUIDE}"
     else:
-        near = "" if name.startswith("_") else did_you_mean(name, known)
-        more = f".{near}" if near else ""
+        hint = "" if name.startswith("_") else did_you_mean(name, known)
+        more = f".{hint}" if hint else ""
     return AttributeError(f"{owner} has no attribute {name!r}{more}", name=name)
 
 
 def without_tensorflow_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Answers keyword arguments that TensorFlow has with what they are called here."""
+    """Wraps a function so that keyword arguments of TensorFlow raise an error that names jdist's."""
     parameters = inspect.signature(function).parameters
     theirs = {name for name, ours in KEYWORDS.items() if ours in parameters}
 

@@ -1,4 +1,4 @@
-"""Tracebacks without jdist's own frames: a user's mistake is shown where it was made.
+"""Hides jdist's frames in tracebacks: a user's mistake is shown where it was made.
 
 `JDIST_TRACEBACK_FILTERING=off` in the environment keeps all frames. JAX leaves out its own by `JAX_TRACEBACK_FILTERING`.
 """
@@ -27,10 +27,9 @@ def hide_own_frames(exc: BaseException) -> None:
     To be called as the exception leaves jdist, in an `except` block that raises it again. Causes and notes stay.
 
     Args:
-        exc: the exception. One that jdist did not mean to raise, but that was raised in its code, gets a note how to see
-            where.
+        exc: the exception. One of jdist's code that is no `JDistError` gets a note how to show the frames.
     """
-    # Of commands the other variable shows tracebacks at all: whoever asks for one wants to see where in jdist.
+    # JDIST_TRACEBACK has commands show tracebacks at all, jdist's frames included.
     mode = os.environ.get(VARIABLE, "off" if os.environ.get("JDIST_TRACEBACK") else "on")
     if mode == "off":
         return
@@ -39,20 +38,20 @@ def hide_own_frames(exc: BaseException) -> None:
     if _raised_here(exc) and not isinstance(exc, JDistError) and _NOTE not in getattr(exc, "__notes__", ()):
         exc.add_note(_NOTE)
     seen: set[int] = set()
-    found: list[BaseException | None] = [exc]
-    while found:
-        one = found.pop()
-        if one is None or id(one) in seen:
+    to_visit: list[BaseException | None] = [exc]
+    while to_visit:
+        current = to_visit.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        one.__traceback__ = _without_own(one.__traceback__)
-        found += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            found += one.exceptions
+        seen.add(id(current))
+        current.__traceback__ = _without_own(current.__traceback__)
+        to_visit += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            to_visit += current.exceptions
 
 
 def without_own_frames(function: Callable[P, R], /) -> Callable[P, R]:
-    """The function itself, whose errors have tracebacks without jdist's frames."""
+    """Wraps a function so that its errors have tracebacks without jdist's frames."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,13 +76,13 @@ def _raised_here(exc: BaseException) -> bool:
 
 
 def _without_own(tb: TracebackType | None) -> TracebackType | None:
-    """The same traceback with only the frames of others; new objects, as others may hold the old ones."""
+    """Copies a traceback without jdist's frames; the old objects stay as they are, as others may hold them."""
     kept: list[TracebackType] = []
     while tb is not None:
         if not _is_own(tb):
             kept.append(tb)
         tb = tb.tb_next
-    made: TracebackType | None = None
+    result: TracebackType | None = None
     for each in reversed(kept):
-        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return made
+        result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result

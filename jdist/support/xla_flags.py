@@ -1,4 +1,4 @@
-"""The variable XLA_FLAGS, which XLA reads once, when it starts. Imports no JAX."""
+"""Edits the variable XLA_FLAGS, which XLA reads once, when it starts. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def with_flags(existing: str, flags: Mapping[str, str]) -> str:
-    """XLA_FLAGS with some flags set; the others stay as they are.
+    """Sets some flags in XLA_FLAGS; the others stay as they are.
 
     Args:
         existing: the variable as it is, empty if it is not set.

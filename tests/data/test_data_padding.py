@@ -6,10 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from jdist.data import batching as padding_module
 from jdist.data import distributed_dataset
-from jdist.data import mask as padding_module
-from jdist.data.batching import Masked
-from jdist.data.mask import real_rows, remember_real_rows
+from jdist.data.batching import Masked, real_rows, remember_real_rows
 
 WEIGHTS = np.array([1, 0, 0.5, 0], np.float32)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from processes_in_one import Network, run
 
 from jdist.data import distributed_dataset, from_arrays, from_files
-from jdist.data.peers import Peers
+from jdist.data.lockstep import Peers
 from jdist.data.prefetch import THREAD_NAME
 from jdist.data.process_shard import ProcessShard
 from jdist.errors import BatchError, ClusterError, DatasetError, PeerFailedError
@@ -223,7 +223,7 @@ def test_a_process_with_other_data_is_named_at_once():
 @pytest.mark.parametrize("long", [False, True])
 def test_batches_that_do_not_go_together_are_named_by_process_and_leaf(long, monkeypatch):
     if long:
-        monkeypatch.setattr("jdist.data.peers._TEXT_BYTES", 10)
+        monkeypatch.setattr("jdist.data.lockstep._TEXT_BYTES", 10)
     sources = [arrays(np.zeros((3, 2), np.float32)), arrays(np.zeros((3, 2), np.float32)), arrays(np.zeros((3, 4)))]
     for message in refusals(Job(3), sources):
         if long:

@@ -2,7 +2,7 @@
 
     python save_forever.py DIRECTORY [STAGE CALL]
 
-With STAGE ("before commit", "after store", ...) it kills itself there, at the CALL-th time.
+With STAGE ("before commit", "after write_pieces", ...) it kills itself there, at the CALL-th time.
 """
 
 import itertools
@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 
-from jdist.checkpoint import arrays, checkpointer
+from jdist.checkpoint import checkpointer, save
 from jdist.checkpoint import folder as disk
 
-STAGES = {"store": arrays, "write_manifest": disk, "commit": disk, "remove": disk}
+STAGES = {"write_pieces": save, "write_manifest": disk, "commit": disk, "remove": disk}
 KEEP = 2
 
 

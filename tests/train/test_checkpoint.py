@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jdist
-from jdist.checkpoint import arrays as checkpoint_arrays
+from jdist.checkpoint import save as checkpoint_save
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.errors import CheckpointError, DonatedStateError, ReplicaDivergenceError
 
@@ -139,14 +139,14 @@ def test_steps_that_take_over_the_buffers_do_not_reach_the_save(tmp_path, num_de
     replicated = NamedSharding(mesh(num_devices), PartitionSpec())
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0, out_shardings=replicated)
     started, go_on = threading.Event(), threading.Event()
-    store = checkpoint_arrays.store
+    write = checkpoint_save.write_pieces
 
-    def slow_store(folder, arrays):
+    def slow_write(file, leaves):
         started.set()
         assert go_on.wait(60)
-        store(folder, arrays)
+        return write(file, leaves)
 
-    monkeypatch.setattr(checkpoint_arrays, "store", slow_store)
+    monkeypatch.setattr(checkpoint_save, "write_pieces", slow_write)
     state = step(
         {"w": jax.device_put(jnp.arange(100_000.0), replicated), "n": jax.device_put(jnp.int32(0), replicated)}
     )
@@ -370,13 +370,13 @@ def test_no_thread_and_no_open_file_is_left(tmp_path):
 
 
 def test_every_wait_ends(tmp_path, monkeypatch):
-    go_on, store = threading.Event(), checkpoint_arrays.store
+    go_on, write = threading.Event(), checkpoint_save.write_pieces
 
-    def stuck(folder, arrays):
+    def stuck(file, leaves):
         assert go_on.wait(60)
-        store(folder, arrays)
+        return write(file, leaves)
 
-    monkeypatch.setattr(checkpoint_arrays, "store", stuck)
+    monkeypatch.setattr(checkpoint_save, "write_pieces", stuck)
     checkpoints = Checkpointer(tmp_path, timeout_s=0.05)
     checkpoints.save(1, {"n": 1})
     for call in (checkpoints.wait, lambda: checkpoints.save(2, {"n": 2}), lambda: checkpoints.restore({"n": 1})):
@@ -389,14 +389,14 @@ def test_every_wait_ends(tmp_path, monkeypatch):
 
 
 def test_a_live_save_is_not_taken_for_debris_and_a_second_writer_waits(tmp_path, monkeypatch):
-    started, go_on, store = threading.Event(), threading.Event(), checkpoint_arrays.store
+    started, go_on, write = threading.Event(), threading.Event(), checkpoint_save.write_pieces
 
-    def slow_store(folder, arrays):
+    def slow_write(file, leaves):
         started.set()
         assert go_on.wait(60)
-        store(folder, arrays)
+        return write(file, leaves)
 
-    monkeypatch.setattr(checkpoint_arrays, "store", slow_store)
+    monkeypatch.setattr(checkpoint_save, "write_pieces", slow_write)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"n": 1})
         assert started.wait(60)
@@ -444,7 +444,7 @@ def test_a_relative_directory_is_where_it_was_named(tmp_path, monkeypatch):
 def test_only_one_module_imports_orbax():
     package = pathlib.Path(jdist.__file__).parent
     importers = {p.relative_to(package).as_posix() for p in package.rglob("*.py") if "import orbax" in p.read_text()}
-    assert importers == {"checkpoint/arrays.py"}
+    assert importers == {"checkpoint/pieces.py"}
 
 
 SAVES = """

@@ -37,14 +37,14 @@ def met(folder):
 def test_each_writes_what_it_holds_and_reads_all(folder, met):
     assert [one["restored"] for one in met] == [{"position": 2}] * 2
     (saved,) = (folder / "run").glob("step_00000002*")
-    assert sorted(path.name for path in saved.iterdir()) == ["arrays", "manifest.json", "pieces_0", "pieces_1"]
+    assert sorted(path.name for path in saved.iterdir()) == ["manifest.json", "pieces_0.bin", "pieces_1.bin"]
     body = json.loads((saved / "manifest.json").read_text())["body"]
     (spread,) = [leaf for leaf in body["leaves"] if leaf["path"] == "['spread']"]
-    assert [(piece["file"].split("/")[0], piece["start"], piece["shape"]) for piece in spread["pieces"]] == [
-        ("pieces_0", [0, 0], [2, 3]),
-        ("pieces_0", [2, 0], [2, 3]),
-        ("pieces_1", [4, 0], [2, 3]),
-        ("pieces_1", [6, 0], [2, 3]),
+    assert [(piece["file"], piece["start"], piece["shape"]) for piece in spread["pieces"]] == [
+        ("pieces_0.bin", [0, 0], [2, 3]),
+        ("pieces_0.bin", [2, 0], [2, 3]),
+        ("pieces_1.bin", [4, 0], [2, 3]),
+        ("pieces_1.bin", [6, 0], [2, 3]),
     ]
     there = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
     assert set(body["files"]) == there - {"manifest.json"}
@@ -81,7 +81,7 @@ def test_what_one_cannot_write_is_committed_by_none(folder, met):
 
 def test_a_damaged_piece_is_noticed_and_the_one_before_is_read(folder, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
-    (piece, *_) = (tmp_path / "run" / "step_00000004_save_00003" / "pieces_1").iterdir()
+    piece = tmp_path / "run" / "step_00000004_save_00003" / "pieces_1.bin"
     piece.write_bytes(bytes(piece.stat().st_size))
     like = {"spread": np.zeros((8, 3), np.float32), "w": np.zeros(5, np.float32), "n": np.int32(0), "python": 0}
     like["rng"] = jax.random.key(0)

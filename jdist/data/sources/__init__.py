@@ -1,4 +1,4 @@
-"""Where batches come from: arrays, files, shards, a function for each replica.
+"""Sources of batches: arrays, files, shards, a function for each replica.
 
 Start at `protocol.Source`, which each of them is.
 

@@ -1,4 +1,4 @@
-"""Arrays in memory as a source of batches, with an order that depends on the seed and the epoch alone."""
+"""Makes batches from arrays in memory, in an order that depends on the seed and the epoch alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.sources.protocol import whole_number
+from jdist.data.sources.protocol import check_step, steps_from, whole_number
 from jdist.errors import DatasetError
 from jdist.support.tensorflow_names import without_tensorflow_keywords
 
@@ -25,7 +25,7 @@ _SAMPLED_BYTES = 4096
 def from_arrays(
     arrays: PyTree, *, global_batch: int, shuffle_seed: int | None = None, epochs: int | None = 1
 ) -> ArraySource:
-    """A source of batches from arrays in memory (or memory-mapped).
+    """Makes a source of batches from arrays in memory (or memory-mapped).
 
     Args:
         arrays: a pytree of arrays [rows, ...] that agree on `rows`. They are not copied: do not change them
@@ -60,8 +60,7 @@ def from_arrays(
 class _EpochOrder:
     """Remembers the order of one epoch.
 
-    Any thread may ask: the pair is replaced as a whole, so the worst a race can do is to compute an order
-    twice.
+    Any thread may ask: the pair is replaced as a whole, so a race can only compute an order twice.
     """
 
     def __init__(self) -> None:
@@ -123,12 +122,12 @@ class ArraySource:
         return None if self.epochs is None else self.epochs * self.steps_per_epoch
 
     def rows_of(self, step: int) -> int:
-        """How many rows batch number `step` has."""
+        """Counts the rows of batch number `step`."""
         within = step % self.steps_per_epoch
         return min(self.global_batch, self.num_rows - within * self.global_batch)
 
     def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
-        """Batch number `step`.
+        """Makes batch number `step`.
 
         Args:
             step: from 0, counted over all epochs.
@@ -147,8 +146,7 @@ class ArraySource:
             >>> from_arrays(np.arange(5), global_batch=2, epochs=None).batch_at(3_000_000)
             array([0, 1])
         """
-        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
-            raise DatasetError(f"there is no batch {step}: the source has {self.num_steps} steps, counted from 0")
+        check_step(step, self.num_steps)
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
         stop = start + self.rows_of(step)
@@ -158,10 +156,7 @@ class ArraySource:
         return jax.tree.map(lambda leaf: np.take(leaf, rows, axis=0), self.arrays)
 
     def __iter__(self) -> Iterator[PyTree]:
-        step = 0
-        while self.num_steps is None or step < self.num_steps:
-            yield self.batch_at(step)
-            step += 1
+        return map(self.batch_at, steps_from(self, 0))
 
     @property
     def fingerprint(self) -> str:
@@ -191,5 +186,5 @@ class ArraySource:
         return " ".join(f"{key}={value}" for key, value in parts.items())
 
     def without_short(self) -> ArraySource:
-        """The same source without the short last batch of each epoch."""
+        """Makes the same source without the short last batch of each epoch."""
         return dataclasses.replace(self, drop_short=True)

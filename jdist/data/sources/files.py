@@ -1,4 +1,4 @@
-"""Files as a source of batches: one file is read at a time, and its rows are cut into batches."""
+"""Makes batches from files: reads one file at a time, and cuts its rows into batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Path = str | os.PathLike[str]
 def from_files(
     paths: Iterable[Path], read: Callable[[Any], PyTree], *, global_batch: int, epochs: int | None = 1
 ) -> FileSource:
-    """A source of batches from files, for data that does not fit into memory at once.
+    """Makes a source of batches from files, for data that does not fit into memory at once.
 
     Args:
         paths: the files, in the order in which they are read.
@@ -116,7 +116,7 @@ class FileSource(Iterable[PyTree]):
             yield rest
 
     def _kept_rows(self) -> Iterator[PyTree]:
-        """The rows of each file that are kept."""
+        """Reads the rows of each file that are kept."""
         seen = 0
         for path in self.paths:
             try:

@@ -1,4 +1,4 @@
-"""What a source of batches is, which sources can be resumed, and whether a saved position fits one."""
+"""Defines sources of batches, and saves and restores positions in those that can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE_VERSION = 1
 
 
 class Resumable(Protocol):
-    """What a saved position is about; see `RandomAccessSource`."""
+    """The part of a `RandomAccessSource` that a saved position refers to."""
 
     @property
     def num_steps(self) -> int | None: ...
@@ -30,37 +30,38 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
-class RandomAccessSource(Protocol):
+class RandomAccessSource(Resumable, Protocol):
     """A source that can make any batch at once, and so resumes at any step for the same price.
 
     Attributes:
         num_steps: how many batches there are; None: without end.
         global_batch: rows of a full batch.
-        fingerprint: says which data, in which order; a saved position only fits the same fingerprint.
-            Written as "name=value name=value ...", so that a mismatch can be told by name.
+        fingerprint: identifies the data and its order; a saved position only fits the same fingerprint.
+            Written as "name=value name=value ...", so that an error can name the mismatch.
     """
 
-    @property
-    def num_steps(self) -> int | None: ...
-
-    @property
-    def global_batch(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
     def batch_at(self, step: int) -> PyTree:
-        """Batch number `step`, from 0: a pure function, which may be called from a background thread."""
+        """Makes batch number `step`, from 0: a pure function, which may be called from a background thread."""
         ...
 
 
 def steps_from(source: Resumable, step: int) -> Iterator[int]:
-    """The numbers of a random-access source's batches from `step` on."""
+    """Counts the numbers of a random-access source's batches from `step` on."""
     return iter(itertools.count(step) if source.num_steps is None else range(step, source.num_steps))
 
 
+def check_step(step: int, num_steps: int | None, what: str = "source") -> None:
+    """Refuses the number of a batch that there is not.
+
+    Raises:
+        DatasetError: names the number, and how many steps there are.
+    """
+    if step < 0 or (num_steps is not None and step >= num_steps):
+        raise DatasetError(f"there is no batch {step}: the {what} has {num_steps} steps, counted from 0")
+
+
 def whole_number(value: Any, *, name: str, least: int) -> int:
-    """`value` as an int (numpy's integers too), or a `DatasetError` that names the option."""
+    """Converts a whole number (numpy's too) to an int, or raises a `DatasetError` that names the option."""
     number = as_int(value, least=least)
     if number is None:
         raise DatasetError(f"`{name}` must be a whole number, {least} or more, but it is {value!r}")
@@ -99,7 +100,7 @@ def check_source(source: Any) -> None:
 
 
 def resumable(source: Any) -> RandomAccessSource:
-    """The source, if its position can be saved, else a `DatasetError` that says why not."""
+    """Gives the source if its position can be saved, else raises a `DatasetError` that says why not."""
     if isinstance(source, RandomAccessSource):
         return source
     raise DatasetError(
@@ -111,7 +112,7 @@ def resumable(source: Any) -> RandomAccessSource:
 
 
 def write_state(source: Resumable, step: int) -> dict[str, Any]:
-    """A position as a dict that JSON can hold: its version, the step, and the source's fingerprint."""
+    """Writes a position as a dict that JSON can hold: its version, the step, and the source's fingerprint."""
     return {
         "version": STATE_VERSION,
         "step": step,
@@ -121,7 +122,7 @@ def write_state(source: Resumable, step: int) -> dict[str, Any]:
 
 
 def read_state(source: Resumable, state: Mapping[str, Any]) -> int:
-    """The step that a saved position means in `source`.
+    """Reads the step of a saved position in `source`.
 
     Args:
         source: the source to resume.
@@ -171,5 +172,5 @@ def _difference(saved: Any, now: str) -> str:
 
 
 def fields(fingerprint: str) -> dict[str, str]:
-    """The names and values of a fingerprint; what is not written as one is left out."""
+    """Reads the names and values of a fingerprint; other text is left out."""
     return dict(part.split("=", 1) for part in fingerprint.split() if "=" in part)

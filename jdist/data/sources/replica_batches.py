@@ -1,4 +1,4 @@
-"""Per-replica batches joined to global ones: each replica's batch is the next element of its input pipeline."""
+"""Joins per-replica batches to global ones: each replica's batch is the next element of its input pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jdist.data.leaves import count_rows, join, to_numpy
 from jdist.data.options import InputContext
-from jdist.data.sources.protocol import RandomAccessSource, check_source, steps_from
+from jdist.data.sources.protocol import RandomAccessSource, check_source, check_step, steps_from
 from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
@@ -90,14 +90,13 @@ class RandomAccessReplicaBatches:
         return " ".join(parts)
 
     def batch_at(self, step: int) -> PyTree:
-        """The global batch number `step`, from 0.
+        """Makes the global batch number `step`, from 0.
 
         Raises:
             DatasetError: there is no such step.
             BatchError: the per-replica batches do not fit each other.
         """
-        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
-            raise DatasetError(f"there is no batch {step}: the source has {self.num_steps} steps, counted from 0")
+        check_step(step, self.num_steps)
         elements = [
             _copied(source.batch_at(number))
             for source in self._pipelines
@@ -132,13 +131,13 @@ class ReplicaBatches(Iterable[PyTree]):
         ]
         while True:
             elements = [
-                self._taken(element) for iterator in iterators for element in itertools.islice(iterator, self._turns)
+                self._check(element) for iterator in iterators for element in itertools.islice(iterator, self._turns)
             ]
             if not elements:
                 return
             yield join(elements)
 
-    def _taken(self, element: PyTree) -> PyTree:
+    def _check(self, element: PyTree) -> PyTree:
         element = _copied(element)
         rows = count_rows(element)
         self._rows = self._rows or rows or None

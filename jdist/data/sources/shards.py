@@ -1,4 +1,4 @@
-"""One source shared by several input pipelines: by files, or by rows."""
+"""Shares one source among several input pipelines: by files, or by rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import RandomAccessSource, check_source, whole_number
+from jdist.data.sources.protocol import RandomAccessSource, check_source, check_step, steps_from, whole_number
 from jdist.errors import DatasetError
 from jdist.support.suggest import did_you_mean
 
@@ -20,7 +20,7 @@ Policy = Literal["auto", "file", "data", "off"]
 
 
 def shard(source: Any, num_shards: int, index: int, policy: Policy = "auto") -> Any:
-    """The part of a source that one of several input pipelines reads; all parts together are the whole.
+    """Takes the part of a source that one of several input pipelines reads; all parts together are the whole.
 
     What is shared out are the rows of `from_arrays` and `from_files`, and the elements (batches) of any other source.
     The size of batches stays as it is: a source that is sharded makes batches for its pipeline alone. Shards may
@@ -71,7 +71,7 @@ def has_files_for(source: Any, num_shards: int) -> bool:
 
 
 def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy") -> FileSource:
-    """One of `num_shards` parts of a source's files.
+    """Takes one of `num_shards` parts of a source's files.
 
     Args:
         source: from `jdist.data.from_files`.
@@ -162,15 +162,13 @@ class RandomAccessShard(Iterable[PyTree]):
         return f"shard={self._index}/{self._num_shards} {self._source.fingerprint}"
 
     def batch_at(self, step: int) -> PyTree:
-        """Batch number `step` of this shard, from 0.
+        """Makes batch number `step` of this shard, from 0.
 
         Raises:
             DatasetError: there is no such step.
         """
-        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
-            raise DatasetError(f"there is no batch {step}: the shard has {self.num_steps} steps, counted from 0")
+        check_step(step, self.num_steps, "shard")
         return self._source.batch_at(self._index + step * self._num_shards)
 
     def __iter__(self) -> Iterator[PyTree]:
-        for step in itertools.count() if self.num_steps is None else range(self.num_steps):
-            yield self.batch_at(step)
+        return map(self.batch_at, steps_from(self, 0))

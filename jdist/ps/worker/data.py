@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.data.dataset import DistributedDataset
-from jdist.data.distribute import distributed_dataset
+from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.options import InputContext
 from jdist.errors import DatasetError, WireError
 from jdist.ps.program.batch_tree import to_structure

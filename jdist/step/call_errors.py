@@ -44,7 +44,7 @@ def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
     """
     if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
         return
-    if strategy.transform == "jit":
+    if strategy.is_global_view:
         raise StepError(
             f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
             "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."

@@ -117,7 +117,7 @@ def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_job(strategy: Strategy) -> None:
-    if strategy.cluster is None and strategy.coordinator is None and (job := unused_job(os.environ)) is not None:
+    if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ)) is not None:
         warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
 
 

@@ -72,7 +72,7 @@ _numbers = itertools.count(1)  # of the datasets of several processes, which mak
 
 def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
     """The processes that feed the strategy; None: this one alone, or they cannot reach each other."""
-    exchanges = None if strategy.cluster is None else strategy.cluster.exchanges
+    exchanges = strategy.cluster.exchanges
     if share.count == 1 or exchanges is None:
         return None
     return Peers(exchanges=exchanges, share=share, name=f"dataset {next(_numbers)}")

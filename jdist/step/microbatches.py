@@ -141,7 +141,7 @@ def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
 
     def cut(x: jax.Array) -> jax.Array:
         parts = x.reshape(k, x.shape[0] // k, *x.shape[1:])
-        if strategy.transform != "jit" or k == 1 or strategy.batch_sharding is None:
+        if not strategy.is_global_view or k == 1 or strategy.batch_sharding is None:
             return parts
         # In the global view each microbatch is spread over all devices again.
         spec = jax.sharding.PartitionSpec(None, *strategy.batch_sharding.spec)

@@ -48,8 +48,7 @@ def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
 
 def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:
     """Keeps the state as it was where a gradient is not finite, as the step's options say, and tells it in the token."""
-    strategy = spec.strategy
-    axes = strategy.axes if strategy.num_replicas > 1 and strategy.transform != "jit" else ()
+    axes = spec.strategy.bound_axes
 
     def step(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         return guarded(run, token, state, (batches, others), spec.policy, spec.watched, axes, spec.loss_scaling)

@@ -101,9 +101,7 @@ class ProgramSpec:
     @property
     def compares_replicas(self) -> bool:
         """Whether the state must be the same on all replicas, each of which sees rows of its own."""
-        strategy, options = self.strategy, self.options
-        several = strategy.num_replicas > 1 and strategy.transform != "jit"
-        return several and options.may_update_state and bool(options.check_replicas)
+        return bool(self.strategy.bound_axes and self.options.may_update_state and self.options.check_replicas)
 
     @property
     def policy(self) -> NonFinite:

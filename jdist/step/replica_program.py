@@ -42,7 +42,7 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
     strategy = spec.strategy
     # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
     # On devices with a memory of their own, or of several processes, that exchange takes longer than reading all.
-    bound = strategy.num_replicas > 1 and strategy.transform != "jit"
+    bound = bool(strategy.bound_axes)
     one_process = len({device.process_index for device in strategy.devices}) == 1
     shares_memory = bound and one_process and strategy.devices[0].platform == "cpu"
 

@@ -53,7 +53,6 @@ def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: A
         ClusterError: a process has traced another step.
         ReplicaDivergenceError: a process begins with another state.
     """
-    assert strategy.cluster is not None
     if state is not None and (found := hash_replicas(strategy, state)):
         processes = [device.process_index for device in strategy.devices]
         check_same_state_of_processes(*found, processes, name, strategy.cluster)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.sharding import AxisType, Mesh
 
+from jdist.cluster.runtime import alone
 from jdist.core import context
 from jdist.core.host_sharded import is_spread, map_leaves
 from jdist.core.per_replica import is_per_replica
@@ -452,7 +453,7 @@ class _Comparison:
     def _is_exact_in_jit(self, one: _Way, alone: dict[str, _Result]) -> bool:
         """Whether the step in the global view is what it is as one replica."""
         strategy = self._strategy
-        if strategy.name not in ("mirrored", "tpu", "multi_worker") or strategy.transform == "jit":
+        if strategy.name not in ("mirrored", "tpu", "multi_worker") or strategy.is_global_view:
             return False
         way = _Way(self._like(dataclasses.replace(_exact(strategy), transform="jit")), self._call)
         try:
@@ -550,7 +551,7 @@ def _size_bytes(tree: PyTree) -> int:
 
 def _exact(strategy: Strategy) -> Strategy:
     """The strategy with the state on its devices, and sums that are exact."""
-    return dataclasses.replace(strategy, reduction=psum(), cluster=None)
+    return dataclasses.replace(strategy, reduction=psum(), cluster=alone())
 
 
 def _one_replica(strategy: Strategy) -> Strategy:

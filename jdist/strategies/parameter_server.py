@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -36,7 +35,7 @@ from jdist.ps.transport.security import Security
 from jdist.reduction import psum
 from jdist.step.options import StepOptions
 from jdist.strategies.mirrored import mirrored
-from jdist.strategies.ps_arguments import Mode, PsArguments
+from jdist.strategies.ps_arguments import Mode, PsArguments, PsKeywords
 from jdist.support.arrays import check_arguments_not_donated, to_host
 
 PyTree = Any
@@ -142,19 +141,17 @@ def parameter_server(
     return _strategy(Session(servers, options))
 
 
-def check_parameter_server(**options: Any) -> None:
-    """Refuses options as `parameter_server` does; starts nothing, and looks for no server.
+def check_parameter_server(**arguments: Unpack[PsKeywords]) -> None:
+    """Refuses arguments as `parameter_server` does; starts nothing, and looks for no server.
 
     Args:
-        **options: its arguments.
+        **arguments: those of `parameter_server`.
 
     Raises:
         StrategyError: as `parameter_server`.
         ClusterConfigError: as `parameter_server`.
     """
-    given = inspect.signature(parameter_server).bind(**options)
-    given.apply_defaults()
-    PsArguments(**given.arguments).resolve()
+    PsArguments(**arguments).resolve()
 
 
 def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:
@@ -226,7 +223,6 @@ def _strategy(job: Session) -> Strategy:
     return Strategy(
         name="parameter_server",
         reduction=psum(),
-        coordinator=ClusterCoordinator(job),
         operations=Operations(
             init=init,
             fetch=fetch,
@@ -235,5 +231,7 @@ def _strategy(job: Session) -> Strategy:
             feed_batches=feed,
             feed_pipelines=feed_on_workers,
             distribute=distribute,
+            describe=lambda _: job.describe(),
+            coordinator=ClusterCoordinator(job),
         ),
     )

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import StrategyError
@@ -23,18 +23,11 @@ from jdist.support.checks import as_int, as_real
 from jdist.support.suggest import did_you_mean
 
 Mode = Literal["async", "sync"]
-
-
 _LOCAL = ("local_workers", "local_ps", "devices_per_worker")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PsArguments:
-    """The arguments of `jdist.parameter_server`, which says what they are; making one checks each by itself.
-
-    Raises:
-        StrategyError: an argument is not allowed, or this process is one of the servers.
-    """
+class PsKeywords(TypedDict, total=False):
+    """The arguments of `jdist.parameter_server`: the fields of `PsArguments`, as an editor and a type checker see them."""
 
     cluster: ClusterSpec | None
     local_workers: int | None
@@ -53,6 +46,33 @@ class PsArguments:
     ps_replicas: int
     times: Times | None
     axis: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsArguments:
+    """The arguments of `jdist.parameter_server`, which says what they are; making one checks each by itself.
+
+    Raises:
+        StrategyError: an argument is not allowed, or this process is one of the servers.
+    """
+
+    cluster: ClusterSpec | None = None
+    local_workers: int | None = None
+    local_ps: int | None = None
+    devices_per_worker: int | None = None
+    insecure: bool = False
+    keep_servers: bool = False
+    start_timeout_s: float = 300.0
+    partitioner: Partitioner | None = None
+    placement: Placement = "round_robin"
+    mode: Mode = "async"
+    backup_workers: int = 0
+    max_staleness: int | None = None
+    on_stale: OnStale = "refuse"
+    wire: Wire = "float32"
+    ps_replicas: int = 1
+    times: Times | None = None
+    axis: str = "replica"
 
     def __post_init__(self) -> None:
         if os.environ.get(IS_SERVER):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.collective_marks import collective_of
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 
 _ADDING = ("add", "add_any", "sub", "scatter-add")
 _KEEPING = (
@@ -120,7 +120,7 @@ class AffineRule:
         for eqn in self._path:
             slopes = [None if graph.is_literal(v) else known.get(v) for v in eqn.invars]
             own, op = collective_of(eqn), eqn.primitive.name
-            if own is not None or (op in ("psum", "psum_invariant") and graph.makes_alike(eqn)):
+            if own is not None or (op in ("psum", "psum_invariant") and variation.makes_alike(eqn)):
                 for v, slope in zip(eqn.outvars, slopes, strict=True):
                     if slope is not None:
                         known[v] = self._combined("sum" if own is None else own.op, eqn, slope)
@@ -225,7 +225,7 @@ def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
 def _axes_of(closed: Any) -> Any:
     """The mesh axes over which the body of a collective reduces; none of one replica's."""
     found = [
-        eqn.params["axes"] for eqn in graph.body_of(closed).eqns if graph.makes_alike(eqn) and "axes" in eqn.params
+        eqn.params["axes"] for eqn in graph.body_of(closed).eqns if variation.makes_alike(eqn) and "axes" in eqn.params
     ]
     return found[0] if found else ()
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jdist.core.host_sharded import Layout
 from jdist.core.strategy import Strategy
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 from jdist.jaxpr.elementwise import (
     COLLECTIVES,
     ELEMENTWISE,
@@ -93,7 +93,7 @@ class _Evaluation:
         self.waiting: list[Any] = []  # equations for the hosts
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
-        self.own = graph.varying(closed, ())
+        self.own = variation.varying(closed, ())
         # Whole: what equations read whose results each replica has its own of.
         self.read_by_own: dict[Any, jax.Array] = {}
 

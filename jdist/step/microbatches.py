@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jdist.core.collective_marks import Collective
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.strategy import Strategy
-from jdist.jaxpr.split import Cut, Phase, Split, split
+from jdist.jaxpr.phases import Cut, Phase, Split
+from jdist.jaxpr.split import split
 from jdist.replica import collectives, gradients
 from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import scan

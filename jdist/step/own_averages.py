@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jdist.core.collective_marks import collective_of
 from jdist.errors import ReplicaDivergenceError
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 from jdist.jaxpr.affine import AffineRule
 
 PyTree = Any
@@ -42,7 +42,7 @@ def check_averages_combined(
     Raises:
         ReplicaDivergenceError: names the leaves, and how to bring them together.
     """
-    found, paths = graph.varying(closed, batch), jax.tree_util.tree_leaves_with_path(state)
+    found, paths = variation.varying(closed, batch), jax.tree_util.tree_leaves_with_path(state)
     if len(paths) != len(old) or len(old) != len(new):
         return  # the state has changed its tree, which is refused elsewhere
     own = [

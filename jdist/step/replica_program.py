@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.step_state import residuals_of
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 from jdist.replica import collectives
 from jdist.step.error_feedback import ErrorFeedback, has_residuals
 from jdist.step.loops import repeated
@@ -125,7 +125,7 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str],
     jaxpr = graph.body_of(closed)
     state, batches, _ = jax.tree.unflatten(arguments, jaxpr.invars)
     residuals = jax.tree.leaves(residuals_of(state))
-    varying = graph.varying(closed, [*jax.tree.leaves(batches), *residuals])
+    varying = variation.varying(closed, [*jax.tree.leaves(batches), *residuals])
     first = len(jax.tree.leaves(new_state))
     found = [
         kind == METRIC and graph.is_in(v, varying)

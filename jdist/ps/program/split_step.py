@@ -22,7 +22,7 @@ from jdist.core.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
 from jdist.jaxpr import graph
 from jdist.jaxpr.elementwise import prepared
-from jdist.jaxpr.split import Split
+from jdist.jaxpr.phases import Split
 from jdist.ps.program.affine_state import Carrying, find_carrying
 from jdist.ps.program.update_units import Update, sort_update
 from jdist.step.microbatches import Plan, all_reduced, gradient_part, make_plan

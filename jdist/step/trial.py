@@ -13,15 +13,18 @@ from jax.extend import core as jex
 
 from jdist.core.host_sharded import is_spread
 from jdist.core.per_replica import is_per_replica
-from jdist.step.backend import Rehearsal
+from jdist.core.static_leaves import pack
 from jdist.step.mesh_program import Program
 from jdist.step.mesh_step import DistributedStep
+from jdist.step.non_finite import new_token
+from jdist.step.outputs import Traced
+from jdist.step.placement import place_batches, replicate
 from jdist.step.quiet import draws, prints, quiet, shaken
 from jdist.step.signature import Call
 from jdist.support.arrays import to_host
 
 PyTree = Any
-Run = Callable[[tuple[PyTree, ...]], Any]  # from the arguments of a rehearsal to `(token, state, outputs)`
+Run = Callable[[tuple[PyTree, ...]], Any]  # from `(token, state, batches, others)` to `(token, state, outputs)`
 
 
 @dataclass(frozen=True)
@@ -57,23 +60,41 @@ class Trial:
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:
         """Runs the step; returns the leaves of its results by name."""
-        rehearsal = self.trace(state, batches, others)
+        arguments, traced = self.trace(state, batches, others)
         assert self._run is not None  # the trace has made it
-        results = self._run(rehearsal.arguments)
+        results = self._run(arguments)
         self.state = results[1]
-        return {leaf.name: leaf for leaf in named_leaves(results, rehearsal.traced.returns)}
+        return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
 
-    def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> Rehearsal:
-        """Puts the arguments of a run in their places, and traces the step if it has not been."""
+    def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
+        """Traces the step if it has not been.
+
+        Args:
+            state: on the host, as the arguments behind it.
+            batches: those of one step.
+            others: the further arguments.
+
+        Returns:
+            The arguments in their places, of which the step's own calls know nothing; what tracing told of the results.
+
+        Raises:
+            JDistError: what a call with them would raise before it runs.
+        """
         with warnings.catch_warnings():  # the step's own call warns of the same
             warnings.simplefilter("ignore")
-            rehearsal = self.step.rehearse(self._call, state, batches, others)
+            strategy, options = self.step.strategy, self.step.options
+            others = replicate(strategy, others)
+            if strategy.mesh is not None:
+                batches = place_batches(strategy, options, batches, self._call.batch_axes)
+            state = self.step.backend.adopt_state(strategy, pack(state))
+            program, traced = self.step.program(self._call)
+            arguments = new_token(strategy, options.steps_per_call), state, batches, others
             if self._run is None:
-                traced = rehearsal.program.trace(*rehearsal.arguments)
-                self.closed, self._treedef = traced.jaxpr, jax.tree.structure(traced.out_info)
+                closed = program.trace(*arguments)
+                self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
                 is_loud = draws(self.closed) or prints(self.closed)
-                self._run = self._evaluates(quiet(self.closed)) if is_loud else _runs(rehearsal.program)
-        return rehearsal
+                self._run = self._evaluates(quiet(self.closed)) if is_loud else _runs(program)
+        return arguments, traced
 
     def _evaluates(self, closed: Any) -> Run:
         function = jax.jit(jex.jaxpr_as_fun(closed))

@@ -230,10 +230,11 @@ def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replica
             "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
             f"it got a {type(fn).__name__}."
         )
-    made, sharding = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local]), replicas.by_replica
-    if isinstance(made.value, Uneven) or sharding is None:
-        return made
-    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), made.value))
+    values = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local])
+    sharding = replicas.by_replica
+    if isinstance(values.value, Uneven) or sharding is None:
+        return values
+    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), values.value))
 
 
 def as_array(call: str, name: str, x: Any) -> jax.Array:

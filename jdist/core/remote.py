@@ -1,4 +1,4 @@
-"""What other processes hold and do: trees whose arrays are theirs, and who schedules functions on them."""
+"""Interfaces to other processes: trees whose arrays they hold, and a coordinator that schedules functions on them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.loss_scale import LossScale
+from jdist.core.precision import LossScale
 
 PyTree = Any
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist.cluster.runtime import Runtime, alone
 from jdist.core import context, host_reduce
+from jdist.core.operations import Operations
 from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
 from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions, input_options
@@ -28,33 +29,6 @@ if TYPE_CHECKING:
 PyTree = Any
 Device = Any  # jax.Device, which type checkers take for a variable
 Transform = Literal["shard_map", "pmap", "jit"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operations:
-    """What a kind of strategy does, as plain functions; each takes the strategy first.
-
-    Attributes:
-        init: `(strategy, fn, args) -> state` laid out as the strategy wants it.
-        fetch: `(strategy, state) -> state` whole, on the host.
-        check: `(strategy, state) -> None`, raises where replicas differ.
-        run: `(strategy, fn, args, kwargs) -> PerReplica results`.
-        feed_batches: `(strategy, source, options) -> DistributedDataset`.
-        feed_pipelines: `(strategy, fn, options) -> DistributedDataset`, of a function that makes sources.
-        distribute: `(strategy, step, options) -> callable step`.
-        describe: `(strategy) -> str`, where the strategy runs, in a few words.
-        coordinator: schedules functions on other processes, by hand; None where all of them run the same program.
-    """
-
-    init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]
-    fetch: Callable[[Strategy, PyTree], PyTree]
-    check: Callable[[Strategy, PyTree], None]
-    run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
-    feed_batches: Callable[[Strategy, Iterable[PyTree], FeedOptions], DistributedDataset]
-    feed_pipelines: Callable[[Strategy, Callable[..., Any], FeedOptions], DistributedDataset | Iterable[Any]]
-    distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
-    describe: Callable[[Strategy], str]
-    coordinator: Coordinator | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

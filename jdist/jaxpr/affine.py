@@ -1,7 +1,7 @@
-"""How a leaf of the state follows from its old value: `new = slope * old + offset`, read from the traced step.
+"""Reads from a traced step how a leaf of the state follows from its old value: `new = slope * old + offset`.
 
-A counter has the slope 1, a moving average its decay. Several who computed such a leaf from one old value, microbatches
-or workers, can then be brought together, where values of any other kind have nothing in common.
+A counter has the slope 1, a moving average its decay. Microbatches or workers that each computed such a leaf from one
+old value can then be brought together; values of any other kind have nothing in common.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The equations of an update part: the form that arrays in parts are computed in, and each on stored arrays."""
+"""Prepares the equations of an update part for arrays in parts, and applies each to stored arrays."""
 
 from __future__ import annotations
 

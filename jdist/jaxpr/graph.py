@@ -1,6 +1,6 @@
-"""What depends on what in a traced step, and cutting a piece out of it.
+"""Finds what depends on what in a traced step, and cuts pieces out of it.
 
-The only file that handles jaxprs, and so the only one that knows how they differ between JAX versions.
+It alone builds and evaluates jaxprs, and so alone knows how they differ between JAX versions.
 """
 
 from __future__ import annotations

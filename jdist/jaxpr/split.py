@@ -1,8 +1,7 @@
-"""A step -> what each microbatch computes, what is combined over microbatches and replicas, and what is computed once
-from that.
+"""Splits a step into what each microbatch computes, what is combined over them, and what is computed once from that.
 
 Microbatches are replicas in time: `accumulate=k` on N replicas is the step on k x N replicas. A traced step holds its
-collectives (`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`collective.py`). Each that
+collectives (`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`core/collective_marks.py`). Each that
 combines what differs from microbatch to microbatch is a *cut*: what it reads is computed in a loop over the
 microbatches and summed up, the sums are combined over the replicas, and what follows reads the result. A cut that
 depends on another needs a further loop, a *phase*; what it needs again of the microbatch is computed again. What

@@ -1,4 +1,4 @@
-"""What every distributed step is, whatever its strategy."""
+"""The interface of every distributed step, whatever its strategy."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class Comparison:
             shapes = np.shape(result.value), np.shape(together[name].value)
             cause = trace_causes.of_shape(*shapes)
             summaries = _summary(result.value), _summary(together[name].value)
-            yield Difference(name, *summaries, float("inf"), cause.says, cause.remedy)
+            yield Difference(name, *summaries, float("inf"), cause.description, cause.remedy)
 
     def _not_compared(self, one: Trial, alone: dict[str, Result], together: dict[str, Result]) -> Iterator[str]:
         if draws(one.closed):
@@ -360,7 +360,7 @@ def _explained(evidence: Evidence, pairs: list[_Pair]) -> Iterator[Difference]:
         cause = own or general
         alone, together = _summary(pair.alone), _summary(pair.together)
         apart = rounding.relative(pair.one, pair.other)
-        yield Difference(pair.name, alone, together, apart, cause.says, cause.remedy)
+        yield Difference(pair.name, alone, together, apart, cause.description, cause.remedy)
 
 
 def _summary(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Feeds a strategy: input pipelines called, processes made to agree, batches put on the devices."""
+"""Feeds a strategy: calls input pipelines, makes processes agree, puts batches on the devices."""
 
 from __future__ import annotations
 

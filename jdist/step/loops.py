@@ -1,4 +1,4 @@
-"""Loops in a program: over microbatches, and over the steps of a call."""
+"""Loops over microbatches, and over the steps of a call."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from jdist.step.newest_state import NewestState
 from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
-from jdist.step.partial import Apart
-from jdist.step.placement import shapes_in
+from jdist.step.placement import DonationGuard, shapes_in
 from jdist.step.program_spec import FlagNames, ProgramSpec
 from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
@@ -63,7 +62,7 @@ class DistributedStep(Distributed):
         lead = int(options.steps_per_call > 1)
         self._by_rows = None if strategy.mesh is None else placement.rows_sharding(strategy, lead=lead)
         self._donates = options.donate and options.may_update_state
-        self._apart = Apart()
+        self._donation_guard = DonationGuard()
         is_plain = options.args == ("state", "batch") and is_first(options.batch_axis) and not options.static_argnames
         self._plain_call = Call(("state", "batch")) if is_plain else None
         self._newest = NewestState()
@@ -309,7 +308,7 @@ class DistributedStep(Distributed):
                 state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
                 newest.begin_with(state)
                 doubt_newest_states()
-                self._apart.forget()
+                self._donation_guard.forget()
                 is_newest = False
             else:
                 state, is_newest = newest.packed, True
@@ -345,7 +344,7 @@ class DistributedStep(Distributed):
             except (RuntimeError, ValueError) as exc:  # on one device a batch may be an array of the state
                 if "previously donated in the same call" not in str(exc):
                     raise
-                program.run_into(box, self._token, state, self._apart.of(batches, state), others)
+                program.run_into(box, self._token, state, self._donation_guard.of(batches, state), others)
         except Exception as exc:
             if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
                 placement.check_rows(original, self.strategy, self.options, call.batch_axes)
@@ -365,7 +364,7 @@ class DistributedStep(Distributed):
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
         if self._donates:
-            others = self._apart.of(others, state)
+            others = self._donation_guard.of(others, state)
         return placement.replicate(self.strategy, others)
 
     def _steps_in(self, batches: PyTree) -> int:

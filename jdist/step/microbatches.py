@@ -15,10 +15,10 @@ from jdist.core.strategy import Strategy
 from jdist.jaxpr.phases import Cut, Phase, Split
 from jdist.jaxpr.split import split
 from jdist.replica import collectives, gradients
+from jdist.step.divergence import check_averages_combined
 from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import scan
 from jdist.step.outputs import LOCAL, METRIC, ROWS, check_means, rows_of
-from jdist.step.own_averages import check_averages_combined
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
 

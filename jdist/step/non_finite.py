@@ -1,4 +1,4 @@
-"""What happens to a NaN or infinite gradient: the state stays as it was, and a token tells the host."""
+"""Keeps the state as it was where a gradient is NaN or infinite, and tells the host by a token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling
+from jdist.core.precision import SMALLEST, LossScale, LossScaling
 from jdist.core.step_state import carrying, loss_scale_of
 from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteError

@@ -1,4 +1,4 @@
-"""What a step returned: told apart by role, and averaged over the replicas."""
+"""Sorts what a step returned by role, and prepares what is averaged over the replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program is made of, and the types of the functions that it is made from."""
+"""Describes what a program is made of, and the types of the functions that it is made from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from jdist.core.context import ReplicaTrace, current_trace, tracing
-from jdist.core.loss_scale import LossScaling
-from jdist.core.precision import InUse
+from jdist.core.precision import InUse, LossScaling
 from jdist.core.step_state import loss_scale_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
@@ -123,10 +122,10 @@ class ProgramSpec:
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
             in_use = InUse(precision, self._loss_scale(state, others))
         # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
-        given, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
+        argument, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
-            called = self.call.apply(self.step, given, batches, others)
-            new_state, outputs = sort_results(called, own, self.options, self.traced)
+            results = self.call.apply(self.step, argument, batches, others)
+            new_state, outputs = sort_results(results, own, self.options, self.traced)
             check_state(new_state, "the state that the step returned")
             if self.options.may_update_state:
                 self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))

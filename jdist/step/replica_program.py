@@ -1,4 +1,4 @@
-"""What one replica computes in one call: the user's step, accumulated, guarded and repeated as the options say."""
+"""Builds what one replica computes in one call: the user's step, accumulated, guarded and repeated as the options say."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.step_state import residuals_of
 from jdist.jaxpr import graph, variation
 from jdist.replica import collectives
+from jdist.step.divergence import check_averages_combined
 from jdist.step.error_feedback import ErrorFeedback, has_residuals
 from jdist.step.loops import repeated
 from jdist.step.microbatches import microbatched
 from jdist.step.non_finite import finite_guarded
 from jdist.step.outputs import LOCAL, METRIC, check_means, kinds_of, rows_of
-from jdist.step.own_averages import check_averages_combined
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.step.signature import Others
 from jdist.step.tree_checks import check_same_state
@@ -114,7 +114,7 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str],
     Args:
         closed: `(state, batches, others) -> (state, outputs, flags)`.
         shapes: what it returns.
-        arguments: the tree of what it is given.
+        arguments: the tree of its arguments.
         kinds: of the outputs' leaves.
         rows: the number of rows of the batch.
 
@@ -127,12 +127,12 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str],
     residuals = jax.tree.leaves(residuals_of(state))
     varying = variation.varying(closed, [*jax.tree.leaves(batches), *residuals])
     first = len(jax.tree.leaves(new_state))
-    found = [
+    is_averaged = [
         kind == METRIC and graph.is_in(v, varying)
         for v, kind in zip(jaxpr.outvars[first : first + len(kinds)], kinds, strict=True)
     ]
-    check_means(outputs, found, rows)
-    return found
+    check_means(outputs, is_averaged, rows)
+    return is_averaged
 
 
 def average(outputs: PyTree, which: list[bool]) -> PyTree:

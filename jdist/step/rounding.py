@@ -1,4 +1,4 @@
-"""Whether two results of a step are equal but for rounding.
+"""Tells whether two results of a step are equal but for rounding.
 
 How much rounding may change a leaf depends on the step: AdamW turns a gradient that is zero but for rounding into a whole
 step. So the step is run again on arguments that differ by rounding alone, and what that changes is the measure.

@@ -1,4 +1,4 @@
-"""`strategy.run(fn, ...)`: any function, once on every replica, with each replica's own result."""
+"""Runs any function once on every replica: `strategy.run(fn, ...)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of one call, sorted by their roles and put back in order."""
+"""Sorts the arguments of a call by their roles, and puts them back in order."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def put_parts(state: PyTree, parts: tuple[int, ...] | None, new: PyTree) -> PyTr
     """A state with new values of the parts that a step takes."""
     if parts is None:
         return new
-    found = dict(zip(parts, split_states(new, len(parts)), strict=True))
-    return tuple(found.get(i, old) for i, old in enumerate(state))
+    replaced = dict(zip(parts, split_states(new, len(parts)), strict=True))
+    return tuple(replaced.get(i, old) for i, old in enumerate(state))
 
 
 def is_same_state(a: PyTree, b: PyTree) -> bool:
@@ -218,8 +218,8 @@ class Signature:
             args = (*args, kwargs.pop(names[len(args)]))
         declared = self.options.args
         batch_names = tuple(name for name in sorted(kwargs) if self.role_of.get(name) == "batch")
-        given = [*declared[: len(args)], *("batch" for _ in batch_names)]
-        if any(given.count(role) < declared.count(role) for role in ("state", "batch", "per_replica")):
+        present = [*declared[: len(args)], *("batch" for _ in batch_names)]
+        if any(present.count(role) < declared.count(role) for role in ("state", "batch", "per_replica")):
             raise StepError(
                 f"{self.name} was called with {len(args)} arguments by position; its roles are {declared}. Pass at least "
                 "the state and the batch."
@@ -346,9 +346,9 @@ def check_no_batch(
         by_shape = shape is not None and shape[-1] > 1 and all(_has_rows(x, shape) for x in arrays)
         if not of_dataset and not (arrays and by_shape):
             continue
-        found = (of_dataset or arrays)[0]
+        first = (of_dataset or arrays)[0]
         why = "comes out of `distribute_dataset`" if of_dataset else "has as many rows as the batch"
-        raise StepError(f"{what} of {name}, {kind_of(found)}, has no role in `args`, and {why}. {remedy}")
+        raise StepError(f"{what} of {name}, {kind_of(first)}, has no role in `args`, and {why}. {remedy}")
 
 
 _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""Checks on the trees that go in and out of a step; every complaint names the leaf."""
+"""Checks the trees that go in and out of a step; every error names the leaf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices from what a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
+"""Finds the devices that a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""What all strategies share whose replicas one process drives: their operations, and a mesh of one axis."""
+"""Operations and mesh of the strategies whose processes all run the same program."""
 
 from __future__ import annotations
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist.core.strategy import Device, Operations, Strategy, Transform
+from jdist.core.operations import Operations
+from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement

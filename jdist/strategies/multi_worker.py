@@ -96,16 +96,16 @@ def multi_worker(
     return dataclasses.replace(strategy, cluster=joined)
 
 
-def _communication(given: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:
-    if isinstance(given, CommunicationOptions):
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        raise StrategyError(f"`communication` is a {type(given).__name__}; pass a `jdist.CommunicationOptions`.")
+def _communication(options: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:
+    if isinstance(options, CommunicationOptions):
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        raise StrategyError(f"`communication` is a {type(options).__name__}; pass a `jdist.CommunicationOptions`.")
     known = [field.name for field in dataclasses.fields(CommunicationOptions)]
-    for name in given or {}:
+    for name in options or {}:
         if name not in known:
             raise StrategyError(f"`communication` has no option {name!r}. It has: {', '.join(known)}.")
-    return CommunicationOptions(**(given or {}))
+    return CommunicationOptions(**(options or {}))
 
 
 def _reduction(all_reduce: AllReduce | None, options: CommunicationOptions, devices: tuple[Device, ...]) -> Reduction:

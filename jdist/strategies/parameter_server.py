@@ -10,9 +10,10 @@ import jax
 
 from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
+from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
 from jdist.core.static_leaves import pack, unpack
-from jdist.core.strategy import Operations, Strategy
+from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turned
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import distributed_dataset

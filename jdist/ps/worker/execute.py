@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
-from jdist.core.loss_scale import FACTOR, SMALLEST
+from jdist.core.precision import FACTOR, SMALLEST
 from jdist.errors import ShardLostError
 from jdist.ps.program.function_plan import Function, ShardOfFunction
 from jdist.ps.program.shard_plan import specs
@@ -237,7 +237,7 @@ class Installed:
 
 
 class WorkerScale:
-    """Moves as `jdist.core.loss_scale.LossScaling` says.
+    """Moves as `jdist.core.precision.LossScaling` says.
 
     Args:
         scale: the first one.

@@ -63,10 +63,6 @@ class Coordinator(Protocol):
         """Process ids of the workers of this machine."""
         ...
 
-    def describe(self) -> str:
-        """Says where the strategy runs, in a few words."""
-        ...
-
     def fetch(self, tree: PyTree) -> PyTree:
         """Replaces each `RemoteValue` in a tree by its array."""
         ...

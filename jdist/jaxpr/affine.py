@@ -62,18 +62,18 @@ class AffineRule:
         """The slope: a number of the program, 0 where the old value plays no part; the shape of one that is computed; None."""
         if graph.is_literal(self._new) or self._new not in self._depends:
             return 0
-        found: list[Slope] = []
+        slopes: list[Slope] = []
 
         def run(*values: Any) -> Any:
-            found.append(self(values))
-            return () if isinstance(found[0], float | int) else found[0]
+            slopes.append(self(values))
+            return () if isinstance(slopes[0], float | int) else slopes[0]
 
         jaxpr = graph.body_of(self._flat)
         try:
             shape = jax.eval_shape(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
         except (_NotAffineError, OverflowError):  # a number below nothing times an unsigned one
             return None
-        dtype, slope = self._old.aval.dtype, found[0]
+        dtype, slope = self._old.aval.dtype, slopes[0]
         if isinstance(slope, float | int):
             return slope
         wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
@@ -194,10 +194,10 @@ class AffineRule:
         return graph.subfunction(self._flat, graph.body_of(self._flat).invars, [v])(values)[0]
 
     def _constant(self, v: Any) -> Any:
-        found = v.val if graph.is_literal(v) else self._constants.get(v)
-        if found is not None and not isinstance(found, jax.core.Tracer) and np.ndim(found) == 0:
+        value = v.val if graph.is_literal(v) else self._constants.get(v)
+        if value is not None and not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0:
             dtype = np.float64 if jnp.issubdtype(v.aval.dtype, jnp.floating) else v.aval.dtype
-            return np.asarray(found, v.aval.dtype).astype(dtype).item()
+            return np.asarray(value, v.aval.dtype).astype(dtype).item()
         eqn = None if graph.is_literal(v) else self._made_by.get(v)
         if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             same = eqn.primitive.name == "broadcast_in_dim" or _same_kind(eqn.invars[0].aval.dtype, v.aval.dtype)
@@ -224,10 +224,10 @@ def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
 
 def _axes_of(closed: Any) -> Any:
     """The mesh axes over which the body of a collective reduces; none of one replica's."""
-    found = [
+    axes = [
         eqn.params["axes"] for eqn in graph.body_of(closed).eqns if variation.makes_alike(eqn) and "axes" in eqn.params
     ]
-    return found[0] if found else ()
+    return axes[0] if axes else ()
 
 
 def _same_kind(a: Any, b: Any) -> bool:

@@ -38,11 +38,11 @@ def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
         closed: what `jax.make_jaxpr` returned.
         sources: variables of it.
     """
-    found = set(sources)
+    variables = set(sources)
     for eqn in body_of(closed).eqns:
-        if any(v in found for v in eqn.invars if not isinstance(v, jex.Literal)):
-            found.update(eqn.outvars)
-    return found
+        if any(is_in(v, variables) for v in eqn.invars):
+            variables.update(eqn.outvars)
+    return variables
 
 
 def forwarded(closed: Any, *, collectives: bool = False) -> Any:
@@ -100,7 +100,7 @@ def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
 
 
 def operands_of_results(eqn: Any) -> list[int | None]:
-    """The operand that each result of a collective is made of; None where it cannot be told.
+    """The operand that each result of a collective is made of; None where that cannot be seen.
 
     JAX drops results that nothing reads, and their operands only where what computes them is apart from the rest.
     """
@@ -195,17 +195,17 @@ def _effect_names(eqn: Any) -> list[str]:
 def needed(
     closed: Any, wanted: Iterable[Var], given: Collection[Var], effects: Sequence[Any] = ()
 ) -> tuple[list[Any], set[Var]]:
-    """What computing `wanted` from `given` takes, and what `effects` take.
+    """Finds what computing `wanted` from `given` takes, and what `effects` take.
 
     Returns:
         The equations, in order, and every variable that they and `wanted` read.
     """
-    reads = {v for v in wanted if not isinstance(v, jex.Literal)}
+    reads = {v for v in wanted if not is_literal(v)}
     equations = []
     for eqn in reversed(body_of(closed).eqns):
         if any(eqn is effect for effect in effects) or any(v in reads and v not in given for v in eqn.outvars):
             equations.append(eqn)
-            reads.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+            reads.update(v for v in eqn.invars if not is_literal(v))
     return equations[::-1], reads
 
 
@@ -250,15 +250,15 @@ def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
         parts[number].append(eqn)
         level.update((v, number) for v in eqn.outvars)
     later = {v for v in body_of(closed).outvars if not is_literal(v)}
-    found = []
+    result: list[Stage] = []
     for equations in reversed(parts):
         written = dict.fromkeys(v for eqn in equations for v in eqn.outvars)  # a dict keeps the order
         own = {*written, *body_of(closed).constvars}
         reads = tuple(dict.fromkeys(v for eqn in equations for v in eqn.invars if not is_literal(v) and v not in own))
         writes = tuple(v for v in written if v in later)
         later.update(reads)
-        found.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
-    return found[::-1]
+        result.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
+    return result[::-1]
 
 
 def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Callable[..., list[Any]]:
@@ -348,7 +348,7 @@ def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
 
 def value_of(v: Var, known: dict[Var, Any]) -> Any:
     """The value of an operand: of a literal its own, of a variable the known one."""
-    return v.val if isinstance(v, jex.Literal) else known[v]
+    return v.val if is_literal(v) else known[v]
 
 
 def is_literal(v: Var) -> bool:
@@ -358,9 +358,9 @@ def is_literal(v: Var) -> bool:
 
 def is_in(v: Var, variables: Collection[Var]) -> bool:
     """Whether an operand is one of these variables; a constant written into the jaxpr is none."""
-    return not isinstance(v, jex.Literal) and v in variables
+    return not is_literal(v) and v in variables
 
 
 def is_dropped(v: Var) -> bool:
-    """Whether a result of an equation is read by nobody."""
+    """Whether nothing reads a result of an equation."""
     return isinstance(v, jex.DropVar)

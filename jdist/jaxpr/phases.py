@@ -97,15 +97,18 @@ class StepJaxpr:
 
     def piece(self, wanted: Sequence[Any]) -> Callable[..., list[jax.Array]]:
         """What computes variables behind the phases: `(state, others, combined, carried) -> values`, flat lists or trees."""
-        given = [*self.state, *self.others, *self.combined, *self.carried]
-        run = graph.subfunction(self.closed, given, list(wanted))
+        run = graph.subfunction(self.closed, self._behind_phases, list(wanted))
         return lambda *values: run(jax.tree.leaves(values))
 
     def read_by(self, wanted: Sequence[Any]) -> tuple[int, ...]:
         """Numbers of the state's leaves that `piece(wanted)` reads."""
-        given = {*self.state, *self.others, *self.combined, *self.carried}
-        _, reads = graph.needed(self.closed, [v for v in wanted if not graph.is_literal(v)], given)
+        _, reads = graph.needed(self.closed, wanted, set(self._behind_phases))
         return tuple(i for i, v in enumerate(self.state) if v in reads)
+
+    @property
+    def _behind_phases(self) -> list[Any]:
+        """The variables that are known once all phases have run."""
+        return [*self.state, *self.others, *self.combined, *self.carried]
 
     def depends(self, sources: Sequence[Any]) -> set[Any]:
         """Every variable that depends on one of `sources`, by way of collectives too."""

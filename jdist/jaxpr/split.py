@@ -72,8 +72,7 @@ def split(
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
         """The transpose of a gather: the sum over all, of which each takes the rows that it gave."""
-        found = collective_of(eqn)
-        if found is None or not variation.is_transposed_gather(eqn):
+        if not variation.is_transposed_gather(eqn):
             return None
         with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
             totals = collectives.combine(Collective("value", "sum"), operands)

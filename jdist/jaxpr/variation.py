@@ -26,12 +26,12 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
     A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
     microbatch's.
     """
-    found = set(sources)
+    own = set(sources)
     for eqn in graph.body_of(closed).eqns:
         combines = collective_of(eqn) is not None and not is_transposed_gather(eqn)
-        if not combines and any(v in found for v in eqn.invars if not graph.is_literal(v)):
-            found.update(eqn.outvars)
-    return found
+        if not combines and any(graph.is_in(v, own) for v in eqn.invars):
+            own.update(eqn.outvars)
+    return own
 
 
 def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
@@ -44,17 +44,16 @@ def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
     Returns:
         Variables of it; one too many where a nested function cannot be looked into.
     """
-    jaxpr = graph.body_of(closed)
-    found = set(sources)
-    _spread(jaxpr, found)
-    return found
+    variables = set(sources)
+    _propagate(graph.body_of(closed), variables)
+    return variables
 
 
-def _spread(jaxpr: Any, found: set[Var]) -> None:
-    """Adds to `found` all that varies as its members do."""
+def _propagate(jaxpr: Any, varying: set[Var]) -> None:
+    """Adds to the variables that vary those computed from them."""
     for eqn in jaxpr.eqns:
-        flags = [graph.is_in(v, found) for v in eqn.invars]
-        found.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
+        flags = [graph.is_in(v, varying) for v in eqn.invars]
+        varying.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
 
 
 def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
@@ -90,15 +89,15 @@ def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
 
 def _body_varies(closed: Any, flags: Sequence[bool]) -> list[bool]:
     jaxpr = graph.body_of(closed)
-    found = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
-    _spread(jaxpr, found)
-    return [graph.is_in(v, found) for v in jaxpr.outvars]
+    varying = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
+    _propagate(jaxpr, varying)
+    return [graph.is_in(v, varying) for v in jaxpr.outvars]
 
 
 def is_transposed_gather(eqn: Any) -> bool:
     """Whether an equation is what differentiation makes of `jdist.all_gather`: each replica's rows of the sum over all."""
-    found = collective_of(eqn)
-    return found is not None and found.op == "gather" and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+    collective = collective_of(eqn)
+    return collective is not None and collective.op == "gather" and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
 
 
 def collectives_in(eqn: Any) -> list[Collective]:

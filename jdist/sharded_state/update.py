@@ -32,7 +32,7 @@ from jdist.jaxpr.elementwise import (
     bind,
 )
 from jdist.step.divergence import hash_leaf
-from jdist.step.outputs import LOCAL, METRIC, ROWS
+from jdist.step.outputs import LOCAL, METRIC, ROWS, OutputKind
 
 # Called compute_on2 before JAX 0.12.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -61,7 +61,7 @@ def evaluate(
     closed: Any,
     arguments: Sequence[Any],
     kept: Sequence[bool],
-    kinds: Sequence[str | None] = (),
+    kinds: Sequence[OutputKind | None] = (),
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Evaluates an update part, seen from outside of the replicas.
 
@@ -97,7 +97,7 @@ class _Evaluation:
         # Whole: what equations read whose results each replica has its own of.
         self.read_by_own: dict[Any, jax.Array] = {}
 
-    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[str | None]) -> Any:
+    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[OutputKind | None]) -> Any:
         self.known = graph.values_at_start(self.closed, arguments)
         self.known.update({v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | Part)})
         for number, eqn in enumerate(self.equations):
@@ -171,7 +171,7 @@ class _Evaluation:
             x = jnp.full(x.shape, x.value, v.aval.dtype)
         return jax.device_put(self.device_operand(v, x), self.layout.host)
 
-    def wanted(self, v: Any, kind: str | None) -> jax.Array:
+    def wanted(self, v: Any, kind: OutputKind | None) -> jax.Array:
         n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
         if self.is_own(v) and kind is not None:
             x = self.by_replicas([v], rows, change=lambda x: x if kind == ROWS else x[None])[v]

@@ -34,19 +34,19 @@ class Preview:
     ignores_mask: bool
 
     @classmethod
-    def of(cls, made: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
+    def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
         """Reads it off a traced program.
 
         Args:
-            made: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
-            traced: what tracing it told.
+            program: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
+            traced: what is known of its results.
             arguments: those that it was traced for.
         """
-        _, state, outputs, *_ = made.out_info
+        _, state, outputs, *_ = program.out_info
         results = dict(zip(traced.output_roles, outputs, strict=True))
         if "state" in traced.returns:
             results = {"state": unpack(state), **results}
-        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(made.jaxpr))[2]
+        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(program.jaxpr))[2]
         masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
         return cls(results, traced.changes_state, ignores_mask=ignored)

@@ -92,9 +92,9 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         checked = make_options(**options)
         return lambda function: _distribute(function, step, checked)
     if not isinstance(strategy, Strategy):
-        given = step if strategy is None else strategy
+        got = step if strategy is None else strategy
         raise StepError(
-            f"jdist.distribute needs a strategy, it got {given!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
+            f"jdist.distribute needs a strategy, it got {got!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
             "`jdist.distribute(step, strategy)`."
         )
     if not callable(step):
@@ -104,10 +104,10 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
 
 
 def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
-    made = strategy.operations.distribute(strategy, step, options)
-    if isinstance(made, DistributedStep):
-        made.verifier = _verify_first
-    return made
+    distributed = strategy.operations.distribute(strategy, step, options)
+    if isinstance(distributed, DistributedStep):
+        distributed.verifier = _verify_first
+    return distributed
 
 
 def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:

@@ -181,11 +181,11 @@ class DistributedStep(Distributed):
             program, traced = self.program(call)
             batch_shapes = placement.batch_shapes(self.strategy, self.options, batches, call.batch_axes)
             arguments = self._token, state, batch_shapes, others
-            made = program.trace(*arguments)
+            jax_traced = program.trace(*arguments)
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
-        return Preview.of(made, traced, arguments)
+        return Preview.of(jax_traced, traced, arguments)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
         """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
@@ -404,14 +404,13 @@ class DistributedStep(Distributed):
         raise non_finite_error(self.__name__, self._watched.names[code - 1], step)
 
     def program(self, call: Call) -> tuple[Program, Traced]:
-        """The program of calls like this one, and what tracing it tells."""
-        found = self._programs.get(call)
-        if found is None:
+        """The program of calls like this one, and what is known of its results."""
+        entry = self._programs.get(call)
+        if entry is None:
             traced = Traced()
             spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
-            found = self.backend.make_program(spec), traced
-            self._programs[call] = found
-        return found
+            entry = self._programs[call] = self.backend.make_program(spec), traced
+        return entry
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

@@ -16,7 +16,7 @@ from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.step.options import NonFinite, StepOptions
-from jdist.step.outputs import METRIC, Traced, differs, kinds_of, rows_of, sort_results
+from jdist.step.outputs import METRIC, OutputKind, Traced, differs, kinds_of, rows_of, sort_results
 from jdist.step.signature import Call, Others, Step
 from jdist.step.tree_checks import check_state
 
@@ -63,7 +63,7 @@ RunFn = Callable[[PyTree, PyTree, Others], tuple[PyTree, tuple[PyTree, ...], Fin
 # What a replica runs in one call: (token, state, batches, others) -> (token, state, outputs); for the token see `non_finite`
 StepFn = Callable[[jax.Array, PyTree, PyTree, Others], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
 # A step to be split: (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
-Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[str]]]
+Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[OutputKind]]]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ProgramSpec:
     def splittable(self, seen: list[FiniteFlags]) -> Pure:
         """The step as `microbatches.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
 
-        def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[str]]:
+        def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)
             seen.append(flags)
             # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.

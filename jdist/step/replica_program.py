@@ -16,7 +16,7 @@ from jdist.step.error_feedback import ErrorFeedback, has_residuals
 from jdist.step.loops import repeated
 from jdist.step.microbatches import microbatched
 from jdist.step.non_finite import finite_guarded
-from jdist.step.outputs import LOCAL, METRIC, check_means, kinds_of, rows_of
+from jdist.step.outputs import LOCAL, METRIC, OutputKind, check_means, kinds_of, rows_of
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.step.signature import Others
 from jdist.step.tree_checks import check_same_state
@@ -47,7 +47,7 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
     shares_memory = bound and one_process and strategy.devices[0].platform == "cpu"
 
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
-        kinds, names, hidden = list[str](), list[str](), list[bool]()
+        kinds, names, hidden = list[OutputKind](), list[str](), list[bool]()
 
         def as_written(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
             state, residuals = ErrorFeedback.of(strategy, spec.name, state)
@@ -108,7 +108,7 @@ def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
     return either
 
 
-def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str], rows: int | None) -> list[bool]:
+def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[OutputKind], rows: int | None) -> list[bool]:
     """Which outputs of a traced step are metrics that differ from replica to replica.
 
     Args:

@@ -89,7 +89,7 @@ def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:
     line, place = lines[same] if same < len(lines) else ("nothing more", "")
     equations = cluster.exchange(what, [line[:_MOST_LETTERS], place], _WAIT_S)
     other = next((i for i, one in enumerate(equations) if one[0] != equations[0][0]), 1)
-    difference = _difference(equations[other], equations[0], other)
+    difference = _difference(equations[other], equations[0])
     raise ClusterError(
         f"{name} is another program on process {other} than on process 0: {difference}. All "
         "processes have to trace the same step: give them the same learning rate, other hyperparameters and options, the same "
@@ -97,7 +97,7 @@ def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:
     )
 
 
-def _difference(theirs: Sequence[str], ours: Sequence[str], other: int) -> str:
+def _difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
     (theirs_line, place), (line, _) = theirs, ours
     where = f", computed at {place}" if place else ""
     mine, yours = _NUMBER.findall(line), _NUMBER.findall(theirs_line)

@@ -209,8 +209,8 @@ def _strategy(job: Session) -> Strategy:
                 f"`batch_axis` is {options.batch_axis!r}; batches that workers read have their rows first. Leave it out, "
                 "and swap the axes in the step."
             )
-        given = {"partial": options.partial, "with_mask": options.with_mask, "prefetch": options.input.prefetch}
-        return job.dataset(fn, given)
+        feed = {"partial": options.partial, "with_mask": options.with_mask, "prefetch": options.input.prefetch}
+        return job.dataset(fn, feed)
 
     def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         raise StrategyError(

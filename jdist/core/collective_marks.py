@@ -23,7 +23,7 @@ Op = Literal["mean", "sum", "max", "min", "gather"]
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective does.
+    """Describes a collective.
 
     Attributes:
         kind: "gradient" where `jdist.value_and_grad` combines a loss and its gradient, else "value".

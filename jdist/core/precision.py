@@ -28,7 +28,7 @@ FACTOR = 2.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What loss scaling carries from step to step; the same on every replica.
+    """The loss scale that is carried from step to step; the same on every replica.
 
     Attributes:
         scale: what the loss is multiplied by before it is differentiated; float32 scalar, a power of two.
@@ -43,7 +43,7 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How a loss scale moves: twice as large after enough finite gradients in a row, half after one that is not.
+    """Moves a loss scale: doubles it after enough finite gradients in a row, halves it after one that is not.
 
     Attributes:
         initial: the scale at first; a power of two, so that scaling rounds nothing.
@@ -97,7 +97,7 @@ class LossScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What a step computes in; `jdist.precision` makes it.
+    """The precision that a step computes in; `jdist.precision` makes it.
 
     Attributes:
         name: "bf16" or "fp16".
@@ -250,11 +250,11 @@ class InUse:
     scale: jax.Array | None
 
     def cast(self, tree: PyTree) -> PyTree:
-        """What is differentiated by, in the compute dtype."""
+        """Casts parameters to the compute dtype."""
         return self.precision.cast_to_compute(tree)
 
     def result(self, result: Any, has_aux: bool) -> Any:
-        """What the function that is differentiated returns: the loss in float32, and scaled; what comes with it in float32."""
+        """Casts the loss to float32 and scales it; what comes with it is cast to float32."""
         loss, aux = result if has_aux else (result, None)
         loss = jnp.asarray(loss)
         loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))

@@ -33,7 +33,7 @@ Transform = Literal["shard_map", "pmap", "jit"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strategy:
-    """How a train step is spread over devices: an immutable value that `jdist.mirrored()` and its like build.
+    """Spreads a train step over devices: an immutable value that `jdist.mirrored()` and its like build.
 
     Attributes:
         name: "default", "one_device", "mirrored", ...
@@ -67,17 +67,17 @@ class Strategy:
 
     @property
     def coordinator(self) -> Coordinator | None:
-        """What schedules functions on the workers of a parameter server; None elsewhere."""
+        """Schedules functions on the workers of a parameter server; None elsewhere."""
         return self.operations.coordinator
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of the model compute at the same time."""
+        """The number of copies of the model that compute at the same time."""
         return max(1, len(self.devices))
 
     @property
     def replicas(self) -> Replicas:
-        """How many replicas there are, and which of them this process drives."""
+        """The replicas, and those among them that this process drives."""
         local = range(self.num_replicas)
         if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
             here = self.batch_sharding.addressable_devices

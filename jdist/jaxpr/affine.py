@@ -31,7 +31,7 @@ Slope = Any  # a number of the program, or an array computed when the step runs;
 
 
 class _NotAffineError(Exception):
-    """What is computed from the old value is no slope times it, and something that does not depend on it."""
+    """The new value is no slope times the old one plus something that does not depend on it."""
 
 
 class AffineRule:

@@ -75,7 +75,7 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
 
 
 def _handed_on(eqn: Any) -> dict[int, int]:
-    """Which results of an equation are which of its operands: of a call's its arguments, of a scan's what it scans over."""
+    """Maps results of an equation to the operands that they are: of a call its arguments, of a scan what it scans over."""
     if eqn.primitive.name in CALLS:
         return _arguments_returned(nested_jaxprs(eqn)[0])
     if eqn.primitive.name == "cond":
@@ -124,12 +124,12 @@ def operands_of_results(eqn: Any) -> list[int | None]:
 
 
 def number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
-    """How many variables of a scan are whole in its body, too; of the others it has a row. JAX versions say it differently."""
+    """Counts the variables of a scan that are whole in its body; of the others it has a row. JAX versions differ in the way."""
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
 
 def _arguments_returned(closed: Any) -> dict[int, int]:
-    """Which results of a function are which of its arguments."""
+    """Maps results of a function to the arguments that they are."""
     jaxpr = body_of(forwarded(closed))
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     return {i: place[v] for i, v in enumerate(jaxpr.outvars) if is_in(v, place)}
@@ -210,7 +210,7 @@ def needed(
 
 
 def arguments_read(closed: Any) -> list[bool]:
-    """Which arguments any result or effect of a traced function depends on, calls and loops in it entered."""
+    """Marks the arguments that any result or effect of a traced function depends on, calls and loops in it entered."""
     jaxpr = body_of(closed)
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 

@@ -96,7 +96,7 @@ class StepJaxpr:
     carried: tuple[Any, ...]
 
     def piece(self, wanted: Sequence[Any]) -> Callable[..., list[jax.Array]]:
-        """What computes variables behind the phases: `(state, others, combined, carried) -> values`, flat lists or trees."""
+        """Computes variables behind the phases: `(state, others, combined, carried) -> values`, of flat lists or trees."""
         run = graph.subfunction(self.closed, self._behind_phases, list(wanted))
         return lambda *values: run(jax.tree.leaves(values))
 
@@ -152,7 +152,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseContents:
-    """What one phase computes.
+    """The contents of one phase.
 
     Attributes:
         cuts: the places of their equations.

@@ -215,7 +215,7 @@ class _Analysis:
         return Cut(collective, tuple(map(_struct, results)), is_read_again=any(v in reads for v in results))
 
     def _operands(self, place: int) -> list[Any]:
-        """What a cut combines: an operand for each result."""
+        """The operands of a cut, one for each result."""
         eqn = self.equations[place]
         if len(eqn.invars) == len(eqn.outvars):
             return list(eqn.invars)
@@ -280,7 +280,7 @@ class _Analysis:
         return tuple(graph.is_in(v, of_replicas) or self._is_own(v) for v in self.outputs)
 
     def _carried(self, i: int) -> Carried:
-        """How microbatches share a leaf that each computes for itself."""
+        """Finds how microbatches share a leaf that each computes for itself."""
         old, new = self.state[i], self.new_state[i]
         dtype = old.aval.dtype
         if self.sizes[1] == 1:

@@ -57,7 +57,7 @@ def _propagate(jaxpr: Any, varying: set[Var]) -> None:
 
 
 def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
-    """Which results of an equation vary, if the operands marked in `flags` do."""
+    """Marks the results of an equation that vary, if the operands marked in `flags` do."""
     name, every = eqn.primitive.name, [True] * len(eqn.outvars)
     if is_transposed_gather(eqn):
         return every

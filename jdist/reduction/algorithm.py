@@ -34,7 +34,7 @@ class Reduction(NamedTuple):
 
 
 def axes_size(axes: tuple[str, ...]) -> int:
-    """How many replicas are spread over mesh axes that are bound."""
+    """The number of replicas that are spread over mesh axes that are bound."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 

@@ -55,7 +55,7 @@ def bucketed(bytes_per_pack: int) -> Reduction:
 
 
 def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Which leaves go together.
+    """Groups leaves into packs.
 
     Args:
         sizes: bytes of each leaf.

@@ -45,7 +45,7 @@ def replica_axes() -> tuple[str, ...] | None:
 
 
 def num_replicas() -> int:
-    """How many replicas run this step, each microbatch counted as one; 1 outside a mesh and in the global view."""
+    """The number of replicas that run this step, each microbatch counted as one; 1 outside a mesh and in the global view."""
     trace, axes = context.current_trace(), replica_axes()
     return (1 if axes is None else axes_size(axes)) * (1 if trace is None else trace.num_microbatches)
 

@@ -36,11 +36,11 @@ def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
 
     Args:
         exc: what tracing the step raised.
-        name: of the strategy that the user made.
-        strategy: what a replica's part of the step is traced under.
+        name: of the strategy that the user made; `strategy` may be a worker's.
+        strategy: what the step is traced under.
 
     Raises:
-        StepError: `exc` tells of such an axis; it says where to name it.
+        StepError: says where to name the axis.
     """
     if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
         return

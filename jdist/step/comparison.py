@@ -244,7 +244,7 @@ class Comparison:
         return pairs
 
     def _differing(self, one: Trial, pairs: list[_Pair]) -> list[int]:
-        """Which of the pairs differ by more than rounding."""
+        """Finds the pairs that differ by more than rounding."""
 
         def run(change: Callable[[Any], Any]) -> list[Leaf]:
             before = {

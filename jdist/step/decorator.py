@@ -34,7 +34,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
             "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).
-            Several states are said one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
+            Several states are listed one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
             (params, opt_state, loss)`. Further arguments and keyword arguments are replicated; one that
             `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is refused, under
             every strategy: say "batch" or "replicated".
@@ -62,7 +62,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
             parameters in float32.
         verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch
             and warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing,
-            but for what `jdist.fit` is told. See `jdist.verify`.
+            unless `jdist.fit` has an option of its own. See `jdist.verify`.
 
     Returns:
         A `DistributedStep`; called like the step, with whole, global batches.

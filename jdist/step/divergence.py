@@ -86,11 +86,7 @@ def make_check(strategy: Strategy) -> Any:
 
 
 def compare(hashes: np.ndarray, paths: list[str]) -> None:
-    """Raises if the replicas' hashes are not all equal.
-
-    Args:
-        hashes: uint32 [num_replicas, num_leaves].
-        paths: name of each leaf.
+    """Refuses hashes, uint32 [num_replicas, num_leaves], that differ between replicas.
 
     Raises:
         ReplicaDivergenceError: names the leaves, and of each the replicas that differ from the majority (all of them

@@ -164,15 +164,10 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
 
 
 def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
-    """Refuses residuals that are not those of a step's gradients.
-
-    Args:
-        name: the step's name.
-        there: the residuals in the state, arrays or shapes.
-        wanted: the shapes that the step needs.
+    """Refuses residuals in a state that do not fit the gradients of the step of that name.
 
     Raises:
-        StepError: they differ in number or shape.
+        StepError: the residuals in the state and the wanted ones differ in number or shape.
     """
     shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (there, wanted)]
     if shapes[0] != shapes[1]:

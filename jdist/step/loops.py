@@ -44,7 +44,7 @@ def repeat(
     """Loops over stacked batches.
 
     Args:
-        spec: what the program is made of.
+        spec: the parts of the program.
         once: `(token, state, batch) -> (token, state, results)`.
         token: the token of a call.
         state: the state before the first step.

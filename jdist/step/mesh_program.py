@@ -51,15 +51,7 @@ class Program:
 
 
 def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:
-    """Builds the program that runs `function` on every replica of a strategy.
-
-    Args:
-        function: what one replica computes.
-        spec: what it was made of.
-
-    Returns:
-        The program; it compiles at its first call.
-    """
+    """Builds the program that runs `function` on every replica; it compiles at its first call."""
     build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[spec.strategy.transform]
     return Program(build(function, spec.strategy, spec.options, spec.traced), spec.donate, spec.turn)
 
@@ -193,12 +185,12 @@ def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Tra
 
 @dataclass(frozen=True)
 class Backend:
-    """How a kind of strategy lays out states and compiles steps.
+    """Lays out states and compiles steps for a kind of strategy.
 
     Attributes:
         adopt_state: `(strategy, state) -> state` in the strategy's layout.
         state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
-        make_program: `(spec) -> Program`, of what is said there.
+        make_program: `(spec) -> Program`.
         compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
     """
 

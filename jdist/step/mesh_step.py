@@ -76,7 +76,7 @@ class DistributedStep(Distributed):
         self._verify: Verify = options.verify or "off"
         self._verify_pads = False
         self.verifier: Callable[..., Any] | None = None
-        # Without peers, and without failpoints, a call has nobody to tell: asked once, as a call takes 16 us in all.
+        # Without peers and failpoints a call reports to nobody; asked once, as an empty step takes 16 us in all.
         self._has_peers = strategy.cluster.num_processes > 1
         self._reports_calls = self._has_peers or failpoints.armed()
         self._agreed = set[Call]()  # calls whose program the processes have compared
@@ -93,7 +93,7 @@ class DistributedStep(Distributed):
 
     @property
     def num_skipped(self) -> int:
-        """How many steps have been left out so far; waits for the steps in flight.
+        """The number of steps left out so far; waits for the steps in flight.
 
         Those are the ones that `non_finite="skip"` leaves out; with `jdist.precision("fp16")` every overflow, as counted in
         the state, checkpoints included.
@@ -168,7 +168,7 @@ class DistributedStep(Distributed):
         return self._as_returned(unpack(state))
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
-        """What a call would do: the step is traced, nothing is compiled or run.
+        """Describes what a call would do: traces the step, compiles and runs nothing.
 
         Args:
             *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
@@ -284,7 +284,7 @@ class DistributedStep(Distributed):
         """Starts one call.
 
         Returns:
-            The program's results, the newest state, what tracing told of the results, the batches as they were passed, and
+            The program's results, the newest state, what is known of the results, the batches as they were passed, and
             the axes of their rows.
         """
         self._take_results()
@@ -368,7 +368,7 @@ class DistributedStep(Distributed):
         return placement.replicate(self.strategy, others)
 
     def _steps_in(self, batches: PyTree) -> int:
-        """How many steps a call makes; the last one of a data set may make fewer than the others."""
+        """Counts the steps of a call; the last call of a data set may make fewer than the others."""
         n = self.options.steps_per_call
         return n if n == 1 or not (leaves := jax.tree.leaves(batches)) else leaves[0].shape[0]
 

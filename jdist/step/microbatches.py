@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the phases give, over all microbatches and replicas.
+    """The results of the phases, over all microbatches and replicas.
 
     Attributes:
         combined: the combined arrays of all cuts.
@@ -308,5 +308,5 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 
 
 def _wide(dtype: Any) -> Any:
-    """What to add up in: float32 for half precision, which would lose small microbatches."""
+    """The dtype to add up in: float32 for half precision, which would lose small microbatches."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -34,7 +34,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How a step is to be run; the fields are the options of `jdist.distribute`, described there."""
+    """The options of `jdist.distribute`, which describes them."""
 
     args: tuple[ArgRole, ...] = ("state", "batch")
     returns: tuple[ReturnRole, ...] | None = None
@@ -101,12 +101,12 @@ class StepOptions:
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """How the loss is scaled, if it is."""
+        """The loss scaling of the precision, if it has one."""
         return None if self.precision is None else self.precision.loss_scaling
 
     @property
     def num_states(self) -> int:
-        """How many states the step takes."""
+        """The number of states that the step takes."""
         return self.args.count("state")
 
     @property

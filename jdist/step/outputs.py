@@ -23,7 +23,7 @@ PyTree = Any
 
 
 class OutputKind(enum.Enum):
-    """How a leaf of the results comes together from the replicas."""
+    """The way in which a leaf of the results comes together from the replicas."""
 
     METRIC = "averaged where it differs"
     LOCAL = "kept apart"
@@ -35,7 +35,7 @@ METRIC, LOCAL, ROWS = OutputKind
 
 @dataclass
 class Traced:
-    """What is known of a step's results once it was traced.
+    """Describes a step's results, once it was traced.
 
     Attributes:
         returns: the role of each result.
@@ -234,7 +234,7 @@ def returned(
     batches: PyTree,
     turn: Callable[[PyTree], PyTree],
 ) -> Any:
-    """What a call returns, as the step itself would: the state and the outputs in their places, padding's rows dropped."""
+    """Puts state and outputs in the places where the step itself returns them, and drops the rows of padding."""
     returns = traced.returns
     if "examples" in returns:
         outputs = _without_padding(outputs, traced, batches, turn)

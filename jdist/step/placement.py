@@ -215,7 +215,7 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: 
 
     Args:
         batches: the batches.
-        strategy: whose replicas.
+        strategy: its replicas divide them.
         options: the decorator's options.
         axes: of each leaf the axis of its rows; empty: the first.
 
@@ -284,7 +284,7 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axe
 
 
 def share_of(strategy: Strategy) -> ProcessShard:
-    """Which rows of a batch this process feeds: those of its devices, which lie together in the mesh."""
+    """The share of a batch that this process feeds: the rows of its devices, which lie together in the mesh."""
     if strategy.batch_sharding is None or strategy.batch_sharding.is_fully_addressable:
         return WHOLE
     processes = list(dict.fromkeys(device.process_index for device in strategy.devices))
@@ -341,6 +341,6 @@ def _share(a: jax.Array, b: jax.Array) -> bool:
 
 
 def first_buffer(x: jax.Array) -> int:
-    """What tells an array's buffer on the first of its devices from all others: its address; of no elements, its own id."""
+    """The address of an array's buffer on the first of its devices; of an array without elements its own id."""
     data = jax.random.key_data(x) if is_key(x) else x
     return data.addressable_data(0).unsafe_buffer_pointer() if data.size else id(x)

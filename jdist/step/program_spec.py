@@ -40,7 +40,7 @@ class FlagNames:
 
 @dataclass(frozen=True)
 class FiniteFlags:
-    """What one step saw of its gradients.
+    """The flags of one step: whether its gradients are finite.
 
     Attributes:
         names: of each gradient and loss at the step's own level.
@@ -68,7 +68,7 @@ Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[OutputKind]]]
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What a program is made of.
+    """The parts of a program.
 
     Attributes:
         step: the user's step.
@@ -104,12 +104,12 @@ class ProgramSpec:
 
     @property
     def policy(self) -> NonFinite:
-        """What a non-finite gradient does; of a step that updates nothing, nothing."""
+        """The effect of a non-finite gradient: none on a step that updates nothing."""
         return self.options.non_finite if self.options.may_update_state else "apply"
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """How the loss scale in the state moves; None: it has none, or stays."""
+        """Moves the loss scale in the state; None: the state has none, or it stays."""
         return self.options.loss_scaling if self.options.may_update_state else None
 
     def apply(self, state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
@@ -134,7 +134,7 @@ class ProgramSpec:
         return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: Others) -> Any:
-        """What losses are multiplied by, if by anything; it is in the state, or where a parameter server's worker puts it."""
+        """The factor of losses, if any: from the state, or from the place where a parameter server's worker puts it."""
         if self.options.loss_scaling is None:
             return None
         loss_scale = loss_scale_of(state)

@@ -109,7 +109,7 @@ def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
 
 
 def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[OutputKind], rows: int | None) -> list[bool]:
-    """Which outputs of a traced step are metrics that differ from replica to replica.
+    """Finds the outputs of a traced step that are metrics and differ from replica to replica.
 
     Args:
         closed: `(state, batches, others) -> (state, outputs, flags)`.

@@ -46,13 +46,13 @@ def _apart(one: Leaf, other: Leaf) -> float:
 
 
 def change(leaf: Leaf) -> np.ndarray:
-    """What a step adds to a leaf."""
+    """The change that a step makes to a leaf."""
     with np.errstate(invalid="ignore"):
         return as_numbers(leaf[1]) - as_numbers(leaf[0])
 
 
 def relative(one: Leaf, other: Leaf) -> float:
-    """How far apart two results are, relative to how much the first changes the leaf."""
+    """The distance of two results, relative to the change that the first makes to the leaf."""
     apart, size = _apart(one, other), distance(change(one), np.zeros(1))
     return apart / size if size else float("inf") if apart else 0.0
 

@@ -35,7 +35,7 @@ _PACKAGES = tuple({str(Path(p)) for p in (*site.getsitepackages(), sysconfig.get
 
 
 class Exchanging(Protocol):
-    """The processes, as far as they are asked here; see `cluster.Runtime`."""
+    """Exchanges values between processes, as `cluster.Runtime` does."""
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]: ...
 
@@ -47,7 +47,7 @@ def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: A
         strategy: of several processes.
         name: the step's.
         closed: the traced step.
-        state: the state that it begins with, which is compared first; None compares no state.
+        state: its first state, which is compared before the step; None compares none.
 
     Raises:
         ClusterError: a process has traced another step.
@@ -64,13 +64,8 @@ def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:
 
     Where one process prints in the step and others do not, nothing is compared: jdist's own part of it depends on that.
 
-    Args:
-        closed: the traced step.
-        name: the step's.
-        cluster: the processes, which all ask for the same step.
-
     Raises:
-        ClusterError: on all of them; with the first equation that differs, and where it comes from.
+        ClusterError: on all processes; with the first equation that differs, and where it comes from.
     """
     lines = list(_lines(closed))
     digests = [b""]

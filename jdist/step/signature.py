@@ -41,7 +41,7 @@ class Others(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What of a call is known before any array: two calls that are equal share a compiled program.
+    """The part of a call that is known before any array: equal ones share a compiled program.
 
     Attributes:
         roles: role of each positional argument.
@@ -113,7 +113,7 @@ def split_states(state: PyTree, count: int) -> tuple[PyTree, ...]:
 
 
 def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
-    """What a step takes of a state that is a tuple; None: all of it, as it is."""
+    """Takes a step's parts of a state that is a tuple; None: all of it, as it is."""
     return state if parts is None else join_states([state[i] for i in parts])
 
 
@@ -177,7 +177,7 @@ class Signature:
         self.positional = [p.name for p in parameters if p.kind in by_position]
         by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
-        # Roles are said in the order of the parameters; behind `*args` they would be those of further arguments.
+        # Roles are listed in the order of the parameters; behind `*args` they would be those of further arguments.
         names = self.positional if any_number else [*self.positional, *by_name]
         self.role_of = {
             name: "static" if name in options.static_argnames else role
@@ -294,7 +294,7 @@ class Signature:
         check_values_not_donated(self.name, [*named, *by_name])
 
     def taken_as(self, call: Call, state: PyTree, batches: PyTree) -> str:
-        """Which argument of a call was taken for the state and which for a batch, with their first leaves."""
+        """Lists the arguments that were taken for state and batches, with their first leaves."""
         values = {"state": iter(split_states(state, call.roles.count("state"))), "batch": iter(batches)}
         lines = [
             f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'

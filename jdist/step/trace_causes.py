@@ -90,7 +90,7 @@ NO_MEAN = Cause(
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a step that differs.
+    """The evidence on a step that differs.
 
     Attributes:
         one: its jaxpr as one replica.

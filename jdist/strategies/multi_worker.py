@@ -19,7 +19,7 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
-from jdist.strategies.local import strategy_over
+from jdist.strategies.local import check_reduction, strategy_over
 
 TRANSFORMS = ("shard_map", "jit")
 
@@ -87,11 +87,7 @@ def multi_worker(
             "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
         )
     reduction = _reduction(all_reduce, options, devices)
-    if transform == "jit" and reduction.name != "psum":
-        raise StrategyError(
-            f'the all-reduce is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
-            'chooses their algorithm. Leave `all_reduce` out, or use transform="shard_map".'
-        )
+    check_reduction(reduction, transform)
     strategy = strategy_over(devices, name="multi_worker", axis=axis, transform=transform, reduction=reduction)
     return dataclasses.replace(strategy, cluster=joined)
 

@@ -47,7 +47,7 @@ _MOST_CHIPS = {"v2": 256, "v3": 1024, "v4": 2048, "v5e": 256, "v5p": 4096, "v6e"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """What a name such as "v5p:8x8x8,slices=2" says.
+    """The parts of a name such as "v5p:8x8x8,slices=2".
 
     Attributes:
         chip: "v5p".
@@ -125,7 +125,7 @@ _CHIPS = f"Chips: {', '.join(CHIPS)}."
 
 
 def nearest(name: str) -> str:
-    """What somebody may have meant who wrote `name`, as a sentence for an error; empty where nothing is near.
+    """Suggests a known topology for `name`, as a sentence for an error; empty where none is close.
 
     Example:
         >>> nearest("V5E:4x4"), nearest("v5p")

@@ -1,4 +1,4 @@
-"""Bounds the steps that were started and not yet waited for.
+"""Bounds the steps that were started and not yet waited for, and keeps the newest state of each.
 
 Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N
 threads"); on any device they pile up inputs. Each call returns a small token that is never donated, so it can
@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.core.static_leaves import has_static, unpack
 from jdist.core.strategy import Strategy
 
+PyTree = Any
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
@@ -161,6 +163,41 @@ class Window:
         lineage = self.lineage if lineage is None else lineage
         self._tokens = collections.deque(each for each in self._tokens if each[0] is not lineage)
         lineage.unread = None
+
+
+class NewestState:
+    """The state that a step's newest call made.
+
+    A call's program appends `(token, state, outputs)` to `results`; whoever looks next takes them.
+
+    Attributes:
+        state: as callers hold it; None before the first call.
+        packed: as programs take it, its constants apart; the same object where it has none.
+        results: those that were not taken yet; empty, or one entry.
+        results_hold_state: whether the state among them is a new one.
+    """
+
+    def __init__(self) -> None:
+        self.state: PyTree = None
+        self.packed: PyTree = None
+        self.results: list[Any] = []
+        self.results_hold_state = False
+        self._has_constants = False
+
+    def begin_with(self, packed: PyTree) -> None:
+        """Notes which leaves of a state that comes from elsewhere are constants: they stay so from call to call."""
+        self._has_constants = has_static(packed)
+
+    def look(self) -> PyTree:
+        """The state of the results, where they hold one that was not taken yet; else the one taken last."""
+        return unpack(self.results[0][1]) if self.results and self.results_hold_state else self.state
+
+    def take(self) -> None:
+        """Takes the state from the results, and forgets them."""
+        if self.results_hold_state:
+            self.packed = self.results[0][1]
+            self.state = unpack(self.packed) if self._has_constants else self.packed
+        self.results = []
 
 
 def _value(token: jax.Array) -> np.ndarray:

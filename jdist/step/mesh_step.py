@@ -24,9 +24,8 @@ from jdist.step import placement
 from jdist.step.base import Distributed, Preview
 from jdist.step.call_errors import explain
 from jdist.step.error_feedback import ResidualSlot, check_nothing_lost
-from jdist.step.in_flight import Lineage, Window, doubt_newest_states
+from jdist.step.in_flight import Lineage, NewestState, Window, doubt_newest_states
 from jdist.step.mesh_program import REPLICATED, Backend, Program
-from jdist.step.newest_state import NewestState
 from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned

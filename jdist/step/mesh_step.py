@@ -15,6 +15,7 @@ from jax.core import Tracer
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
+from jdist.cluster.runtime import Alone
 from jdist.core.context import check_not_mixed
 from jdist.core.static_leaves import pack, unpack, with_static_leaves
 from jdist.core.step_state import StepState, carrying, loss_scale_of
@@ -75,9 +76,8 @@ class DistributedStep(Distributed):
         self._verify: Verify = options.verify or "off"
         self._verify_pads = False
         self.verifier: Callable[..., Any] | None = None
-        # Without peers and failpoints a call reports to nobody; asked once, as an empty step takes 16 us in all.
         self._has_peers = strategy.cluster.num_processes > 1
-        self._reports_calls = self._has_peers or failpoints.armed()
+        self._is_alone = isinstance(strategy.cluster, Alone)  # asked once, as an empty step takes 16 us in all
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
@@ -245,7 +245,7 @@ class DistributedStep(Distributed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:  # what `without_own_frames` does, without one call more in each step
-            if not self._reports_calls:
+            if self._is_alone:
                 return self._call(args, kwargs)[0]
             cluster = self.strategy.cluster
             failpoints.reached(Point.BEFORE_STEP)

@@ -17,7 +17,7 @@ from tpu_steps import COLLECTIVE, host_computations
 
 import jdist
 from jdist.sharded_state.operations import BACKEND
-from jdist.step.backend import REPLICATED
+from jdist.step.mesh_program import REPLICATED
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
 from jdist.step.program_spec import FlagNames, ProgramSpec

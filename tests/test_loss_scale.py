@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdist
-from jdist.core.loss_scale import LossScale, LossScaling
+from jdist.core.precision import LossScale, LossScaling
 from jdist.core.step_state import loss_scale_of
 from jdist.errors import NonFiniteError, StepError
 from jdist.train import Checkpointer

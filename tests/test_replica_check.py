@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jdist
 from jdist.errors import ReplicaDivergenceError
-from jdist.step import backend as step_module
+from jdist.step import mesh_program as step_module
 from jdist.step.divergence import compare, hash_leaf
 
 FOUR = jdist.mirrored(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])

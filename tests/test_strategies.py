@@ -1,11 +1,16 @@
 """Building strategies, by function and by name."""
 
+import inspect
+from dataclasses import fields
+from typing import get_type_hints
+
 import jax
 import pytest
 
 import jdist
 from jdist.errors import DeviceError, StrategyError
-from jdist.strategies.by_name import STRATEGIES
+from jdist.strategies.by_name import STRATEGIES, StrategyKeywords
+from jdist.strategies.ps_arguments import PsArguments, PsKeywords
 
 CPUS = jax.devices("cpu")
 
@@ -105,6 +110,10 @@ class TestByName:
         assert (made.num_replicas, made.transform, made.axes) == (2, "jit", ("batch",))
         assert jdist.make_strategy("one_device", device="cpu:2").devices == (CPUS[2],)
 
+    def test_the_keywords_for_editors_are_those_of_the_functions(self):
+        known = {name for make in STRATEGIES.values() for name in inspect.signature(make).parameters}
+        assert set(get_type_hints(StrategyKeywords)) == known
+
     @pytest.mark.parametrize(
         ("name", "message"),
         [
@@ -135,3 +144,10 @@ class TestByName:
             jdist.make_strategy("mirrored", device="cpu:0")
         with pytest.raises(StrategyError, match=r"'default' has no option 'axis'\. It has none\."):
             jdist.make_strategy("default", axis="batch")
+
+
+def test_the_arguments_of_parameter_server_are_the_same_wherever_they_are_listed():
+    listed = {field.name: field.default for field in fields(PsArguments)}
+    parameters = inspect.signature(jdist.parameter_server).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == listed
+    assert get_type_hints(PsKeywords).keys() == listed.keys()

@@ -25,7 +25,7 @@ def test_fields_of_mirrored():
     assert strategy.devices == (jax.devices("cpu")[3], jax.devices("cpu")[1])
     assert list(strategy.mesh.devices.flat) == list(strategy.devices)
     assert (strategy.axes, strategy.mesh.axis_names) == (("batch",), ("batch",))
-    assert (strategy.num_replicas, strategy.transform, strategy.cluster) == (2, "pmap", None)
+    assert (strategy.num_replicas, strategy.transform, strategy.cluster.num_processes) == (2, "pmap", 1)
     assert strategy.replicated_sharding == NamedSharding(strategy.mesh, PartitionSpec())
     assert strategy.batch_sharding.is_equivalent_to(NamedSharding(strategy.mesh, PartitionSpec("batch")), 1)
 

@@ -303,9 +303,16 @@ def start(
         return runtime
 
 
+class Alone(Runtime):
+    """A job of this process alone, which belongs to no cluster: nobody hears of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
+
+
 def alone() -> Runtime:
     """Makes the runtime of a process alone, which belongs to no cluster."""
-    return Runtime(ClusterSpec(jobs={"worker": (None,)}, task_type="worker", task_index=0), 0.0)
+    return Alone()
 
 
 def started() -> Runtime | None:

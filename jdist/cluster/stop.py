@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from jdist.cluster import exit_status
-from jdist.cluster.runtime import Runtime, alone
+from jdist.cluster.runtime import Alone, Runtime, alone
 from jdist.errors import ClusterError
 from jdist.support.checks import as_int, as_real
 
@@ -191,7 +191,9 @@ def preemption(
             raise ClusterError(f"`{name}` is {value!r}; it must be a number of seconds, {least:g} or more.")
     if exit_code is not None and as_int(exit_code) not in range(256):
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
-    stop = Preemption(cluster or alone(), watcher, grace_s, save, exit_code, poll_s, second)
+    # Of a process alone a wish to stop ends with this block: its strategy may train again.
+    runtime = alone() if cluster is None or isinstance(cluster, Alone) else cluster
+    stop = Preemption(runtime, watcher, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()

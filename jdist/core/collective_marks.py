@@ -23,7 +23,7 @@ Op = Literal["mean", "sum", "max", "min", "gather"]
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective does.
+    """Describes a collective.
 
     Attributes:
         kind: "gradient" where `jdist.value_and_grad` combines a loss and its gradient, else "value".
@@ -73,8 +73,8 @@ def collective_of(eqn: Any) -> Collective | None:
     """The collective that an equation applies; None of any other."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
-    found = _NAME.search(str(eqn.params.get("name", "")))
-    return None if found is None else Collective(found[1], found[2])  # type: ignore[arg-type]  # the pattern's choices
+    match = _NAME.search(str(eqn.params.get("name", "")))
+    return None if match is None else Collective(match[1], match[2])  # type: ignore[arg-type]  # the pattern's choices
 
 
 @jax.custom_jvp

@@ -1,11 +1,11 @@
-"""Which strategy is current, and what is known while a step is traced under one.
+"""Keeps the current strategy, and what is known while a step is traced under it.
 
 Two kinds of context, and nothing else in jdist keeps any:
 
 - the *current strategy*, which `strategy.scope()` and `set_strategy` choose and which library code may ask for;
-- the *replica trace*: while a transform traces a step, `replica.py` finds here the strategy, and which microbatch
-  the step is traced for. It is JAX user context, so a function that the user jitted
-  inside a step is never taken from a cache that another strategy filled.
+- the *replica trace*: while a transform traces a step, the collectives of `jdist.replica` find here the strategy, and which
+  microbatch the step is traced for. It is JAX user context, so a function that the user jitted inside a step is never
+  taken from a cache that another strategy filled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What replicas hold, brought together on the host: `strategy.local_results`, `gather` and `reduce`.
+"""Brings what replicas hold together on the host: `strategy.local_results`, `gather` and `reduce`.
 
 All of it runs outside every step, on numpy copies; inside a step there are `jdist.all_reduce` and `jdist.all_gather`. The
 meaning is `tf.distribute.Strategy`'s. With several processes `gather` and `reduce` exchange what their replicas hold, so all

@@ -21,7 +21,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """What replicas hold in different sizes, on the host: no array has them all, so each replica's tree is kept by itself.
+    """Holds values of different sizes on the host: no array has them all, so each replica's tree is kept by itself.
 
     Attributes:
         parts: one pytree of numpy arrays a replica, all of the same structure.
@@ -212,7 +212,7 @@ class Replicas:
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for, as `strategy.distribute_values_from_function` tells its function.
+    """Names the replica that a value is made for: the argument of `strategy.distribute_values_from_function`'s function.
 
     Attributes:
         replica_id_in_sync_group: the replica's number, from 0.
@@ -230,22 +230,18 @@ def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replica
             "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
             f"it got a {type(fn).__name__}."
         )
-    made, sharding = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local]), replicas.by_replica
-    if isinstance(made.value, Uneven) or sharding is None:
-        return made
-    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), made.value))
+    values = PerReplica.of([fn(ValueContext(i, replicas.count)) for i in replicas.local])
+    sharding = replicas.by_replica
+    if isinstance(values.value, Uneven) or sharding is None:
+        return values
+    return PerReplica(jax.tree.map(lambda x: put_rows(x, sharding, replicas.count, 0), values.value))
 
 
 def as_array(call: str, name: str, x: Any) -> jax.Array:
-    """An argument as an array of numbers, or of keys.
-
-    Args:
-        call: who was called, `jdist.mean`.
-        name: what it is, for the error.
-        x: anything.
+    """Makes an argument an array of numbers, or of keys.
 
     Raises:
-        StepError: names it and its type.
+        StepError: names the call, such as `jdist.mean`, the argument and its type.
     """
     try:
         return jnp.asarray(x)
@@ -267,11 +263,6 @@ def as_arrays(call: str, tree: PyTree) -> PyTree:
 
 def check_numbers(call: str, op: str, tree: PyTree) -> None:
     """Refuses arrays of which there is no such reduction.
-
-    Args:
-        call: who was called, for the error.
-        op: "mean", "sum", "max" or "min".
-        tree: what `as_arrays` returned.
 
     Raises:
         StepError: a leaf holds PRNG keys; or complex numbers, which have no order, for "max" and "min".

@@ -1,4 +1,4 @@
-"""What other processes hold and do: trees whose arrays are theirs, and who schedules functions on them."""
+"""Interfaces to other processes: trees whose arrays they hold, and a coordinator that schedules functions on them."""
 
 from __future__ import annotations
 
@@ -61,10 +61,6 @@ class Coordinator(Protocol):
     @property
     def local_workers(self) -> tuple[int, ...]:
         """Process ids of the workers of this machine."""
-        ...
-
-    def describe(self) -> str:
-        """Says where the strategy runs, in a few words."""
         ...
 
     def fetch(self, tree: PyTree) -> PyTree:

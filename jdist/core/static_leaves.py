@@ -61,7 +61,7 @@ def pack(tree: PyTree) -> PyTree:
     Raises:
         StepError: a constant cannot be hashed.
     """
-    found: list[Any] = []
+    constants_found: list[Any] = []
 
     def static(path: Any, leaf: Any, constants: tuple[type, ...]) -> Any:
         if not (isinstance(leaf, (optax.GradientTransformation, *constants)) or _is_function(leaf)):
@@ -74,7 +74,7 @@ def pack(tree: PyTree) -> PyTree:
                 "What is no array in a state is a constant of the step, by which programs are told apart; give its class "
                 "a `__hash__`, or keep it out of the state."
             ) from exc
-        found.append(leaf)
+        constants_found.append(leaf)
         return StaticLeaf(leaf, type(leaf))
 
     def packed(path: Any, node: Any) -> Any:
@@ -85,7 +85,7 @@ def pack(tree: PyTree) -> PyTree:
         )
 
     result = jax.tree.map_with_path(packed, tree, is_leaf=lambda x: _is_module(x) or _is_optimizer(x))
-    return result if found else tree
+    return result if constants_found else tree
 
 
 def unpack(tree: PyTree) -> PyTree:

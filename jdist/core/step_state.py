@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.loss_scale import LossScale
+from jdist.core.precision import LossScale
 
 PyTree = Any
 
@@ -122,6 +122,6 @@ def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
 
 
 def carried_by(state: PyTree) -> set[str]:
-    """What steps carry beside a state, in words."""
+    """Names what steps carry beside a state."""
     fields = {"loss scale": loss_scale_of(state), "residuals": residuals_of(state)}
     return {name for name, value in fields.items() if value is not None}

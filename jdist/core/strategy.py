@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdist.cluster.runtime import Runtime, alone
 from jdist.core import context, host_reduce
+from jdist.core.operations import Operations
 from jdist.core.per_replica import PerReplica, Replicas, ValueContext, values_from_function
 from jdist.core.remote import Coordinator
 from jdist.data.options import FeedOptions, input_options
@@ -19,7 +20,8 @@ from jdist.support.html import table
 from jdist.support.tracebacks import without_own_frames
 
 if TYPE_CHECKING:
-    from jdist.cluster.runtime import Runtime
+    from contextlib import AbstractContextManager
+
     from jdist.data.dataset import DistributedDataset
     from jdist.data.options import InputContext, InputOptions
     from jdist.data.sources.protocol import RandomAccessSource
@@ -29,32 +31,9 @@ Device = Any  # jax.Device, which type checkers take for a variable
 Transform = Literal["shard_map", "pmap", "jit"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operations:
-    """What a kind of strategy does, as plain functions; each takes the strategy first.
-
-    Attributes:
-        init: `(strategy, fn, args) -> state` laid out as the strategy wants it.
-        fetch: `(strategy, state) -> state` whole, on the host.
-        check: `(strategy, state) -> None`, raises where replicas differ.
-        run: `(strategy, fn, args, kwargs) -> PerReplica results`.
-        feed_batches: `(strategy, source, options) -> DistributedDataset`.
-        feed_pipelines: `(strategy, fn, options) -> DistributedDataset`, of a function that makes sources.
-        distribute: `(strategy, step, options) -> callable step`.
-    """
-
-    init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]
-    fetch: Callable[[Strategy, PyTree], PyTree]
-    check: Callable[[Strategy, PyTree], None]
-    run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
-    feed_batches: Callable[[Strategy, Iterable[PyTree], FeedOptions], DistributedDataset]
-    feed_pipelines: Callable[[Strategy, Callable[..., Any], FeedOptions], DistributedDataset | Iterable[Any]]
-    distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Strategy:
-    """How a train step is spread over devices: an immutable value that `jdist.mirrored()` and its like build.
+    """Spreads a train step over devices: an immutable value that `jdist.mirrored()` and its like build.
 
     Attributes:
         name: "default", "one_device", "mirrored", ...
@@ -64,8 +43,7 @@ class Strategy:
         transform: how a step for one replica becomes a step over the mesh; None under default.
         reduction: the all-reduce algorithm.
         operations: the functions behind the methods.
-        cluster: the processes that take part; None for a strategy that is this process's alone.
-        coordinator: what schedules functions on the workers of a parameter server; None elsewhere.
+        cluster: the processes that take part, this one among them, or this one alone.
         topology: what the devices are part of if they are not here, such as "v5p:8x8x8"; None for devices
             that are. Under such a strategy a step can be lowered and compiled, and nothing can be run.
     """
@@ -77,8 +55,7 @@ class Strategy:
     transform: Transform | None = None
     reduction: Reduction
     operations: Operations = field(repr=False)
-    cluster: Runtime | None = None
-    coordinator: Coordinator | None = None
+    cluster: Runtime = field(default_factory=alone)
     topology: str | None = None
 
     if not TYPE_CHECKING:  # for type checkers there are the fields and methods alone
@@ -89,13 +66,18 @@ class Strategy:
             raise unknown("a jdist.Strategy", name, dir(type(self)))
 
     @property
+    def coordinator(self) -> Coordinator | None:
+        """Schedules functions on the workers of a parameter server; None elsewhere."""
+        return self.operations.coordinator
+
+    @property
     def num_replicas(self) -> int:
-        """How many copies of the model compute at the same time."""
+        """The number of copies of the model that compute at the same time."""
         return max(1, len(self.devices))
 
     @property
     def replicas(self) -> Replicas:
-        """How many replicas there are, and which of them this process drives."""
+        """The replicas, and those among them that this process drives."""
         local = range(self.num_replicas)
         if self.batch_sharding is not None and not self.batch_sharding.is_fully_addressable:
             here = self.batch_sharding.addressable_devices
@@ -106,6 +88,16 @@ class Strategy:
     def keeps_residuals(self) -> bool:
         """Whether the all-reduce keeps something of each gradient: steps return a `jdist.StepState` with residuals."""
         return self.num_replicas > 1 and not self.reduction.exact
+
+    @property
+    def is_global_view(self) -> bool:
+        """Whether a step sees the whole batch, and the compiler spreads it."""
+        return self.transform == "jit"
+
+    @property
+    def bound_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which replicas exchange in a step; empty with one replica and in the global view."""
+        return self.axes if self.num_replicas > 1 and not self.is_global_view else ()
 
     @property
     def replicated_sharding(self) -> NamedSharding | None:
@@ -140,7 +132,7 @@ class Strategy:
             (3,)
         """
         self.need_devices("init")
-        with self._waiting():
+        with self.cluster.blocked():
             return self.operations.init(self, fn, args)
 
     @without_own_frames
@@ -158,7 +150,7 @@ class Strategy:
             NonFiniteError: one of the steps that made `state` met a NaN or infinite gradient.
         """
         self.need_devices("fetch")
-        with self._waiting():
+        with self.cluster.blocked():
             return self.operations.fetch(self, state)
 
     @without_own_frames
@@ -170,7 +162,7 @@ class Strategy:
             ReplicaDivergenceError: names the leaves and the replicas that differ.
         """
         self.need_devices("check")
-        with self._waiting():
+        with self.cluster.blocked():
             self.operations.check(self, state)
 
     @without_own_frames
@@ -187,7 +179,7 @@ class Strategy:
             `fn`'s result, wrapped in `PerReplica`; every leaf gains a leading axis of `num_replicas`.
         """
         self.need_devices("run")
-        with self._waiting():
+        with self.cluster.blocked():
             return self.operations.run(self, fn, args, kwargs)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -202,7 +194,7 @@ class Strategy:
         Raises:
             StepError: a `PerReplica` of another number of replicas.
         """
-        with self._waiting():
+        with self.cluster.blocked():
             return host_reduce.local_results(value, self.replicas)
 
     @without_own_frames
@@ -243,7 +235,7 @@ class Strategy:
         Raises:
             StepError: a leaf is a scalar, has no such axis, or differs in size on another one.
         """
-        with self._waiting():
+        with self.cluster.blocked():
             return host_reduce.gather(value, axis, self.replicas)
 
     @without_own_frames
@@ -269,7 +261,7 @@ class Strategy:
             >>> float(strategy.reduce("mean", jdist.PerReplica.of([np.arange(4)]), axis=0))
             1.5
         """
-        with self._waiting():
+        with self.cluster.blocked():
             return host_reduce.reduce(op, value, axis, self.replicas)
 
     @without_own_frames
@@ -375,10 +367,6 @@ class Strategy:
         )
         return self.operations.feed_pipelines(self, fn, asked)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Round what may wait for other processes: theirs is then the delay, and a loss among them explains an error."""
-        return contextlib.nullcontext() if self.cluster is None else self.cluster.blocked()
-
     def need_devices(self, what: str) -> None:
         """Refuses what cannot be done without the devices.
 
@@ -392,7 +380,7 @@ class Strategy:
                 "works, and so does `jdist plan`. Where the devices are, leave `topology` out."
             )
 
-    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
+    def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this the current strategy within a `with` block: `jdist.get_strategy()` then returns it.
 
         Raises:
@@ -401,23 +389,7 @@ class Strategy:
         return context.scope(self)
 
     def __repr__(self) -> str:
-        if self.coordinator is not None:
-            return f"Strategy({self.name}: {self.coordinator.describe()})"
-        if self.mesh is None:
-            return f"Strategy({self.name}: the step runs as it is, on the device that JAX chooses)"
-        kinds = sorted({d.device_kind for d in self.devices})
-        ids = [d.id for d in self.devices]
-        shown = str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
-        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
-        if self.cluster is not None and self.cluster.num_processes > 1:
-            replicas += (
-                f" in {self.cluster.num_processes} processes, of which this is number {self.cluster.process_index},"
-            )
-        return (
-            f"Strategy({self.name}: {replicas} on {self.devices[0].platform} devices {shown} ({', '.join(kinds)}), "
-            f"mesh {axes}, transform {self.transform}, all-reduce {self.reduction.name})"
-        )
+        return f"Strategy({self.name}: {self.operations.describe(self)})"
 
     def _repr_html_(self) -> str:
         rows = {"strategy": self.name, "replicas": self.num_replicas}

@@ -1,7 +1,7 @@
-"""How a leaf of the state follows from its old value: `new = slope * old + offset`, read from the traced step.
+"""Reads from a traced step how a leaf of the state follows from its old value: `new = slope * old + offset`.
 
-A counter has the slope 1, a moving average its decay. Several who computed such a leaf from one old value, microbatches
-or workers, can then be brought together, where values of any other kind have nothing in common.
+A counter has the slope 1, a moving average its decay. Microbatches or workers that each computed such a leaf from one
+old value can then be brought together; values of any other kind have nothing in common.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.collective_marks import collective_of
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 
 _ADDING = ("add", "add_any", "sub", "scatter-add")
 _KEEPING = (
@@ -31,7 +31,7 @@ Slope = Any  # a number of the program, or an array computed when the step runs;
 
 
 class _NotAffineError(Exception):
-    """What is computed from the old value is no slope times it, and something that does not depend on it."""
+    """The new value is no slope times the old one plus something that does not depend on it."""
 
 
 class AffineRule:
@@ -62,18 +62,18 @@ class AffineRule:
         """The slope: a number of the program, 0 where the old value plays no part; the shape of one that is computed; None."""
         if graph.is_literal(self._new) or self._new not in self._depends:
             return 0
-        found: list[Slope] = []
+        slopes: list[Slope] = []
 
         def run(*values: Any) -> Any:
-            found.append(self(values))
-            return () if isinstance(found[0], float | int) else found[0]
+            slopes.append(self(values))
+            return () if isinstance(slopes[0], float | int) else slopes[0]
 
         jaxpr = graph.body_of(self._flat)
         try:
             shape = jax.eval_shape(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
         except (_NotAffineError, OverflowError):  # a number below nothing times an unsigned one
             return None
-        dtype, slope = self._old.aval.dtype, found[0]
+        dtype, slope = self._old.aval.dtype, slopes[0]
         if isinstance(slope, float | int):
             return slope
         wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
@@ -120,7 +120,7 @@ class AffineRule:
         for eqn in self._path:
             slopes = [None if graph.is_literal(v) else known.get(v) for v in eqn.invars]
             own, op = collective_of(eqn), eqn.primitive.name
-            if own is not None or (op in ("psum", "psum_invariant") and graph.makes_alike(eqn)):
+            if own is not None or (op in ("psum", "psum_invariant") and variation.makes_alike(eqn)):
                 for v, slope in zip(eqn.outvars, slopes, strict=True):
                     if slope is not None:
                         known[v] = self._combined("sum" if own is None else own.op, eqn, slope)
@@ -194,10 +194,10 @@ class AffineRule:
         return graph.subfunction(self._flat, graph.body_of(self._flat).invars, [v])(values)[0]
 
     def _constant(self, v: Any) -> Any:
-        found = v.val if graph.is_literal(v) else self._constants.get(v)
-        if found is not None and not isinstance(found, jax.core.Tracer) and np.ndim(found) == 0:
+        value = v.val if graph.is_literal(v) else self._constants.get(v)
+        if value is not None and not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0:
             dtype = np.float64 if jnp.issubdtype(v.aval.dtype, jnp.floating) else v.aval.dtype
-            return np.asarray(found, v.aval.dtype).astype(dtype).item()
+            return np.asarray(value, v.aval.dtype).astype(dtype).item()
         eqn = None if graph.is_literal(v) else self._made_by.get(v)
         if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             same = eqn.primitive.name == "broadcast_in_dim" or _same_kind(eqn.invars[0].aval.dtype, v.aval.dtype)
@@ -224,10 +224,10 @@ def _entered(closed: Any, given: Sequence[Any], wanted: Any) -> Any:
 
 def _axes_of(closed: Any) -> Any:
     """The mesh axes over which the body of a collective reduces; none of one replica's."""
-    found = [
-        eqn.params["axes"] for eqn in graph.body_of(closed).eqns if graph.makes_alike(eqn) and "axes" in eqn.params
+    axes = [
+        eqn.params["axes"] for eqn in graph.body_of(closed).eqns if variation.makes_alike(eqn) and "axes" in eqn.params
     ]
-    return found[0] if found else ()
+    return axes[0] if axes else ()
 
 
 def _same_kind(a: Any, b: Any) -> bool:

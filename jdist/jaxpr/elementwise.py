@@ -1,4 +1,4 @@
-"""The equations of an update part: the form that arrays in parts are computed in, and each on stored arrays."""
+"""Prepares the equations of an update part for arrays in parts, and applies each to stored arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -59,7 +59,7 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
     own: set[Any] = set()
 
     def is_alike(eqn: Any) -> bool:
-        return graph.makes_alike(eqn) and not any(v in own for v in eqn.invars if not graph.is_literal(v))
+        return variation.makes_alike(eqn) and not any(v in own for v in eqn.invars if not graph.is_literal(v))
 
     def total(eqn: Any, operands: list[Any]) -> list[Any] | None:
         return [x * jnp.asarray(num_replicas, jnp.result_type(x)) for x in operands] if is_alike(eqn) else None
@@ -77,7 +77,7 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
         return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
     flat = jax.make_jaxpr(lambda *values: graph.inlined(closed, values, {"cond": selected}))(*arguments)
-    own = graph.varying(flat, ())
+    own = variation.varying(flat, ())
     rules = {"psum": total, "psum_invariant": total, "pmax": same, "pmin": same}
     return jax.make_jaxpr(lambda *values: graph.inlined(flat, values, rules))(*arguments)
 

@@ -1,6 +1,6 @@
-"""What depends on what in a traced step, and cutting a piece out of it.
+"""Finds what depends on what in a traced step, and cuts pieces out of it.
 
-The only file that handles jaxprs, and so the only one that knows how they differ between JAX versions.
+It alone builds and evaluates jaxprs, and so alone knows how they differ between JAX versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
-from jdist.core.collective_marks import Collective, collective_of
+from jdist.core.collective_marks import collective_of
 
 # Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
 ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
@@ -38,11 +38,11 @@ def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
         closed: what `jax.make_jaxpr` returned.
         sources: variables of it.
     """
-    found = set(sources)
+    variables = set(sources)
     for eqn in body_of(closed).eqns:
-        if any(v in found for v in eqn.invars if not isinstance(v, jex.Literal)):
-            found.update(eqn.outvars)
-    return found
+        if any(is_in(v, variables) for v in eqn.invars):
+            variables.update(eqn.outvars)
+    return variables
 
 
 def forwarded(closed: Any, *, collectives: bool = False) -> Any:
@@ -75,17 +75,17 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
 
 
 def _handed_on(eqn: Any) -> dict[int, int]:
-    """Which results of an equation are which of its operands: of a call's its arguments, of a scan's what it scans over."""
-    if eqn.primitive.name in _CALLS:
-        return _arguments_returned(next(_nested(eqn.params.values())))
+    """Maps results of an equation to the operands that they are: of a call its arguments, of a scan what it scans over."""
+    if eqn.primitive.name in CALLS:
+        return _arguments_returned(nested_jaxprs(eqn)[0])
     if eqn.primitive.name == "cond":
-        each = [_arguments_returned(branch) for branch in _nested(eqn.params.values())]
+        each = [_arguments_returned(branch) for branch in nested_jaxprs(eqn)]
         return {i: 1 + j for i, j in each[0].items() if all(other.get(i) == j for other in each)}
     if eqn.primitive.name == "scan":
-        body = next(_nested(eqn.params.values()))
+        body = nested_jaxprs(eqn)[0]
         # Operands are constants, then the carry, then what is scanned over; results the carry, then what is stacked.
-        first = _number_not_scanned(eqn.invars, body_of(body).invars)
-        carry = _number_not_scanned(eqn.outvars, body_of(body).outvars)
+        first = number_not_scanned(eqn.invars, body_of(body).invars)
+        carry = number_not_scanned(eqn.outvars, body_of(body).outvars)
         returned = _arguments_returned(body).items()
         return {i: j for i, j in returned if (i >= carry and j >= first) or j == i + first - carry < first}
     return {}
@@ -93,18 +93,18 @@ def _handed_on(eqn: Any) -> dict[int, int]:
 
 def _passed_by_one_replica(eqn: Any) -> dict[int, int]:
     """As `_handed_on`, of a collective."""
-    body = body_of(next(_nested(eqn.params.values())))
+    body = body_of(nested_jaxprs(eqn)[0])
     if any(inner.primitive.name != "optimization_barrier" for inner in body.eqns):
         return {}
     return {i: place for i, place in enumerate(operands_of_results(eqn)) if place is not None}
 
 
 def operands_of_results(eqn: Any) -> list[int | None]:
-    """The operand that each result of a collective is made of; None where it cannot be told.
+    """The operand that each result of a collective is made of; None where that cannot be seen.
 
     JAX drops results that nothing reads, and their operands only where what computes them is apart from the rest.
     """
-    body = body_of(next(_nested(eqn.params.values())))
+    body = body_of(nested_jaxprs(eqn)[0])
     place = {v: i for i, v in enumerate(body.invars)}
     made_by = {v: (inner, i) for inner in body.eqns for i, v in enumerate(inner.outvars)}
 
@@ -123,128 +123,16 @@ def operands_of_results(eqn: Any) -> list[int | None]:
     return [source(v) for v in body.outvars]
 
 
-def _number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
-    """How many variables of a scan are whole in its body, too; of the others it has a row. JAX versions say it differently."""
+def number_not_scanned(outside: Sequence[Var], inside: Sequence[Var]) -> int:
+    """Counts the variables of a scan that are whole in its body; of the others it has a row. JAX versions differ in the way."""
     return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
 
 
 def _arguments_returned(closed: Any) -> dict[int, int]:
-    """Which results of a function are which of its arguments."""
+    """Maps results of a function to the arguments that they are."""
     jaxpr = body_of(forwarded(closed))
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     return {i: place[v] for i, v in enumerate(jaxpr.outvars) if is_in(v, place)}
-
-
-# JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
-_MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
-_MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
-
-
-def makes_alike(eqn: Any) -> bool:
-    """Whether an equation is one of JAX's own collectives of all replicas that gives them the same."""
-    return eqn.primitive.name in _MAKE_ALIKE and eqn.params.get("axis_index_groups") is None
-
-
-def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Every variable that depends on one of `sources` by way of no collective of jdist.
-
-    A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
-    microbatch's.
-    """
-    found = set(sources)
-    for eqn in body_of(closed).eqns:
-        combines = collective_of(eqn) is not None and not is_transposed_gather(eqn)
-        if not combines and any(v in found for v in eqn.invars if not is_literal(v)):
-            found.update(eqn.outvars)
-    return found
-
-
-def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Finds what differs from replica to replica.
-
-    Args:
-        closed: a traced function.
-        sources: arguments of it that differ.
-
-    Returns:
-        Variables of it; one too many where a nested function cannot be looked into.
-    """
-    jaxpr = body_of(closed)
-    found = set(sources)
-    _spread(jaxpr, found)
-    return found
-
-
-def _spread(jaxpr: Any, found: set[Var]) -> None:
-    """Adds to `found` all that varies as its members do."""
-    for eqn in jaxpr.eqns:
-        flags = [is_in(v, found) for v in eqn.invars]
-        found.update(v for v, varies in zip(eqn.outvars, _results_vary(eqn, flags), strict=True) if varies)
-
-
-def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
-    """Which results of an equation vary, if the operands marked in `flags` do."""
-    name, every = eqn.primitive.name, [True] * len(eqn.outvars)
-    if is_transposed_gather(eqn):
-        return every
-    if collective_of(eqn) is not None or makes_alike(eqn):
-        return [False] * len(eqn.outvars)
-    if name in _MAKE_OWN:
-        return every
-    bodies = list(_nested(eqn.params.values()))
-    if not bodies:
-        return every if any(flags) or eqn.params.get("axis_index_groups") is not None else [False] * len(every)
-    if name in _CALLS and len(body_of(bodies[0]).invars) == len(flags):
-        return _body_varies(bodies[0], flags)
-    if name == "cond":
-        if flags[0]:
-            return every
-        return [any(each) for each in zip(*(_body_varies(b, flags[1:]) for b in bodies), strict=True)]
-    if name == "scan":
-        first = _number_not_scanned(eqn.invars, body_of(bodies[0]).invars)
-        carry = _number_not_scanned(eqn.outvars, body_of(bodies[0]).outvars)
-        while True:
-            results = _body_varies(bodies[0], flags)
-            after = [a or b for a, b in zip(flags[first - carry : first], results[:carry], strict=True)]
-            if after == flags[first - carry : first]:
-                return results
-            flags = [*flags[: first - carry], *after, *flags[first:]]
-    own = any(uses_primitive(eqn, name) for name in _MAKE_OWN)
-    return every if own or any(flags) else [False] * len(every)
-
-
-def _body_varies(closed: Any, flags: Sequence[bool]) -> list[bool]:
-    jaxpr = body_of(closed)
-    found = {v for v, varies in zip(jaxpr.invars, flags, strict=True) if varies}
-    _spread(jaxpr, found)
-    return [is_in(v, found) for v in jaxpr.outvars]
-
-
-def is_transposed_gather(eqn: Any) -> bool:
-    """Whether an equation is what differentiation makes of `jdist.all_gather`: each replica's rows of the sum over all."""
-    found = collective_of(eqn)
-    return found is not None and found.op == "gather" and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
-
-
-def collectives_in(eqn: Any) -> list[Collective]:
-    """The collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
-    own = collective_of(eqn)
-    if own is not None:
-        return [own]
-    return [c for body in _nested(eqn.params.values()) for inner in body_of(body).eqns for c in collectives_in(inner)]
-
-
-def flat_collectives(closed: Any) -> Any:
-    """The same function with calls (`jax.jit`, `custom_jvp`) entered that hold a collective of jdist; other calls stay."""
-    if not any(_holds_collective(eqn) for eqn in body_of(closed).eqns):
-        return closed
-
-    def entered(eqn: Any, operands: list[Any], last: Any) -> list[Any] | None:
-        if not _holds_collective(eqn):
-            return None
-        return jex.jaxpr_as_fun(flat_collectives(next(_nested(eqn.params.values()))))(*operands)
-
-    return replaced(closed, entered)
 
 
 def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None]) -> Any:
@@ -264,15 +152,9 @@ def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None
     return jax.make_jaxpr(run)(*structs)
 
 
-def _holds_collective(eqn: Any) -> bool:
-    """Whether an equation is a call, to be entered, of a function that holds a collective of jdist."""
-    enterable = eqn.primitive.name in _CALLS - {"checkpoint", "remat2"} and collective_of(eqn) is None
-    return enterable and bool(collectives_in(eqn))
-
-
 def uses_primitive(eqn: Any, name: str) -> bool:
     """Whether an equation, or one nested in it, applies the primitive of that name."""
-    return eqn.primitive.name == name or any(contains_primitive(j, name) for j in _nested(eqn.params.values()))
+    return eqn.primitive.name == name or any(contains_primitive(j, name) for j in nested_jaxprs(eqn))
 
 
 def contains_primitive(closed: Any, name: str) -> bool:
@@ -280,9 +162,9 @@ def contains_primitive(closed: Any, name: str) -> bool:
     return any(uses_primitive(eqn, name) for eqn in body_of(closed).eqns)
 
 
-def nested(eqn: Any) -> list[Any]:
-    """The bodies of the jaxprs that an equation holds: of a loop, a branch, a call."""
-    return [closed.jaxpr for closed in _nested(eqn.params.values())]
+def nested_jaxprs(eqn: Any) -> list[Any]:
+    """The closed jaxprs among an equation's parameters: a loop's body, the branches of a condition, a called function."""
+    return list(_nested(eqn.params.values()))
 
 
 def _nested(params: Iterable[Any]) -> Iterator[Any]:
@@ -313,22 +195,22 @@ def _effect_names(eqn: Any) -> list[str]:
 def needed(
     closed: Any, wanted: Iterable[Var], given: Collection[Var], effects: Sequence[Any] = ()
 ) -> tuple[list[Any], set[Var]]:
-    """What computing `wanted` from `given` takes, and what `effects` take.
+    """Finds what computing `wanted` from `given` takes, and what `effects` take.
 
     Returns:
         The equations, in order, and every variable that they and `wanted` read.
     """
-    reads = {v for v in wanted if not isinstance(v, jex.Literal)}
+    reads = {v for v in wanted if not is_literal(v)}
     equations = []
     for eqn in reversed(body_of(closed).eqns):
         if any(eqn is effect for effect in effects) or any(v in reads and v not in given for v in eqn.outvars):
             equations.append(eqn)
-            reads.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+            reads.update(v for v in eqn.invars if not is_literal(v))
     return equations[::-1], reads
 
 
 def arguments_read(closed: Any) -> list[bool]:
-    """Which arguments any result or effect of a traced function depends on, calls and loops in it entered."""
+    """Marks the arguments that any result or effect of a traced function depends on, calls and loops in it entered."""
     jaxpr = body_of(closed)
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
@@ -368,15 +250,15 @@ def stages(closed: Any, replaced: Collection[Var]) -> list[Stage]:
         parts[number].append(eqn)
         level.update((v, number) for v in eqn.outvars)
     later = {v for v in body_of(closed).outvars if not is_literal(v)}
-    found = []
+    result: list[Stage] = []
     for equations in reversed(parts):
         written = dict.fromkeys(v for eqn in equations for v in eqn.outvars)  # a dict keeps the order
         own = {*written, *body_of(closed).constvars}
         reads = tuple(dict.fromkeys(v for eqn in equations for v in eqn.invars if not is_literal(v) and v not in own))
         writes = tuple(v for v in written if v in later)
         later.update(reads)
-        found.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
-    return found[::-1]
+        result.append(Stage(reads, writes, _piece(closed, reads, equations, writes)))
+    return result[::-1]
 
 
 def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequence[Var]) -> Callable[..., list[Any]]:
@@ -403,15 +285,15 @@ def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[...
     for eqn in body_of(closed).eqns:
         operands = [value_of(v, known) for v in eqn.invars]
         results = rules[eqn.primitive.name](eqn, operands) if eqn.primitive.name in rules else None
-        if results is None and eqn.primitive.name in _CALLS:
-            results = inlined(next(_nested(eqn.params.values())), operands, rules)
+        if results is None and eqn.primitive.name in CALLS:
+            results = inlined(nested_jaxprs(eqn)[0], operands, rules)
         if results is None:
             results = apply_equation(closed, eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
     return [value_of(v, known) for v in body_of(closed).outvars]
 
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 
 
 def without_mesh(closed: Any) -> Any:
@@ -458,11 +340,6 @@ def apply_equation(closed: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return [None if is_dropped(v) else next(results) for v in eqn.outvars]
 
 
-def nested_jaxprs(eqn: Any) -> list[Any]:
-    """The closed jaxprs among an equation's parameters: a loop's body, the branches of a condition."""
-    return list(_nested(eqn.params.values()))
-
-
 def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
     """The values of the variables that no equation writes: a traced function's arguments and constants."""
     jaxpr = body_of(closed)
@@ -471,7 +348,7 @@ def values_at_start(closed: Any, arguments: Sequence[Any]) -> dict[Var, Any]:
 
 def value_of(v: Var, known: dict[Var, Any]) -> Any:
     """The value of an operand: of a literal its own, of a variable the known one."""
-    return v.val if isinstance(v, jex.Literal) else known[v]
+    return v.val if is_literal(v) else known[v]
 
 
 def is_literal(v: Var) -> bool:
@@ -481,9 +358,9 @@ def is_literal(v: Var) -> bool:
 
 def is_in(v: Var, variables: Collection[Var]) -> bool:
     """Whether an operand is one of these variables; a constant written into the jaxpr is none."""
-    return not isinstance(v, jex.Literal) and v in variables
+    return not is_literal(v) and v in variables
 
 
 def is_dropped(v: Var) -> bool:
-    """Whether a result of an equation is read by nobody."""
+    """Whether nothing reads a result of an equation."""
     return isinstance(v, jex.DropVar)

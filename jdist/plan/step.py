@@ -80,7 +80,7 @@ def _flops(jaxpr: Any) -> int:
         elif name == "conv_general_dilated":
             total += _convolution(eqn)
         else:
-            inner = [_flops(sub) for sub in graph.nested(eqn)]
+            inner = [_flops(closed.jaxpr) for closed in graph.nested_jaxprs(eqn)]
             if inner:
                 total += max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
     return total

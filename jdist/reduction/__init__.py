@@ -1,4 +1,4 @@
-"""How replicas sum their gradients: all-reduce algorithms, each an `(init, apply)` pair of pure functions.
+"""All-reduce algorithms, by which replicas sum their gradients, each an `(init, apply)` pair of pure functions.
 
 Start at `algorithm.Reduction`; `psum` is the shortest. `by_name` lists all.
 

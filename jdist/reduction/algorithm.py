@@ -1,4 +1,4 @@
-"""What an all-reduce algorithm is."""
+"""The interface of an all-reduce algorithm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reduction(NamedTuple):
 
 
 def axes_size(axes: tuple[str, ...]) -> int:
-    """How many replicas are spread over mesh axes that are bound."""
+    """The number of replicas that are spread over mesh axes that are bound."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
@@ -60,8 +60,8 @@ def apply_reduction(reduction: Reduction, tree: PyTree, carry: PyTree, axes: tup
             f"all-reduce {reduction.name}: `apply(tree, carry, axes)` returned {got}; it must return the pair "
             "`(sums, carry)`. Return the carry it was given, `()`, where nothing is kept."
         )
-    for name, given, made in (("sums", jax.tree.map(_summed, tree), result[0]), ("carry", carry, result[1])):
-        difference = _difference(given, made)
+    for name, wanted, returned in (("sums", jax.tree.map(_summed, tree), result[0]), ("carry", carry, result[1])):
+        difference = _difference(wanted, returned)
         if difference:
             raise StrategyError(
                 f"all-reduce {reduction.name}: `apply(tree, carry, axes)` returned {name} of another form than the "
@@ -74,11 +74,11 @@ def _summed(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
 
 
-def _difference(given: PyTree, made: PyTree) -> str:
+def _difference(wanted: PyTree, returned: PyTree) -> str:
     """The first difference between two trees, in words; empty where there is none."""
-    if jax.tree.structure(given) != jax.tree.structure(made):
-        return f"{jax.tree.structure(made)!s:.200} instead of {jax.tree.structure(given)!s:.200}"
-    for (path, want), got in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(made), strict=True):
+    if jax.tree.structure(wanted) != jax.tree.structure(returned):
+        return f"{jax.tree.structure(returned)!s:.200} instead of {jax.tree.structure(wanted)!s:.200}"
+    for (path, want), got in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(returned), strict=True):
         kinds = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in (want, got)]
         if kinds[0] != kinds[1]:
             return f"leaf {jax.tree_util.keystr(path) or 'itself'} is {kinds[1]} instead of {kinds[0]}"

@@ -55,7 +55,7 @@ def bucketed(bytes_per_pack: int) -> Reduction:
 
 
 def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Which leaves go together.
+    """Groups leaves into packs.
 
     Args:
         sizes: bytes of each leaf.
@@ -70,15 +70,15 @@ def packs(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
     """
     if bytes_per_pack == 0:
         return [list(range(len(sizes)))] if sizes else []
-    made: list[list[int]] = []
+    groups: list[list[int]] = []
     room = 0
     for i, size in enumerate(sizes):
         if room <= 0:
-            made.append([])
+            groups.append([])
             room = bytes_per_pack
-        made[-1].append(i)
+        groups[-1].append(i)
         room -= size
-    return made
+    return groups
 
 
 def _zero_after(sums: list[jax.Array]) -> jax.Array:

@@ -48,9 +48,9 @@ def make_reduction(all_reduce: AllReduce) -> Reduction:
     options = dict(all_reduce) if isinstance(all_reduce, Mapping) else {"name": all_reduce}
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in REDUCTIONS:
-        near = did_you_mean(name, REDUCTIONS) if isinstance(name, str) else ""
+        suggestion = did_you_mean(name, REDUCTIONS) if isinstance(name, str) else ""
         raise StrategyError(
-            f"`all_reduce` is {all_reduce!r}.{near} Allowed are the names {', '.join(map(repr, REDUCTIONS))}; a mapping "
+            f"`all_reduce` is {all_reduce!r}.{suggestion} Allowed are the names {', '.join(map(repr, REDUCTIONS))}; a mapping "
             'such as {"name": "bucketed", "bytes_per_pack": 4_000_000}; and a `jdist.reduction.Reduction` of your own.'
         )
     known = inspect.signature(REDUCTIONS[name]).parameters

@@ -50,7 +50,7 @@ def compressed(dtype: CompressedType) -> Reduction:
     encode, decode, block = (_to_bf16, _from_bf16, 1) if dtype == "bf16" else (_to_int8, _from_int8, BLOCK)
 
     def init(tree: PyTree) -> jax.Array:
-        """What is still to be sent: nothing; float32 [all elements of the floating-point leaves]."""
+        """The residual at first: zeros; float32 [all elements of the floating-point leaves]."""
         return jnp.zeros(sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree) if _is_real(leaf)))
 
     def apply(tree: PyTree, residual: jax.Array, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:

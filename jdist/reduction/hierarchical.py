@@ -61,7 +61,7 @@ def hierarchical(inner: int | str, outer: int | str) -> Reduction:
 
 
 def _stages(inner: Any, outer: Any, axes: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """What collectives within a group and across groups take, and the size of a group."""
+    """The arguments of collectives within a group and across groups, and the size of a group."""
     if isinstance(inner, str):
         if {inner, outer} != set(axes):
             raise StrategyError(

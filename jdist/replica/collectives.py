@@ -1,4 +1,4 @@
-"""What a step may call: means and collectives over the replicas that run it; its gradients are in `gradients.py`.
+"""Means and collectives over the replicas that run a step; its gradients are in `gradients.py`.
 
 Outside a strategy every function here is plain JAX or the identity, so one step serves everywhere. The mesh axes
 come from JAX itself (the manual axes of the current mesh), cut down to those of the current strategy.
@@ -45,7 +45,7 @@ def replica_axes() -> tuple[str, ...] | None:
 
 
 def num_replicas() -> int:
-    """How many replicas run this step, each microbatch counted as one; 1 outside a mesh and in the global view."""
+    """The number of replicas that run this step, each microbatch counted as one; 1 outside a mesh and in the global view."""
     trace, axes = context.current_trace(), replica_axes()
     return (1 if axes is None else axes_size(axes)) * (1 if trace is None else trace.num_microbatches)
 
@@ -130,7 +130,7 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
         return list(leaves)
 
     def body(*operands: jax.Array) -> Sequence[jax.Array]:
-        # For operands that are the same for all microbatches: those that differ never get here (`boundary.py`).
+        # For operands that are the same for all microbatches: those that differ never get here (`jaxpr/split.py`).
         if collective.op in ("max", "min"):
             operands = tuple(map(without_gradient, operands))
         dtypes = [x.dtype for x in operands]
@@ -214,7 +214,7 @@ def _gathered(leaf: jax.Array, axis: int) -> jax.Array:
             return alone(x)
         if k == 1:
             return [jax.lax.all_gather(x, axes, axis=axis, tiled=True)]
-        # The same for all microbatches of a replica (`boundary.py`): its rows once for each of them.
+        # The same for all microbatches of a replica (`jaxpr/split.py`): its rows once for each of them.
         parts = x[None] if axes is None else jax.lax.all_gather(x, axes)
         rows = jnp.moveaxis(jnp.repeat(parts, k, axis=0), 0, axis)
         return [rows.reshape(*x.shape[:axis], mesh_size * k * x.shape[axis], *x.shape[axis + 1 :])]

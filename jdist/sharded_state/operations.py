@@ -16,8 +16,8 @@ from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
 from jdist.step import placement
 from jdist.step import run_on_replicas as on_replicas
-from jdist.step.backend import Backend
 from jdist.step.divergence import compare
+from jdist.step.mesh_program import Backend
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.options import StepOptions
 from jdist.step.signature import Step

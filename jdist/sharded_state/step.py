@@ -14,7 +14,7 @@ from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
 from jdist.core.per_replica import PerReplica, is_per_replica
 from jdist.jaxpr.elementwise import prepared
-from jdist.jaxpr.split import Cut
+from jdist.jaxpr.phases import Cut
 from jdist.sharded_state.update import ShardedArray, evaluate
 from jdist.step.divergence import hash_leaf
 from jdist.step.loops import repeat

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jdist.core.host_sharded import Layout
 from jdist.core.strategy import Strategy
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 from jdist.jaxpr.elementwise import (
     COLLECTIVES,
     ELEMENTWISE,
@@ -32,7 +32,7 @@ from jdist.jaxpr.elementwise import (
     bind,
 )
 from jdist.step.divergence import hash_leaf
-from jdist.step.outputs import LOCAL, METRIC, ROWS
+from jdist.step.outputs import LOCAL, METRIC, ROWS, OutputKind
 
 # Called compute_on2 before JAX 0.12.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -67,7 +67,7 @@ def evaluate(
     closed: Any,
     arguments: Sequence[Any],
     kept: Sequence[bool],
-    kinds: Sequence[str | None] = (),
+    kinds: Sequence[OutputKind | None] = (),
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Evaluates an update part, seen from outside of the replicas.
 
@@ -99,11 +99,11 @@ class _Evaluation:
         self.waiting: list[Any] = []  # equations for the hosts
         self.on_host: dict[Any, jax.Array] = {}  # what was copied there
         self.on_device: dict[Any, jax.Array] = {}
-        self.varying = graph.varying(closed, ())
+        self.varying = variation.varying(closed, ())
         # Whole operands of equations whose results vary among the replicas.
         self.read_by_varying: dict[Any, jax.Array] = {}
 
-    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[str | None]) -> Any:
+    def run(self, arguments: Sequence[Any], kept: Sequence[bool], kinds: Sequence[OutputKind | None]) -> Any:
         self.known = graph.values_at_start(self.closed, arguments)
         self.known.update(
             {v: np.asarray(x) for v, x in self.known.items() if not isinstance(x, jax.Array | ShardedArray)}
@@ -181,7 +181,7 @@ class _Evaluation:
             x = jnp.full(x.shape, x.value, v.aval.dtype)
         return jax.device_put(self.device_operand(v, x), self.layout.host)
 
-    def wanted(self, v: Any, kind: str | None) -> jax.Array:
+    def wanted(self, v: Any, kind: OutputKind | None) -> jax.Array:
         n, rows = self.strategy.num_replicas, PartitionSpec(self.strategy.axes)
         if self.is_varying(v) and kind is not None:
             x = self.by_replicas([v], rows, change=lambda x: x if kind == ROWS else x[None])[v]

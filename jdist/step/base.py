@@ -1,4 +1,4 @@
-"""What every distributed step is, whatever its strategy."""
+"""The interface of every distributed step, whatever its strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Preview:
-    """What a call of a step would do.
+    """Describes what a call of a step would do.
 
     Attributes:
         results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
@@ -34,26 +34,26 @@ class Preview:
     ignores_mask: bool
 
     @classmethod
-    def of(cls, made: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
+    def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
         """Reads it off a traced program.
 
         Args:
-            made: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
-            traced: what tracing it told.
+            program: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
+            traced: what is known of its results.
             arguments: those that it was traced for.
         """
-        _, state, outputs, *_ = made.out_info
+        _, state, outputs, *_ = program.out_info
         results = dict(zip(traced.output_roles, outputs, strict=True))
         if "state" in traced.returns:
             results = {"state": unpack(state), **results}
-        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(made.jaxpr))[2]
+        read = jax.tree.unflatten(jax.tree.structure(arguments), graph.arguments_read(program.jaxpr))[2]
         masked = [batch for batch in read if isinstance(batch, Mapping) and MASK in batch]
         ignored = any(any(jax.tree.leaves(batch)) and not batch[MASK] for batch in masked)
         return cls(results, traced.changes_state, ignores_mask=ignored)
 
 
 class Distributed(abc.ABC):
-    """What `jdist.distribute` returns.
+    """A step that `jdist.distribute` made.
 
     Attributes:
         strategy: the strategy it runs under.
@@ -73,14 +73,14 @@ class Distributed(abc.ABC):
         """The state as a call takes and returns it; nothing of the step is run."""
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
-        """What a call would do, known with nothing compiled; None where only a call shows it."""
+        """Describes what a call would do, with nothing compiled; None where only a call shows it."""
         return None
 
     def count_left_out(self, state: PyTree) -> Any:
-        """How many steps were left out until `state` was made, not waited for; None where nothing counts them.
+        """Counts the steps left out until `state` was made, without waiting; None where nothing counts them.
 
-        Of a step that makes several a call, and under a parameter server, from the third entry on which steps of the newest
-        call were.
+        Where a call makes several steps, and under a parameter server, the entries from the third on tell which steps of the
+        newest call were left out.
 
         Args:
             state: what the newest call returned, or what the next one will be given; a later call leaves the count as it is.

@@ -1,4 +1,4 @@
-"""What a call that failed says of itself beside what JAX says."""
+"""Explains why a call of a step failed, better than JAX does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PyTree = Any
 def explain(
     exc: Exception, strategy: Strategy, signature: Signature, call: Call, state: PyTree, batches: PyTree, others: Others
 ) -> None:
-    """Raises what says better than `exc` why a call failed, or notes with it which argument was taken as what."""
+    """Raises an error that explains `exc` better, or notes with it which argument was taken as what."""
     of_jax = isinstance(exc, RuntimeError | ValueError) and not isinstance(exc, JDistError)
     # A call that fails while it runs has consumed its own state; that is not why it failed.
     if of_jax and any(word in str(exc) for word in ("deleted", "donated")):
@@ -32,19 +32,19 @@ def explain(
 
 
 def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
-    """Says better than JAX that a step names a mesh axis which is not bound; all other errors pass.
+    """Raises a clearer error where a step names a mesh axis that is not bound; all other errors pass.
 
     Args:
         exc: what tracing the step raised.
-        name: of the strategy that the user made.
-        strategy: what a replica's part of the step is traced under.
+        name: of the strategy that the user made; `strategy` may be a worker's.
+        strategy: what the step is traced under.
 
     Raises:
-        StepError: `exc` tells of such an axis; it says where to name it.
+        StepError: says where to name the axis.
     """
     if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
         return
-    if strategy.transform == "jit":
+    if strategy.is_global_view:
         raise StepError(
             f'{exc}: the step uses a mesh axis, and in the global view (transform="jit") none is bound: the '
             "whole batch is here. Use `jdist.replica_axes()` in the step, None there, or another transform."

@@ -34,7 +34,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         args: role of each parameter in turn: "state" (laid out by the strategy), "batch" (rows are spread over the
             replicas), "per_replica" (leads with an axis of replicas, of which each gets its entry, as in `pmap`),
             "replicated" (every replica gets it whole), "static" (a hashable constant; another value compiles again).
-            Several states are said one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
+            Several states are listed one by one: ("state", "state", "batch") for a step `(params, opt_state, batch) ->
             (params, opt_state, loss)`. Further arguments and keyword arguments are replicated; one that
             `distribute_dataset` has made, or of whose arrays each has as many rows as the batch, is refused, under
             every strategy: say "batch" or "replicated".
@@ -62,7 +62,7 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
             parameters in float32.
         verify: what the first call does before it: "first" compares the step with one replica that sees the whole batch
             and warns where they differ, "strict" raises, "off" does neither, and `jdist.fit` neither. None: nothing,
-            but for what `jdist.fit` is told. See `jdist.verify`.
+            unless `jdist.fit` has an option of its own. See `jdist.verify`.
 
     Returns:
         A `DistributedStep`; called like the step, with whole, global batches.
@@ -92,9 +92,9 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
         checked = make_options(**options)
         return lambda function: _distribute(function, step, checked)
     if not isinstance(strategy, Strategy):
-        given = step if strategy is None else strategy
+        got = step if strategy is None else strategy
         raise StepError(
-            f"jdist.distribute needs a strategy, it got {given!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
+            f"jdist.distribute needs a strategy, it got {got!r}. Write `@jdist.distribute(jdist.mirrored())`, or "
             "`jdist.distribute(step, strategy)`."
         )
     if not callable(step):
@@ -104,10 +104,10 @@ def distribute(step: Any, strategy: Strategy | None = None, **options: Unpack[St
 
 
 def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
-    made = strategy.operations.distribute(strategy, step, options)
-    if isinstance(made, DistributedStep):
-        made.verifier = _verify_first
-    return made
+    distributed = strategy.operations.distribute(strategy, step, options)
+    if isinstance(distributed, DistributedStep):
+        distributed.verifier = _verify_first
+    return distributed
 
 
 def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_job(strategy: Strategy) -> None:
-    if strategy.cluster is None and strategy.coordinator is None and (job := unused_job(os.environ)) is not None:
+    if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ)) is not None:
         warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
 
 

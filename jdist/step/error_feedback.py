@@ -1,4 +1,4 @@
-"""What a compressed all-reduce leaves out of a gradient, carried from step to step beside the user's state."""
+"""Carries what a compressed all-reduce leaves out of a gradient from step to step, beside the user's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jdist.core.step_state import StepState, carried_by, carrying, residuals_of
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.reduction.algorithm import apply_reduction
-from jdist.step.in_flight import made
+from jdist.step.in_flight import is_newest
 
 PyTree = Any
 
@@ -104,8 +104,8 @@ class ResidualSlot:
             check_fit(self._name, there[self._name], wanted)
             self._check_own(state)
             return state
-        made = wanted if make is None else jax.tree.map(make, wanted)
-        return carrying(state, residuals={**there, self._name: made})
+        residuals = wanted if make is None else jax.tree.map(make, wanted)
+        return carrying(state, residuals={**there, self._name: residuals})
 
     def _check_own(self, state: PyTree) -> None:
         if self._has_namesake(state):
@@ -120,7 +120,7 @@ class ResidualSlot:
     def _has_namesake(self, state: PyTree) -> bool:
         """Whether the state comes from another step of the same name."""
         others = [slot for slot in list(_slots) if slot._name == self._name and slot._step is not self._step]
-        return any(made(slot._newest(), state) for slot in others)
+        return any(is_newest(slot._newest(), state) for slot in others)
 
 
 def check_nothing_lost(name: str, newest: PyTree, state: PyTree) -> None:
@@ -131,7 +131,7 @@ def check_nothing_lost(name: str, newest: PyTree, state: PyTree) -> None:
     """
     lost = carried_by(newest) - carried_by(state)
     arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (newest, state)]
-    if lost and made(*arrays):
+    if lost and is_newest(*arrays):
         raise StepError(
             f"{name} was called with a state that was made of the one it had returned and has lost the "
             f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
@@ -164,15 +164,10 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
 
 
 def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
-    """Refuses residuals that are not those of a step's gradients.
-
-    Args:
-        name: the step's name.
-        there: the residuals in the state, arrays or shapes.
-        wanted: the shapes that the step needs.
+    """Refuses residuals in a state that do not fit the gradients of the step of that name.
 
     Raises:
-        StepError: they differ in number or shape.
+        StepError: the residuals in the state and the wanted ones differ in number or shape.
     """
     shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (there, wanted)]
     if shapes[0] != shapes[1]:

@@ -1,4 +1,4 @@
-"""Feeds a strategy: input pipelines called, processes made to agree, batches put on the devices."""
+"""Feeds a strategy: calls input pipelines, makes processes agree, puts batches on the devices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _numbers = itertools.count(1)  # of the datasets of several processes, which mak
 
 def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:
     """The processes that feed the strategy; None: this one alone, or they cannot reach each other."""
-    exchanges = None if strategy.cluster is None else strategy.cluster.exchanges
+    exchanges = strategy.cluster.exchanges
     if share.count == 1 or exchanges is None:
         return None
     return Peers(exchanges=exchanges, share=share, name=f"dataset {next(_numbers)}")

@@ -1,4 +1,4 @@
-"""Steps that were started and not yet waited for.
+"""Bounds the steps that were started and not yet waited for, and keeps the newest state of each.
 
 Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N
 threads"); on any device they pile up inputs. Each call returns a small token that is never donated, so it can
@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist.core.static_leaves import has_static, unpack
 from jdist.core.strategy import Strategy
 
+PyTree = Any
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
@@ -34,7 +36,7 @@ class Lineage:
         self.steps_before = 0
         self.unread: jax.Array | None = None
         self.since_read = 0  # calls
-        self.made: list[weakref.ref[jax.Array]] = []  # the arrays of its newest state, while another lineage goes on
+        self.arrays: list[weakref.ref[jax.Array]] = []  # of its newest state, while another lineage goes on
 
 
 class Window:
@@ -75,8 +77,8 @@ class Window:
 
         Args:
             token: the newest.
-            lineage: of its call; only its own tokens are looked at, as what went wrong with another state is told to those
-                that use that. The present one if None.
+            lineage: of its call; None: the present one. Only its own tokens are inspected: an error of another state is
+                raised where that is used.
         """
         lineage = self.lineage if lineage is None else lineage
         with self.lock:
@@ -89,9 +91,8 @@ class Window:
                 oldest = self._pop()
         if oldest is not None:
             oldest.block_until_ready()
-        if (
-            lineage.since_read >= self.limit
-        ):  # not at every wait: reading takes time, and a token tells of all before it
+        # Not at every wait: reading takes time, and a token tells of all before it.
+        if lineage.since_read >= self.limit:
             self._read(lineage)
 
     def _pop(self) -> jax.Array:
@@ -121,36 +122,37 @@ class Window:
             whatever `inspect` does: nobody knows whether a state of unknown origin was made of the newest one, so the calls
                 that made that have to be right.
         """
-        if made(self.newest_state(), state):
+        if is_newest(self.newest_state(), state):
             return
-        self._parked = [each for each in self._parked if any(array() is not None for array in each.made)]
-        found = self._lineage_of(state)
-        if found is None:
+        self._parked = [each for each in self._parked if any(array() is not None for array in each.arrays)]
+        lineage = self._lineage_of(state)
+        if lineage is None:
             self.drain(self.lineage)
-            found = Lineage()
+            lineage = Lineage()
         else:
-            self._parked.remove(found)
-        self.lineage.made = [weakref.ref(x) for x in jax.tree.leaves(self.newest_state()) if isinstance(x, jax.Array)]
+            self._parked.remove(lineage)
+        self.lineage.arrays = [weakref.ref(x) for x in jax.tree.leaves(self.newest_state()) if isinstance(x, jax.Array)]
         self._parked.append(self.lineage)
-        self.lineage = found
+        self.lineage = lineage
 
     def _lineage_of(self, state: Any) -> Lineage | None:
         ids = {id(x) for x in jax.tree.leaves(state)}
         return next(
-            (each for each in self._parked if any(id(x) in ids for ref in each.made if (x := ref()) is not None)), None
+            (each for each in self._parked if any(id(x) in ids for ref in each.arrays if (x := ref()) is not None)),
+            None,
         )
 
-    def drain_whatmade(self, state: Any) -> None:
-        """Waits for every call in flight, and looks at those that made a state."""
+    def drain_lineage_of(self, state: Any) -> None:
+        """Waits for every call in flight, and inspects the newest token of those that made a state."""
         with self.lock:
-            lineage = self.lineage if made(self.newest_state(), state) else self._lineage_of(state)
+            lineage = self.lineage if is_newest(self.newest_state(), state) else self._lineage_of(state)
         if lineage is None:
             self.block()
         else:
             self.drain(lineage)
 
     def block(self) -> None:
-        """Waits for every call in flight, and leaves the looking for later."""
+        """Waits for every call in flight, and inspects no token."""
         with self.lock:
             newest = self._tokens[-1][1] if self._tokens else None
         if newest is not None:
@@ -161,6 +163,41 @@ class Window:
         lineage = self.lineage if lineage is None else lineage
         self._tokens = collections.deque(each for each in self._tokens if each[0] is not lineage)
         lineage.unread = None
+
+
+class NewestState:
+    """The state that a step's newest call made.
+
+    A call's program appends `(token, state, outputs)` to `results`; whoever looks next takes them.
+
+    Attributes:
+        state: as callers hold it; None before the first call.
+        packed: as programs take it, its constants apart; the same object where it has none.
+        results: those that were not taken yet; empty, or one entry.
+        results_hold_state: whether the state among them is a new one.
+    """
+
+    def __init__(self) -> None:
+        self.state: PyTree = None
+        self.packed: PyTree = None
+        self.results: list[Any] = []
+        self.results_hold_state = False
+        self._has_constants = False
+
+    def begin_with(self, packed: PyTree) -> None:
+        """Notes which leaves of a state that comes from elsewhere are constants: they stay so from call to call."""
+        self._has_constants = has_static(packed)
+
+    def look(self) -> PyTree:
+        """The state of the results, where they hold one that was not taken yet; else the one taken last."""
+        return unpack(self.results[0][1]) if self.results and self.results_hold_state else self.state
+
+    def take(self) -> None:
+        """Takes the state from the results, and forgets them."""
+        if self.results_hold_state:
+            self.packed = self.results[0][1]
+            self.state = unpack(self.packed) if self._has_constants else self.packed
+        self.results = []
 
 
 def _value(token: jax.Array) -> np.ndarray:
@@ -175,7 +212,7 @@ def wait_for(strategy: Strategy, state: Any) -> None:
     """
     for window in list(_windows):
         if window.strategy is strategy:
-            window.drain_whatmade(state)
+            window.drain_lineage_of(state)
 
 
 def doubt_newest_states() -> None:
@@ -187,7 +224,7 @@ def doubt_newest_states() -> None:
         window.is_doubted = True
 
 
-def made(newest: Any, state: Any) -> bool:
+def is_newest(newest: Any, state: Any) -> bool:
     """Whether a state is a step's newest, or holds an array of it: one of several states, or some of them in another tree."""
     if newest is state:
         return True

@@ -1,4 +1,4 @@
-"""Loops in a program: over microbatches, and over the steps of a call."""
+"""Loops over microbatches, and over the steps of a call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def repeat(
     """Loops over stacked batches.
 
     Args:
-        spec: what the program is made of.
+        spec: the parts of the program.
         once: `(token, state, batch) -> (token, state, results)`.
         token: the token of a call.
         state: the state before the first step.

@@ -1,8 +1,9 @@
-"""A replica's function -> one compiled program over the mesh: by `shard_map`, `pmap` or `jit`, or on no mesh at all."""
+"""Compiles what a replica runs to one program over the mesh: by `shard_map`, `pmap` or `jit`, or on no mesh at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jdist.core.step_state import carrying, map_residuals
 from jdist.core.strategy import Strategy
 from jdist.step.options import StepOptions
 from jdist.step.outputs import Traced
-from jdist.step.placement import check_rows
+from jdist.step.placement import adopt_state, check_rows, compare_replicas, shapes_in
 from jdist.step.program_spec import ProgramSpec, StepFn
+from jdist.step.replica_program import replica_program
 from jdist.step.signature import Others
 
 PyTree = Any
@@ -49,15 +51,7 @@ class Program:
 
 
 def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:
-    """Builds the program that runs `function` on every replica of a strategy.
-
-    Args:
-        function: what one replica computes.
-        spec: what it was made of.
-
-    Returns:
-        The program; it compiles at its first call.
-    """
+    """Builds the program that runs `function` on every replica; it compiles at its first call."""
     build = {None: _plain, "jit": _jit, "shard_map": _shard_map, "pmap": _pmap}[spec.strategy.transform]
     return Program(build(function, spec.strategy, spec.options, spec.traced), spec.donate, spec.turn)
 
@@ -97,8 +91,8 @@ def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, trace
         state = map_residuals(lambda x: x[None], state)
         return token, state, same, own, rows
 
-    # check_vma=False: with it, averaged gradients come out num_replicas times too large and flax's RNN fails to
-    # trace; jdist compares the replicas itself (replica_check.py).
+    # With `check_vma` averaged gradients come out num_replicas times too large, and flax's RNN fails to trace; jdist
+    # compares the replicas itself (divergence.py).
     mapped = jax.shard_map(
         body,
         mesh=strategy.mesh,
@@ -187,3 +181,32 @@ def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Tra
         else:
             outputs.append(put_per_replica(next(same_), next(own_, [])))
     return tuple(outputs)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Lays out states and compiles steps for a kind of strategy.
+
+    Attributes:
+        adopt_state: `(strategy, state) -> state` in the strategy's layout.
+        state_shapes: `(strategy, state) -> ShapeDtypeStructs` of that layout, for a state of arrays or structs.
+        make_program: `(spec) -> Program`.
+        compare_replicas: `(strategy, state, results of the program) -> None`, raises where replicas differ.
+    """
+
+    adopt_state: Callable[[Strategy, PyTree], PyTree]
+    state_shapes: Callable[[Strategy, PyTree], PyTree]
+    make_program: Callable[[ProgramSpec], Program]
+    compare_replicas: Callable[[Strategy, PyTree, Any], None]
+
+
+def _replicated_program(spec: ProgramSpec) -> Program:
+    return compile_over_mesh(replica_program(spec), spec)
+
+
+REPLICATED = Backend(
+    adopt_state,
+    lambda strategy, state: shapes_in(state, strategy.replicated_sharding),
+    _replicated_program,
+    lambda strategy, state, results: compare_replicas(strategy, state),
+)

@@ -1,8 +1,7 @@
-"""The callable that `jdist.distribute` makes of a step."""
+"""The callable that `jdist.distribute` makes of a step: checks a call, starts it, and keeps the newest state."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,31 +15,22 @@ from jax.core import Tracer
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
+from jdist.cluster.runtime import Alone
 from jdist.core.context import check_not_mixed
-from jdist.core.static_leaves import has_static, pack, unpack, with_static_leaves
+from jdist.core.static_leaves import pack, unpack, with_static_leaves
 from jdist.core.step_state import StepState, carrying, loss_scale_of
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
-from jdist.step.backend import REPLICATED, Backend, Rehearsal
+from jdist.step import placement
 from jdist.step.base import Distributed, Preview
 from jdist.step.call_errors import explain
 from jdist.step.error_feedback import ResidualSlot, check_nothing_lost
-from jdist.step.in_flight import Lineage, Window, doubt_newest_states
-from jdist.step.mesh_program import Program
+from jdist.step.in_flight import Lineage, NewestState, Window, doubt_newest_states
+from jdist.step.mesh_program import REPLICATED, Backend, Program
 from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
-from jdist.step.partial import Apart
-from jdist.step.placement import (
-    batch_shapes,
-    check_rows,
-    check_stacking,
-    place_batches,
-    replicate,
-    rows_sharding,
-    rows_shardings,
-    shapes_in,
-)
+from jdist.step.placement import DonationGuard, shapes_in
 from jdist.step.program_spec import FlagNames, ProgramSpec
 from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
@@ -58,40 +48,36 @@ class DistributedStep(Distributed):
     Attributes:
         strategy: the strategy it runs under.
         options: the options of `jdist.distribute`.
-        verification: what verifying the step before its first call has found; None if it was not verified.
+        backend: how the strategy lays out states and compiles steps.
+        verification: the result of verifying the step before its first call; None if it was not verified.
     """
 
     def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__, self.__wrapped__ = "the step", step
         functools.update_wrapper(self, step)
-        self.strategy, self.options, self._backend = strategy, options, backend
+        self.strategy, self.options, self.backend = strategy, options, backend
         self._step = with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
-        self._whole = strategy.replicated_sharding
         lead = int(options.steps_per_call > 1)
-        self._by_rows = None if strategy.mesh is None else rows_sharding(strategy, lead=lead)
+        self._by_rows = None if strategy.mesh is None else placement.rows_sharding(strategy, lead=lead)
         self._donates = options.donate and options.may_update_state
-        self._apart = Apart()
-        self._plain_call = None
-        if options.args == ("state", "batch") and is_first(options.batch_axis):
-            self._plain_call = Call(("state", "batch"))
-        self._last_state: PyTree = None
+        self._donation_guard = DonationGuard()
+        is_plain = options.args == ("state", "batch") and is_first(options.batch_axis) and not options.static_argnames
+        self._plain_call = Call(("state", "batch")) if is_plain else None
+        self._newest = NewestState()
         self._residuals = None
         if strategy.keeps_residuals:
-            self._residuals = ResidualSlot(self.__name__, step, lambda: self._packed)
-        self._packed: PyTree = None  # the newest state as programs take it; the same where it has no constants
-        self._results: list[Any] = []  # of the newest call, until they were taken
-        self._results_hold_state = False
-        self._has_constants = False  # whether it has leaves that are no arrays
+            self._residuals = ResidualSlot(self.__name__, step, lambda: self._newest.packed)
         self._watched = FlagNames()
-        self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._last_state)
+        self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._newest.state)
         self._token = new_token(self.strategy, self.options.steps_per_call)
         self.verification: Any = None
         self._verify: Verify = options.verify or "off"
         self._verify_pads = False
         self.verifier: Callable[..., Any] | None = None
-        self._several = strategy.cluster is not None and strategy.cluster.num_processes > 1
+        self._has_peers = strategy.cluster.num_processes > 1
+        self._is_alone = isinstance(strategy.cluster, Alone)  # asked once, as an empty step takes 16 us in all
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
@@ -101,32 +87,28 @@ class DistributedStep(Distributed):
 
         After an interrupt or a NonFiniteError it is there although the state passed in was donated.
         """
-        newest = unpack(self._results[0][1]) if self._results and self._results_hold_state else self._last_state
-        return (
-            newest if newest is None or self.options.num_states < 2 else split_states(newest, self.options.num_states)
-        )
+        newest = self._newest.look()
+        return newest if newest is None else self._as_returned(newest)
 
     @property
     def num_skipped(self) -> int:
-        """How many steps have been left out so far; waits for the steps in flight.
+        """The number of steps left out so far; waits for the steps in flight.
 
         Those are the ones that `non_finite="skip"` leaves out; with `jdist.precision("fp16")` every overflow, as counted in
         the state, checkpoints included.
         """
         if self.options.loss_scaling is not None:
             self._take_results()
-            loss_scale = loss_scale_of(self._last_state)
+            loss_scale = loss_scale_of(self._newest.state)
             return 0 if loss_scale is None else int(to_host(loss_scale.num_skipped))
-        token = self._results[0][0] if self._results else self._token
-        return int(to_host(token)[VERDICT]) if self.options.non_finite == "skip" else 0
+        return int(to_host(self._newest_token)[VERDICT]) if self.options.non_finite == "skip" else 0
 
     def count_left_out(self, state: PyTree) -> jax.Array | None:
         """See `Distributed`; an int32 scalar, or the token, whose first entry it is."""
-        if self.options.non_finite == "skip" or (
-            self.options.loss_scaling is not None and self.options.steps_per_call > 1
-        ):
-            return self._results[0][0] if self._results else self._token
-        loss_scale = loss_scale_of(state) if self.options.loss_scaling is not None else None
+        scales_loss = self.options.loss_scaling is not None
+        if self.options.non_finite == "skip" or (scales_loss and self.options.steps_per_call > 1):
+            return self._newest_token
+        loss_scale = loss_scale_of(state) if scales_loss else None
         return None if loss_scale is None else jnp.copy(loss_scale.num_skipped)
 
     def wait(self) -> None:
@@ -135,7 +117,7 @@ class DistributedStep(Distributed):
         Raises:
             NonFiniteError: one of them met a NaN or infinite gradient, and `non_finite` is "raise".
         """
-        with contextlib.nullcontext() if self.strategy.cluster is None else self.strategy.cluster.blocked():
+        with self.strategy.cluster.blocked():
             self._window.drain()
 
     @without_own_frames
@@ -149,23 +131,18 @@ class DistributedStep(Distributed):
         Returns:
             JAX's `Lowered`: `.as_text()` is StableHLO, `.compile()` gives memory and cost.
         """
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        state = self._with_loss_scale(pack(state))
+        call, state, batches, others = self._bind_shapes(args, kwargs)
         try:
-            program, _ = self._program(call)
-            whole = self._whole
-            token = shapes_in(self._token, whole)
-            batches, others = (
-                batch_shapes(self.strategy, self.options, batches, call.batch_axes),
-                shapes_in(others, whole),
-            )
+            program, _ = self.program(call)
+            whole = self.strategy.replicated_sharding
+            token, others = shapes_in(self._token, whole), shapes_in(others, whole)
+            batches = placement.batch_shapes(self.strategy, self.options, batches, call.batch_axes)
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, shapes_alone=True)
                 own = shapes_in(state.residuals, self.strategy.batch_sharding)
                 rest = shapes_in(carrying(state, residuals=None), whole)
                 return program.lower(token, carrying(rest, residuals=own), batches, others)
-            return program.lower(token, self._backend.state_shapes(self.strategy, state), batches, others)
+            return program.lower(token, self.backend.state_shapes(self.strategy, state), batches, others)
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
@@ -183,57 +160,45 @@ class DistributedStep(Distributed):
         Returns:
             The state, of a step of several a tuple of them; nothing of the step is run.
         """
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+        call, state, batches, others = self._bind_shapes(args, kwargs)
+        state = self.backend.adopt_state(self.strategy, state)
         if self.strategy.keeps_residuals:
             state = self._with_residuals(call, state, batches, others)
-        state = unpack(state)
-        return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
+        return self._as_returned(unpack(state))
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview:
-        """What a call would do: the step is traced, nothing is compiled or run.
+        """Describes what a call would do: traces the step, compiles and runs nothing.
 
         Args:
             *args: as in a call; batches may be `jax.ShapeDtypeStruct`s.
             **kwargs: as in a call.
         """
-        call, state, batches, others = self._signature.bind(args, kwargs)
-        check_stacking(batches, self.strategy, self.options, call.batch_axes)
-        state = self._with_loss_scale(pack(state))
+        call, state, batches, others = self._bind_shapes(args, kwargs)
         try:
             if self.strategy.keeps_residuals:
                 state = self._with_residuals(call, state, batches, others, shapes_alone=True)
-            program, traced = self._program(call)
-            arguments = self._token, state, batch_shapes(self.strategy, self.options, batches, call.batch_axes), others
-            made = program.trace(*arguments)
+            program, traced = self.program(call)
+            batch_shapes = placement.batch_shapes(self.strategy, self.options, batches, call.batch_axes)
+            arguments = self._token, state, batch_shapes, others
+            jax_traced = program.trace(*arguments)
         except Exception as exc:
             explain(exc, self.strategy, self._signature, call, state, batches, others)
             raise
-        return Preview.of(made, traced, arguments)
+        return Preview.of(jax_traced, traced, arguments)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
         """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
         return self._signature.bind(args, kwargs)
 
+    def _bind_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
+        """As `bind`, of arguments that may be shapes; the state comes packed, with a loss scale if the step has one."""
+        call, state, batches, others = self._signature.bind(args, kwargs)
+        placement.check_stacking(batches, self.strategy, self.options, call.batch_axes)
+        return call, self._with_loss_scale(pack(state)), batches, others
+
     def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
         """The same function under another strategy that keeps the state on its devices, with some other options."""
         return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
-
-    def rehearse(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> Rehearsal:
-        """Puts the arguments of a call, whose state lies on the host, in their places.
-
-        Raises:
-            JDistError: what a call with them would raise before it runs.
-        """
-        others = replicate(self.strategy, others)
-        if self._by_rows is not None:
-            batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
-        state = self._backend.adopt_state(self.strategy, pack(state))
-        program, traced = self._program(call)
-        return Rehearsal(
-            program, traced, (new_token(self.strategy, self.options.steps_per_call), state, batches, others)
-        )
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""
@@ -258,7 +223,7 @@ class DistributedStep(Distributed):
     ) -> StepState:
         """The state with residuals for this step's gradients: those it came with, else zeros, or shapes of them."""
         assert self._residuals is not None  # every caller asks the strategy whether it keeps any
-        program, _ = self._program(call)
+        program, _ = self.program(call)
 
         def after(state: PyTree) -> PyTree:
             return program.trace(shapes_in(self._token, None), state, shapes_in(batches, None), others).out_info[1]
@@ -268,20 +233,21 @@ class DistributedStep(Distributed):
         zeros = None if shapes_alone else lambda x: jnp.zeros(x.shape, x.dtype, device=sharding)
         return self._residuals.filled(call, state, state_shapes, after, zeros)
 
+    def _as_returned(self, state: PyTree) -> PyTree:
+        """A state as a call returns it; of a step of several states a tuple of them."""
+        return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
+
     def _take_results(self) -> None:
         """Makes what the newest call returned the newest token and state; also after an interrupt in that call."""
-        if self._results:
-            self._token = self._results[0][0]
-            if self._results_hold_state:
-                self._packed = self._results[0][1]
-                self._last_state = unpack(self._packed) if self._has_constants else self._packed
-            self._results = []
+        if self._newest.results:
+            self._token = self._newest.results[0][0]
+            self._newest.take()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cluster = self.strategy.cluster
         try:  # what `without_own_frames` does, without one call more in each step
-            if cluster is None:
+            if self._is_alone:
                 return self._call(args, kwargs)[0]
+            cluster = self.strategy.cluster
             failpoints.reached(Point.BEFORE_STEP)
             with cluster.blocked():
                 result, num_updates, token = self._call(args, kwargs)
@@ -317,74 +283,76 @@ class DistributedStep(Distributed):
         """Starts one call.
 
         Returns:
-            What the program returned, the newest state, what is known of the results, the batches as they were given, and the
-            axes of their rows.
+            The program's results, the newest state, what is known of the results, the batches as they were passed, and
+            the axes of their rows.
         """
         self._take_results()
-        if self._plain_call is not None and len(args) == 2 and not kwargs and not self.options.static_argnames:
+        newest = self._newest
+        if self._plain_call is not None and len(args) == 2 and not kwargs:
             call, state, batches, others = self._plain_call, args[0], (args[1],), _NO_OTHERS
         else:
             call, state, batches, others = self._signature.bind(args, kwargs)
             check_not_traced(others)
-            if is_same_state(state, self._last_state):
-                state = self._last_state
-        given = batches
+            if is_same_state(state, newest.state):
+                state = newest.state
+        original = batches
         try:
-            if state is not self._last_state:
+            if state is not newest.state:
                 check_not_traced((state, batches))
-                check_nothing_lost(self.__name__, self._last_state, state)
-                if self.options.non_finite == "raise" and self._last_state is not None:
+                check_nothing_lost(self.__name__, newest.state, state)
+                if self.options.non_finite == "raise" and newest.state is not None:
                     self._window.go_on_from(state)
                     if self._token is None:
                         self._token = new_token(self.strategy, self.options.steps_per_call)
-                state = self._backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
-                self._has_constants = has_static(state)
+                state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+                newest.begin_with(state)
                 doubt_newest_states()
-                self._apart.forget()
+                self._donation_guard.forget()
                 is_newest = False
             else:
-                state, is_newest = self._packed, True
+                state, is_newest = newest.packed, True
                 if self._window.is_doubted:
                     check_not_donated(state)
             self._window.is_doubted = False
             wanted = itertools.repeat(self._by_rows)
             if call.batch_axes and self._by_rows is not None:
-                wanted = jax.tree.leaves(rows_shardings(self.strategy, self.options, batches, call.batch_axes))
+                shardings = placement.rows_shardings(self.strategy, self.options, batches, call.batch_axes)
+                wanted = jax.tree.leaves(shardings)
             for leaf, sharding in zip(jax.tree.leaves(batches), wanted, strict=False):
                 if isinstance(leaf, Tracer):
                     check_not_traced(batches)
                 if isinstance(leaf, jax.Array) and leaf.is_deleted():
                     self._signature.check_not_donated(call, batches, others)
                 if sharding is not None and not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
-                    batches = place_batches(self.strategy, self.options, batches, call.batch_axes)
+                    batches = placement.place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if call is not self._plain_call:
                 others = self._placed(call, state, batches, others)
             if self.strategy.keeps_residuals and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
-            program, traced = self._program(call)
-            if self._several and call not in self._agreed:
+            program, traced = self.program(call)
+            if self._has_peers and call not in self._agreed:
                 check_states = not self._agreed and bool(self.options.check_replicas)
                 jaxpr = program.trace(self._token, state, batches, others).jaxpr
                 check_same_of_processes(self.strategy, self.__name__, jaxpr, state if check_states else None)
                 self._agreed.add(call)
-            box = self._results
-            self._results_hold_state = self.options.may_update_state
+            box = newest.results
+            newest.results_hold_state = self.options.may_update_state
             try:
                 program.run_into(box, self._token, state, batches, others)
             except (RuntimeError, ValueError) as exc:  # on one device a batch may be an array of the state
                 if "previously donated in the same call" not in str(exc):
                     raise
-                program.run_into(box, self._token, state, self._apart.of(batches, state), others)
+                program.run_into(box, self._token, state, self._donation_guard.of(batches, state), others)
         except Exception as exc:
             if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
-                check_rows(given, self.strategy, self.options, call.batch_axes)
+                placement.check_rows(original, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
-            explain(exc, self.strategy, self._signature, call, state, given, others)
+            explain(exc, self.strategy, self._signature, call, state, original, others)
             raise
-        self._results_hold_state = "state" in traced.returns
+        newest.results_hold_state = "state" in traced.returns
         self._take_results()
-        return box[0], self._last_state, traced, given, call.batch_axes
+        return box[0], newest.state, traced, original, call.batch_axes
 
     def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
         """Further arguments on every device, copied where the call donates their buffers with the state.
@@ -395,11 +363,11 @@ class DistributedStep(Distributed):
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
         if self._donates:
-            others = self._apart.of(others, state)
-        return replicate(self.strategy, others)
+            others = self._donation_guard.of(others, state)
+        return placement.replicate(self.strategy, others)
 
     def _steps_in(self, batches: PyTree) -> int:
-        """How many steps a call makes; the last one of a data set may make fewer than the others."""
+        """Counts the steps of a call; the last call of a data set may make fewer than the others."""
         n = self.options.steps_per_call
         return n if n == 1 or not (leaves := jax.tree.leaves(batches)) else leaves[0].shape[0]
 
@@ -407,11 +375,16 @@ class DistributedStep(Distributed):
         self._steps_to_check -= num_updates
         if self._steps_to_check <= 0:
             self._steps_to_check = self.options.check_replicas
-            self._backend.compare_replicas(self.strategy, state, results)
+            self.backend.compare_replicas(self.strategy, state, results)
+
+    @property
+    def _newest_token(self) -> Any:
+        """The token of the newest call, also if its results were not taken yet."""
+        return self._newest.results[0][0] if self._newest.results else self._token
 
     @property
     def _token(self) -> Any:
-        """The newest call's."""
+        """The token that the next call takes."""
         return self._window.lineage.token
 
     @_token.setter
@@ -429,14 +402,14 @@ class DistributedStep(Distributed):
             lineage.steps_before = step + 1
         raise non_finite_error(self.__name__, self._watched.names[code - 1], step)
 
-    def _program(self, call: Call) -> tuple[Program, Traced]:
-        found = self._programs.get(call)
-        if found is None:
+    def program(self, call: Call) -> tuple[Program, Traced]:
+        """The program of calls like this one, and what is known of its results."""
+        entry = self._programs.get(call)
+        if entry is None:
             traced = Traced()
             spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
-            found = self._backend.make_program(spec), traced
-            self._programs[call] = found
-        return found
+            entry = self._programs[call] = self.backend.make_program(spec), traced
+        return entry
 
     def __repr__(self) -> str:
         return f"<{self.__name__} distributed by {self.strategy!r}>"

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jdist.core.collective_marks import Collective
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.strategy import Strategy
-from jdist.jaxpr.split import Cut, Phase, Split, split
+from jdist.jaxpr.phases import Cut, Phase, Split
+from jdist.jaxpr.split import split
 from jdist.replica import collectives, gradients
+from jdist.step.divergence import check_averages_combined
 from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import scan
-from jdist.step.outputs import LOCAL, METRIC, ROWS, check_means, rows_of
-from jdist.step.own_averages import check_averages_combined
+from jdist.step.outputs import LOCAL, METRIC, ROWS, OutputKind, check_means, rows_of
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
 
@@ -40,7 +41,7 @@ class Plan:
     strategy: Strategy
     k: int
     parts: Split
-    kinds: list[str]
+    kinds: list[OutputKind]
 
     def check_averages_combined(self) -> None:
         """Refuses replicas that would keep moving averages of their own rows.
@@ -56,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the phases give, over all microbatches and replicas.
+    """The results of the phases, over all microbatches and replicas.
 
     Attributes:
         combined: the combined arrays of all cuts.
@@ -84,10 +85,10 @@ def microbatched(spec: ProgramSpec) -> RunFn:
         if spec.compares_replicas:
             plan.check_averages_combined()
         with tracing(ReplicaTrace(strategy, residuals=residuals)):
-            made = gradient_part(plan, state, batches, others, all_reduced(strategy))
-            leaves, late = plan.parts.update(state, others, made.combined, made.carried)
+            parts = gradient_part(plan, state, batches, others, all_reduced(strategy))
+            leaves, late = plan.parts.update(state, others, parts.combined, parts.carried)
             late = finish_late(plan, late)
-        outputs = [early if after is None else after for early, after in zip(made.outputs, late, strict=True)]
+        outputs = [early if after is None else after for early, after in zip(parts.outputs, late, strict=True)]
         *outputs, finite = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
         new = jax.tree.unflatten(plan.parts.state_treedef, leaves)
         flags = FiniteFlags(seen[-1].names, finite, seen[-1].hidden)
@@ -112,7 +113,7 @@ def make_plan(
         BoundaryError: the step cannot be split.
         StepError: a metric is a count that nothing adds up.
     """
-    kinds: list[str] = []
+    kinds: list[OutputKind] = []
 
     def without_kinds(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
         new_state, outputs, kinds[:] = pure(state, batches, others)
@@ -141,7 +142,7 @@ def microbatches(strategy: Strategy, batches: PyTree, k: int) -> PyTree:
 
     def cut(x: jax.Array) -> jax.Array:
         parts = x.reshape(k, x.shape[0] // k, *x.shape[1:])
-        if strategy.transform != "jit" or k == 1 or strategy.batch_sharding is None:
+        if not strategy.is_global_view or k == 1 or strategy.batch_sharding is None:
             return parts
         # In the global view each microbatch is spread over all devices again.
         spec = jax.sharding.PartitionSpec(None, *strategy.batch_sharding.spec)
@@ -189,25 +190,25 @@ def all_reduced(strategy: Strategy) -> Combine:
     """Brings the cuts of a phase together by one all-reduce; compressed gradients each by themselves, with their residuals."""
 
     def combine(cuts: Sequence[Cut], arrays: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        found = dict(enumerate(arrays))
         if collectives.num_replicas() == 1:
             return arrays
+        combined = dict(enumerate(arrays))
         summed = []
         for i, cut in enumerate(cuts):
             op = cut.collective.op
             if op == "gather":
-                found[i] = [gathered(x, shape) for x, shape in zip(arrays[i], cut.shapes, strict=True)]
+                combined[i] = [gathered(x, shape) for x, shape in zip(arrays[i], cut.shapes, strict=True)]
             elif op in ("max", "min"):
-                found[i] = collectives.all_reduce(arrays[i], op)
+                combined[i] = collectives.all_reduce(arrays[i], op)
             elif cut.collective.kind == "gradient" and strategy.keeps_residuals:
                 loss, grads = gradients.reduce_gradients(arrays[i][0], arrays[i][1:], op)
-                found[i] = [loss, *grads]
+                combined[i] = [loss, *grads]
             else:
                 summed.append(i)
-        found.update(zip(summed, collectives.all_reduce([arrays[i] for i in summed], "sum"), strict=True))
+        combined.update(zip(summed, collectives.all_reduce([arrays[i] for i in summed], "sum"), strict=True))
         size = collectives.num_replicas()
         return [
-            [x / size for x in found[i]] if i in summed and cut.collective.op == "mean" else found[i]
+            [x / size for x in combined[i]] if i in summed and cut.collective.op == "mean" else combined[i]
             for i, cut in enumerate(cuts)
         ]
 
@@ -228,10 +229,10 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
     """Averages metrics of the update part that replicas compute of their own number; gives per-replica results their axis."""
     places = [i for i, x in enumerate(late) if x is not None and plan.parts.varies[i] and plan.kinds[i] == METRIC]
     averaged = collectives.all_reduce([late[i] for i in places], "mean") if places else []
-    found = {**dict(enumerate(late)), **dict(zip(places, averaged, strict=True))}
+    results = {**dict(enumerate(late)), **dict(zip(places, averaged, strict=True))}
     return [
         jnp.broadcast_to(x, (plan.k, *jnp.shape(x))) if x is not None and plan.kinds[i] == LOCAL else x
-        for i, x in found.items()
+        for i, x in results.items()
     ]
 
 
@@ -253,7 +254,7 @@ def _over_microbatches(
     k = plan.k
     ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
     ways.extend("sum" if n in begun else "mean" for n in phase.carried)
-    of_kind: dict[str, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
+    of_kind: dict[OutputKind, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
     ways.extend(of_kind[plan.kinds[i]] for i in phase.outputs)
     wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
 
@@ -307,5 +308,5 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 
 
 def _wide(dtype: Any) -> Any:
-    """What to add up in: float32 for half precision, which would lose small microbatches."""
+    """The dtype to add up in: float32 for half precision, which would lose small microbatches."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,4 +1,4 @@
-"""What happens to a NaN or infinite gradient: the state stays as it was, and a token tells the host."""
+"""Keeps the state as it was where a gradient is NaN or infinite, and tells the host by a token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.loss_scale import SMALLEST, LossScale, LossScaling
+from jdist.core.precision import SMALLEST, LossScale, LossScaling
 from jdist.core.step_state import carrying, loss_scale_of
 from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteError
@@ -48,8 +48,7 @@ def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
 
 def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:
     """Keeps the state as it was where a gradient is not finite, as the step's options say, and tells it in the token."""
-    strategy = spec.strategy
-    axes = strategy.axes if strategy.num_replicas > 1 and strategy.transform != "jit" else ()
+    axes = spec.strategy.bound_axes
 
     def step(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
         return guarded(run, token, state, (batches, others), spec.policy, spec.watched, axes, spec.loss_scaling)

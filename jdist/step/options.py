@@ -1,4 +1,4 @@
-"""The roles of a step's arguments and results, and the options of `jdist.distribute`; all checked at construction."""
+"""The options of `jdist.distribute` and the roles of a step's arguments and results, checked at construction."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from jdist.core.loss_scale import LossScaling
-from jdist.core.precision import Precision
+from jdist.core.precision import LossScaling, Precision
 from jdist.data.batch_axis import BatchAxis, check_axes
 from jdist.errors import StepError
 from jdist.support.checks import as_int
@@ -19,8 +18,8 @@ ReturnRole = Literal["state", "metrics", "examples", "per_replica"]
 NonFinite = Literal["raise", "skip", "apply"]
 Verify = Literal["first", "strict", "off"]
 
-# What jit and pmap call it, and where it is here.
-_ELSEWHERE = {
+# By the names that jit and pmap have for them.
+_REMEDIES = {
     "donate_argnums": " The state is donated by default; `donate=False` keeps it.",
     "donate_argnames": " The state is donated by default; `donate=False` keeps it.",
     "static_argnums": ' Say it by role: `args=("state", "batch", "static")`.',
@@ -35,7 +34,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How a step is to be run; the fields are the options of `jdist.distribute`, described there."""
+    """The options of `jdist.distribute`, which describes them."""
 
     args: tuple[ArgRole, ...] = ("state", "batch")
     returns: tuple[ReturnRole, ...] | None = None
@@ -102,12 +101,12 @@ class StepOptions:
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """How the loss is scaled, if it is."""
+        """The loss scaling of the precision, if it has one."""
         return None if self.precision is None else self.precision.loss_scaling
 
     @property
     def num_states(self) -> int:
-        """How many states the step takes."""
+        """The number of states that the step takes."""
         return self.args.count("state")
 
     @property
@@ -163,7 +162,7 @@ def make_options(**options: Any) -> StepOptions:
     known = StepOptions.__dataclass_fields__
     for name in options:
         if name not in known:
-            hint = _ELSEWHERE.get(name) or did_you_mean(name, known)
+            hint = _REMEDIES.get(name) or did_you_mean(name, known)
             raise StepError(f"jdist.distribute has no option `{name}`.{hint} It has: {', '.join(known)}.")
     if options.get("verify") is False:
         options["verify"] = "off"

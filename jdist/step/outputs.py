@@ -1,7 +1,8 @@
-"""What a step returned: told apart by role, and averaged over the replicas."""
+"""Sorts what a step returned by role, and prepares what is averaged over the replicas."""
 
 from __future__ import annotations
 
+import enum
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,18 +20,27 @@ from jdist.step.tree_checks import check_arrays, check_same_state, kind_of
 from jdist.support.arrays import is_key, take_rows
 
 PyTree = Any
-# How a result leaf comes together from the replicas: averaged where it differs, kept apart, or rows joined.
-METRIC, LOCAL, ROWS = "metric", "local", "rows"
+
+
+class OutputKind(enum.Enum):
+    """The way in which a leaf of the results comes together from the replicas."""
+
+    METRIC = "averaged where it differs"
+    LOCAL = "kept apart"
+    ROWS = "rows joined"
+
+
+METRIC, LOCAL, ROWS = OutputKind
 
 
 @dataclass
 class Traced:
-    """What tracing a step told about its results.
+    """Describes a step's results, once it was traced.
 
     Attributes:
         returns: the role of each result.
         bare: whether the step returned its one result itself rather than a tuple.
-        parts: see `calls.Call`.
+        parts: see `signature.Call`.
         changes_state: whether any leaf of the state that it returned is another than the one that it received.
     """
 
@@ -77,9 +87,9 @@ def sort_results(result: Any, state: PyTree, options: StepOptions, traced: Trace
     return state, tuple(_numbers(role, tree) for role, tree in zip(traced.output_roles, result, strict=True))
 
 
-def differs(given: list[Any], returned: list[Any]) -> bool:
-    """Whether any leaf of a returned state is another than the one that the step was given."""
-    return list(map(id, given)) != list(map(id, returned))
+def differs(before: list[Any], after: list[Any]) -> bool:
+    """Whether any leaf of a new state is another object than before."""
+    return list(map(id, before)) != list(map(id, after))
 
 
 def _check_pair(result: Any, state: PyTree) -> None:
@@ -126,18 +136,18 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
 def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[str, ...]:
     """The roles of results that begin with as many states as the step takes: their trees tell."""
     n, trees = len(states), [jax.tree.structure(state) for state in states]
-    found = [jax.tree.structure(tree) for tree in result] if isinstance(result, tuple) else []
-    if found[:n] == trees and n <= len(found) <= n + 1:
-        return ("state",) * n + ("metrics",) * (len(found) - n)
+    returned = [jax.tree.structure(tree) for tree in result] if isinstance(result, tuple) else []
+    if returned[:n] == trees and n <= len(returned) <= n + 1:
+        return ("state",) * n + ("metrics",) * (len(returned) - n)
     roles = ("state",) * n + ("metrics",)
-    if found[:n] == trees:
+    if returned[:n] == trees:
         raise StepError(
-            f"the step returned {len(found)} values; say what they are, for example `returns={(*roles, 'metrics')}`. "
+            f"the step returned {len(returned)} values; say what they are, for example `returns={(*roles, 'metrics')}`. "
             'Roles: "state", "metrics", "examples", "per_replica".'
         )
-    if n <= len(found) <= n + 1 and sorted(map(str, found[:n])) != sorted(map(str, trees)):
+    if n <= len(returned) <= n + 1 and sorted(map(str, returned[:n])) != sorted(map(str, trees)):
         check_same_state(states, result[:n])  # says where the trees differ
-    got = f"a tuple of {len(found)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    got = f"a tuple of {len(returned)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
     raise StepError(
         f"the step takes {n} states and returned {got} that does not begin with their trees, in their order. Return each "
         f"state by itself, then the metrics: `return {', '.join(f'state{i + 1}' for i in range(n))}, metrics`; a step "
@@ -182,7 +192,7 @@ def rows_of(batches: PyTree) -> int | None:
 
 
 def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int | None) -> None:
-    """Looks at metrics that differ from replica to replica and are averaged.
+    """Checks metrics that differ from replica to replica and are averaged.
 
     Args:
         outputs: the results, one by role; arrays or shapes.
@@ -190,7 +200,7 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         rows: the number of rows of the batch that the step sees.
 
     Raises:
-        StepError: one is an integer or a bool: a count, of which the mean says nothing.
+        StepError: one is an integer or a bool: a count, whose mean is of no use.
 
     Warns:
         UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a
@@ -224,7 +234,7 @@ def returned(
     batches: PyTree,
     turn: Callable[[PyTree], PyTree],
 ) -> Any:
-    """What a call returns, as the step itself would: the state and the outputs in their places, padding's rows dropped."""
+    """Puts state and outputs in the places where the step itself returns them, and drops the rows of padding."""
     returns = traced.returns
     if "examples" in returns:
         outputs = _without_padding(outputs, traced, batches, turn)
@@ -238,8 +248,8 @@ def _without_padding(
     outputs: tuple[PyTree, ...], traced: Traced, batches: PyTree, turn: Callable[[PyTree], PyTree]
 ) -> tuple[PyTree, ...]:
     """Drops the rows of "examples" results whose row of the batch was padding."""
-    found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
-    real = next((rows for rows in found if rows is not None), None)
+    of_each = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+    real = next((rows for rows in of_each if rows is not None), None)
     return tuple(
         jax.tree.map(lambda x: take_rows(x, real), tree) if role == "examples" else tree
         for role, tree in zip(traced.output_roles, outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Putting state and batches on a strategy's devices, and getting state back whole."""
+"""Puts state and batches on a strategy's devices, and gets state back whole."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from jdist.step import in_flight
 from jdist.step.divergence import compare, make_check
 from jdist.step.error_feedback import check_residuals
 from jdist.step.options import StepOptions
-from jdist.step.partial import first_buffer
 from jdist.step.tree_checks import check_batch, check_state, check_whole
-from jdist.support.arrays import check_arguments_not_donated, check_not_donated, put, to_host
+from jdist.support.arrays import check_arguments_not_donated, check_not_donated, is_key, put, to_host
 
 PyTree = Any
 Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]], list[Any]]
@@ -68,10 +67,10 @@ def init(
     arrays = [_onto(leaves[i], sharding) for i in dynamic]
     shapes = jax.eval_shape(create, arrays)
     if compute is not None:
-        made = compute(create, arrays, shapes)
+        state = compute(create, arrays, shapes)
     else:
-        made = jax.jit(create, out_shardings=None if sharding is None else [sharding] * len(shapes))(arrays)
-    return unpack(jax.tree.unflatten(treedefs[-1], made))
+        state = jax.jit(create, out_shardings=None if sharding is None else [sharding] * len(shapes))(arrays)
+    return unpack(jax.tree.unflatten(treedefs[-1], state))
 
 
 def _strong(x: Any) -> jax.Array:
@@ -184,8 +183,8 @@ def compare_replicas(strategy: Strategy, state: PyTree) -> None:
     Raises:
         ReplicaDivergenceError: names the leaves and the replicas that differ.
     """
-    if (found := hash_replicas(strategy, state)) is not None:
-        hashes, paths, _ = found
+    if (hashed := hash_replicas(strategy, state)) is not None:
+        hashes, paths, _ = hashed
         compare(hashes, paths)
 
 
@@ -198,14 +197,14 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
     if strategy.num_replicas == 1:
         return None
     sharding = strategy.replicated_sharding
-    found = [
+    replicated = [
         (jax.tree_util.keystr(path) or "the state", leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if isinstance(leaf, jax.Array) and leaf.size and leaf.sharding == sharding
     ]
-    if not found:
+    if not replicated:
         return None
-    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+    paths, leaves = [path for path, _ in replicated], [leaf for _, leaf in replicated]
     if strategy not in _checks:
         _checks[strategy] = make_check(strategy)
     return to_host(_checks[strategy](leaves)), paths, leaves
@@ -216,7 +215,7 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: 
 
     Args:
         batches: the batches.
-        strategy: whose replicas.
+        strategy: its replicas divide them.
         options: the decorator's options.
         axes: of each leaf the axis of its rows; empty: the first.
 
@@ -285,8 +284,63 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axe
 
 
 def share_of(strategy: Strategy) -> ProcessShard:
-    """Which rows of a batch this process feeds: those of its devices, which lie together in the mesh."""
+    """The share of a batch that this process feeds: the rows of its devices, which lie together in the mesh."""
     if strategy.batch_sharding is None or strategy.batch_sharding.is_fully_addressable:
         return WHOLE
     processes = list(dict.fromkeys(device.process_index for device in strategy.devices))
     return ProcessShard(index=processes.index(jax.process_index()), count=len(processes))
+
+
+class DonationGuard:
+    """Copies what of a call's arguments shares a buffer with the call's state.
+
+    JAX refuses such a call on one device, and ends the process on several. An array that shares no buffer with a state
+    shares none with the states that come of it, so each is looked at once for as long as it is passed in.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[jax.Array]] = {}
+
+    def forget(self) -> None:
+        """Looks at every array again: the state does not come from the one before."""
+        self._known.clear()
+
+    def of(self, tree: PyTree, state: PyTree) -> PyTree:
+        """The tree with a copy of each array that shares a buffer with `state`.
+
+        Args:
+            tree: arguments of a call.
+            state: the state of the same call.
+        """
+        arrays = [x for x in jax.tree.leaves(tree, is_leaf=is_spread) if isinstance(x, jax.Array)]
+        new = [x for x in arrays if (known := self._known.get(id(x))) is None or known() is not x]
+        if not new:
+            return tree
+        own = [x for x in jax.tree.leaves(state, is_leaf=is_spread) if isinstance(x, jax.Array)]
+        shared = {id(x) for x in new if any(_share(x, leaf) for leaf in own)}
+        self._known = {id(x): weakref.ref(x) for x in arrays if id(x) not in shared}
+        return map_leaves(lambda x: jnp.copy(x) if id(x) in shared else x, tree) if shared else tree
+
+
+def _share(a: jax.Array, b: jax.Array) -> bool:
+    """Whether two arrays have a buffer in common: they are one, or one was made of the other by `jax.device_put`."""
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype:
+        if is_key(a) == is_key(b):
+            return False
+        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # these are the key's own buffers
+        return _share(a, b)
+    if is_key(a):
+        return _share(jax.random.key_data(a), jax.random.key_data(b))
+    if not a.size:
+        return False
+    (device,) = a.addressable_data(0).devices()
+    there = [shard.data for shard in b.addressable_shards if shard.device == device]
+    return first_buffer(a) in map(first_buffer, there)
+
+
+def first_buffer(x: jax.Array) -> int:
+    """The address of an array's buffer on the first of its devices; of an array without elements its own id."""
+    data = jax.random.key_data(x) if is_key(x) else x
+    return data.addressable_data(0).unsafe_buffer_pointer() if data.size else id(x)

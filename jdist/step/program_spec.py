@@ -1,4 +1,4 @@
-"""What a program is made of, and the types of the functions that it is made from."""
+"""Describes what a program is made of, and the types of the functions that it is made from."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import jax
 
 from jdist.core.context import ReplicaTrace, current_trace, tracing
-from jdist.core.loss_scale import LossScaling
-from jdist.core.precision import InUse
+from jdist.core.precision import InUse, LossScaling
 from jdist.core.step_state import loss_scale_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.step.options import NonFinite, StepOptions
-from jdist.step.outputs import METRIC, Traced, differs, kinds_of, rows_of, sort_results
+from jdist.step.outputs import METRIC, OutputKind, Traced, differs, kinds_of, rows_of, sort_results
 from jdist.step.signature import Call, Others, Step
 from jdist.step.tree_checks import check_state
 
@@ -41,7 +40,7 @@ class FlagNames:
 
 @dataclass(frozen=True)
 class FiniteFlags:
-    """What one step saw of its gradients.
+    """The flags of one step: whether its gradients are finite.
 
     Attributes:
         names: of each gradient and loss at the step's own level.
@@ -64,12 +63,12 @@ RunFn = Callable[[PyTree, PyTree, Others], tuple[PyTree, tuple[PyTree, ...], Fin
 # What a replica runs in one call: (token, state, batches, others) -> (token, state, outputs); for the token see `non_finite`
 StepFn = Callable[[jax.Array, PyTree, PyTree, Others], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
 # A step to be split: (state, batches, others) -> (state, outputs, kinds of the outputs' leaves)
-Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[str]]]
+Pure = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, list[OutputKind]]]
 
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What a program is made of.
+    """The parts of a program.
 
     Attributes:
         step: the user's step.
@@ -101,18 +100,16 @@ class ProgramSpec:
     @property
     def compares_replicas(self) -> bool:
         """Whether the state must be the same on all replicas, each of which sees rows of its own."""
-        strategy, options = self.strategy, self.options
-        several = strategy.num_replicas > 1 and strategy.transform != "jit"
-        return several and options.may_update_state and bool(options.check_replicas)
+        return bool(self.strategy.bound_axes and self.options.may_update_state and self.options.check_replicas)
 
     @property
     def policy(self) -> NonFinite:
-        """What a non-finite gradient does; of a step that updates nothing, nothing."""
+        """The effect of a non-finite gradient: none on a step that updates nothing."""
         return self.options.non_finite if self.options.may_update_state else "apply"
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """How the loss scale in the state moves; None: it has none, or stays."""
+        """Moves the loss scale in the state; None: the state has none, or it stays."""
         return self.options.loss_scaling if self.options.may_update_state else None
 
     def apply(self, state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
@@ -125,10 +122,10 @@ class ProgramSpec:
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
             in_use = InUse(precision, self._loss_scale(state, others))
         # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
-        given, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
+        argument, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
         with tracing(dataclasses.replace(trace, precision=in_use)):
-            called = self.call.apply(self.step, given, batches, others)
-            new_state, outputs = sort_results(called, own, self.options, self.traced)
+            results = self.call.apply(self.step, argument, batches, others)
+            new_state, outputs = sort_results(results, own, self.options, self.traced)
             check_state(new_state, "the state that the step returned")
             if self.options.may_update_state:
                 self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
@@ -137,7 +134,7 @@ class ProgramSpec:
         return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: Others) -> Any:
-        """What losses are multiplied by, if by anything; it is in the state, or where a parameter server's worker puts it."""
+        """The factor of losses, if any: from the state, or from the place where a parameter server's worker puts it."""
         if self.options.loss_scaling is None:
             return None
         loss_scale = loss_scale_of(state)
@@ -146,7 +143,7 @@ class ProgramSpec:
     def splittable(self, seen: list[FiniteFlags]) -> Pure:
         """The step as `microbatches.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
 
-        def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[str]]:
+        def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)
             seen.append(flags)
             # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.

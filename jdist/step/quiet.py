@@ -1,4 +1,4 @@
-"""A traced step without what makes two runs of it differ on purpose: random draws, and calls of the host.
+"""Takes out of a traced step what makes two runs of it differ on purpose: random draws, and calls of the host.
 
 A replica draws for its own rows, and from a key of its own: no draw of N replicas can equal that of one. With one constant in
 the place of every draw, whatever still differs is not the draws' doing.
@@ -108,15 +108,15 @@ def _shaken(eqn: Any, eps: float) -> list[Any] | None:
         factors = jax.lax.add(jax.lax.mul(errors, eps), 1.0)
         return eqn.primitive.bind(jax.lax.convert_element_type(factors * x.astype(jnp.float32), x.dtype), **eqn.params)
 
-    made = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    places = {made.jaxpr.invars[0]: operand, made.jaxpr.outvars[0]: eqn.outvars[0]}
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    places = {closed.jaxpr.invars[0]: operand, closed.jaxpr.outvars[0]: eqn.outvars[0]}
 
     def placed(v: Any) -> Any:
         return v if isinstance(v, jex.Literal) else places.get(v, v)
 
     return [
         each.replace(invars=list(map(placed, each.invars)), outvars=list(map(placed, each.outvars)), ctx=eqn.ctx)
-        for each in made.jaxpr.eqns
+        for each in closed.jaxpr.eqns
     ]
 
 
@@ -148,8 +148,8 @@ def _constant(eqn: Any) -> list[Any]:
     shape, dtype = out.aval.shape, out.aval.dtype
     value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))
     # With an axis more, as a scalar constant would be no equation.
-    made = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
-    *first, last = (made_eqn.replace(ctx=eqn.ctx) for made_eqn in made.jaxpr.eqns)
+    closed = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
+    *first, last = (each.replace(ctx=eqn.ctx) for each in closed.jaxpr.eqns)
     return [*first, last.replace(outvars=[out])]
 
 

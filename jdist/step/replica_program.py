@@ -1,4 +1,4 @@
-"""What one replica computes in one call: the user's step, accumulated, guarded and repeated as the options say."""
+"""Builds what one replica computes in one call: the user's step, accumulated, guarded and repeated as the options say."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from jdist.core.context import ReplicaTrace, tracing
 from jdist.core.step_state import residuals_of
-from jdist.jaxpr import graph
+from jdist.jaxpr import graph, variation
 from jdist.replica import collectives
+from jdist.step.divergence import check_averages_combined
 from jdist.step.error_feedback import ErrorFeedback, has_residuals
 from jdist.step.loops import repeated
 from jdist.step.microbatches import microbatched
 from jdist.step.non_finite import finite_guarded
-from jdist.step.outputs import LOCAL, METRIC, check_means, kinds_of, rows_of
-from jdist.step.own_averages import check_averages_combined
+from jdist.step.outputs import LOCAL, METRIC, OutputKind, check_means, kinds_of, rows_of
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.step.signature import Others
 from jdist.step.tree_checks import check_same_state
@@ -42,12 +42,12 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
     strategy = spec.strategy
     # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
     # On devices with a memory of their own, or of several processes, that exchange takes longer than reading all.
-    bound = strategy.num_replicas > 1 and strategy.transform != "jit"
+    bound = bool(strategy.bound_axes)
     one_process = len({device.process_index for device in strategy.devices}) == 1
     shares_memory = bound and one_process and strategy.devices[0].platform == "cpu"
 
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
-        kinds, names, hidden = list[str](), list[str](), list[bool]()
+        kinds, names, hidden = list[OutputKind](), list[str](), list[bool]()
 
         def as_written(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
             state, residuals = ErrorFeedback.of(strategy, spec.name, state)
@@ -108,13 +108,13 @@ def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
     return either
 
 
-def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str], rows: int | None) -> list[bool]:
-    """Which outputs of a traced step are metrics that differ from replica to replica.
+def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[OutputKind], rows: int | None) -> list[bool]:
+    """Finds the outputs of a traced step that are metrics and differ from replica to replica.
 
     Args:
         closed: `(state, batches, others) -> (state, outputs, flags)`.
         shapes: what it returns.
-        arguments: the tree of what it is given.
+        arguments: the tree of its arguments.
         kinds: of the outputs' leaves.
         rows: the number of rows of the batch.
 
@@ -125,14 +125,14 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[str],
     jaxpr = graph.body_of(closed)
     state, batches, _ = jax.tree.unflatten(arguments, jaxpr.invars)
     residuals = jax.tree.leaves(residuals_of(state))
-    varying = graph.varying(closed, [*jax.tree.leaves(batches), *residuals])
+    varying = variation.varying(closed, [*jax.tree.leaves(batches), *residuals])
     first = len(jax.tree.leaves(new_state))
-    found = [
+    is_averaged = [
         kind == METRIC and graph.is_in(v, varying)
         for v, kind in zip(jaxpr.outvars[first : first + len(kinds)], kinds, strict=True)
     ]
-    check_means(outputs, found, rows)
-    return found
+    check_means(outputs, is_averaged, rows)
+    return is_averaged
 
 
 def average(outputs: PyTree, which: list[bool]) -> PyTree:

@@ -1,4 +1,4 @@
-"""Whether two results of a step are equal but for rounding.
+"""Tells whether two results of a step are equal but for rounding.
 
 How much rounding may change a leaf depends on the step: AdamW turns a gradient that is zero but for rounding into a whole
 step. So the step is run again on arguments that differ by rounding alone, and what that changes is the measure.
@@ -46,13 +46,13 @@ def _apart(one: Leaf, other: Leaf) -> float:
 
 
 def change(leaf: Leaf) -> np.ndarray:
-    """What a step adds to a leaf."""
+    """The change that a step makes to a leaf."""
     with np.errstate(invalid="ignore"):
         return as_numbers(leaf[1]) - as_numbers(leaf[0])
 
 
 def relative(one: Leaf, other: Leaf) -> float:
-    """How far apart two results are, relative to how much the first changes the leaf."""
+    """The distance of two results, relative to the change that the first makes to the leaf."""
     apart, size = _apart(one, other), distance(change(one), np.zeros(1))
     return apart / size if size else float("inf") if apart else 0.0
 

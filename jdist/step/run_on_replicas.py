@@ -1,4 +1,4 @@
-"""`strategy.run(fn, ...)`: any function, once on every replica, with each replica's own result."""
+"""Runs any function once on every replica: `strategy.run(fn, ...)`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
         raise StepError(
             "strategy.run was called on a replica, inside a step or another run. Call the function itself there."
         )
-    if strategy.transform == "jit":
+    if strategy.is_global_view:
         raise GlobalViewError('strategy.run has no meaning under transform="jit", where no replica computes by itself.')
     check_arguments_not_donated("strategy.run", args, kwargs)
     check_no_spread(strategy, (args, kwargs))

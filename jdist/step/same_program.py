@@ -1,4 +1,4 @@
-"""Whether the processes of a job run one program on one state, asked before anything is compiled.
+"""Checks before anything is compiled that the processes of a job run one program on one state.
 
 Processes that trace different programs, as one of them was started with another learning rate, would train apart without
 a word, or wait for each other's collectives for ever.
@@ -35,7 +35,7 @@ _PACKAGES = tuple({str(Path(p)) for p in (*site.getsitepackages(), sysconfig.get
 
 
 class Exchanging(Protocol):
-    """The processes, as far as they are asked here; see `cluster.Runtime`."""
+    """Exchanges values between processes, as `cluster.Runtime` does."""
 
     def exchange(self, what: str, value: Any, timeout_s: float) -> list[Any]: ...
 
@@ -47,16 +47,15 @@ def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: A
         strategy: of several processes.
         name: the step's.
         closed: the traced step.
-        state: the state that it begins with, which is compared first; None compares no state.
+        state: its first state, which is compared before the step; None compares none.
 
     Raises:
         ClusterError: a process has traced another step.
         ReplicaDivergenceError: a process begins with another state.
     """
-    assert strategy.cluster is not None
-    if state is not None and (found := hash_replicas(strategy, state)):
+    if state is not None and (hashed := hash_replicas(strategy, state)):
         processes = [device.process_index for device in strategy.devices]
-        check_same_state_of_processes(*found, processes, name, strategy.cluster)
+        check_same_state_of_processes(*hashed, processes, name, strategy.cluster)
     check_same_program(closed, name, strategy.cluster)
 
 
@@ -65,39 +64,35 @@ def check_same_program(closed: Any, name: str, cluster: Exchanging) -> None:
 
     Where one process prints in the step and others do not, nothing is compared: jdist's own part of it depends on that.
 
-    Args:
-        closed: the traced step.
-        name: the step's.
-        cluster: the processes, which all ask for the same step.
-
     Raises:
-        ClusterError: on all of them; with the first equation that differs, and where it comes from.
+        ClusterError: on all processes; with the first equation that differs, and where it comes from.
     """
     lines = list(_lines(closed))
     digests = [b""]
     for line, _ in lines:
         digests.append(hashlib.sha256(digests[-1] + line.encode()).digest())
     what = f"the program of {name}"
-    said = cluster.exchange(what, [len(lines), digests[-1].hex(), prints(closed)], _WAIT_S)
-    if all(one == said[0] for one in said) or len({printing for _, _, printing in said}) > 1:
+    summaries = cluster.exchange(what, [len(lines), digests[-1].hex(), prints(closed)], _WAIT_S)
+    if all(one == summaries[0] for one in summaries) or len({printing for _, _, printing in summaries}) > 1:
         return
     # So many lines are the same; with so many there is a difference.
-    same, first = 0, min(count for count, _, _ in said) + 1
+    same, first = 0, min(count for count, _, _ in summaries) + 1
     while first - same > 1:
         middle = (same + first) // 2
         prefixes = cluster.exchange(what, digests[middle].hex(), _WAIT_S)
         same, first = (middle, first) if len(set(prefixes)) == 1 else (same, middle)
     line, place = lines[same] if same < len(lines) else ("nothing more", "")
-    found = cluster.exchange(what, [line[:_MOST_LETTERS], place], _WAIT_S)
-    other = next((i for i, one in enumerate(found) if one[0] != found[0][0]), 1)
+    equations = cluster.exchange(what, [line[:_MOST_LETTERS], place], _WAIT_S)
+    other = next((i for i, one in enumerate(equations) if one[0] != equations[0][0]), 1)
+    difference = _difference(equations[other], equations[0])
     raise ClusterError(
-        f"{name} is another program on process {other} than on process 0: {_difference(found[other], found[0], other)}. All "
+        f"{name} is another program on process {other} than on process 0: {difference}. All "
         "processes have to trace the same step: give them the same learning rate, other hyperparameters and options, the same "
         "code and versions, and keep what a process draws or reads for itself out of the step."
     )
 
 
-def _difference(theirs: Sequence[str], ours: Sequence[str], other: int) -> str:
+def _difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
     (theirs_line, place), (line, _) = theirs, ours
     where = f", computed at {place}" if place else ""
     mine, yours = _NUMBER.findall(line), _NUMBER.findall(theirs_line)
@@ -124,7 +119,7 @@ def _lines(closed: Any) -> Iterator[tuple[str, str]]:
 
     yield f"arguments {' '.join(map(named, jaxpr.invars))}", ""
     for eqn in jaxpr.eqns:
-        options = [f"{key}={text}" for key, value in sorted(eqn.params.items()) if _says(text := _text(value))]
+        options = [f"{key}={text}" for key, value in sorted(eqn.params.items()) if _has_value(text := _text(value))]
         yield " ".join([eqn.primitive.name, *map(named, eqn.invars), *options]), _place(eqn)
         for inner in graph.nested_jaxprs(eqn):
             yield from _lines(inner)
@@ -154,7 +149,7 @@ def _text(value: Any) -> str:
     return ""
 
 
-def _says(text: str) -> bool:
+def _has_value(text: str) -> bool:
     return bool(text.replace("None", "").strip("(),"))
 
 

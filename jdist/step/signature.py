@@ -1,4 +1,4 @@
-"""The arguments of one call, sorted by their roles and put back in order."""
+"""Sorts the arguments of a call by their roles, and puts them back in order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Others(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What of a call is known before any array: two calls that are equal share a compiled program.
+    """The part of a call that is known before any array: equal ones share a compiled program.
 
     Attributes:
         roles: role of each positional argument.
@@ -113,7 +113,7 @@ def split_states(state: PyTree, count: int) -> tuple[PyTree, ...]:
 
 
 def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
-    """What a step takes of a state that is a tuple; None: all of it, as it is."""
+    """Takes a step's parts of a state that is a tuple; None: all of it, as it is."""
     return state if parts is None else join_states([state[i] for i in parts])
 
 
@@ -121,8 +121,8 @@ def put_parts(state: PyTree, parts: tuple[int, ...] | None, new: PyTree) -> PyTr
     """A state with new values of the parts that a step takes."""
     if parts is None:
         return new
-    found = dict(zip(parts, split_states(new, len(parts)), strict=True))
-    return tuple(found.get(i, old) for i, old in enumerate(state))
+    replaced = dict(zip(parts, split_states(new, len(parts)), strict=True))
+    return tuple(replaced.get(i, old) for i, old in enumerate(state))
 
 
 def is_same_state(a: PyTree, b: PyTree) -> bool:
@@ -177,7 +177,7 @@ class Signature:
         self.positional = [p.name for p in parameters if p.kind in by_position]
         by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
-        # Roles are said in the order of the parameters; behind `*args` they would be those of further arguments.
+        # Roles are listed in the order of the parameters; behind `*args` they would be those of further arguments.
         names = self.positional if any_number else [*self.positional, *by_name]
         self.role_of = {
             name: "static" if name in options.static_argnames else role
@@ -218,8 +218,8 @@ class Signature:
             args = (*args, kwargs.pop(names[len(args)]))
         declared = self.options.args
         batch_names = tuple(name for name in sorted(kwargs) if self.role_of.get(name) == "batch")
-        given = [*declared[: len(args)], *("batch" for _ in batch_names)]
-        if any(given.count(role) < declared.count(role) for role in ("state", "batch", "per_replica")):
+        present = [*declared[: len(args)], *("batch" for _ in batch_names)]
+        if any(present.count(role) < declared.count(role) for role in ("state", "batch", "per_replica")):
             raise StepError(
                 f"{self.name} was called with {len(args)} arguments by position; its roles are {declared}. Pass at least "
                 "the state and the batch."
@@ -294,7 +294,7 @@ class Signature:
         check_values_not_donated(self.name, [*named, *by_name])
 
     def taken_as(self, call: Call, state: PyTree, batches: PyTree) -> str:
-        """Which argument of a call was taken for the state and which for a batch, with their first leaves."""
+        """Lists the arguments that were taken for state and batches, with their first leaves."""
         values = {"state": iter(split_states(state, call.roles.count("state"))), "batch": iter(batches)}
         lines = [
             f'  {self._name_of(i)}, role "{role}": {summary(next(values[role]))}'
@@ -346,9 +346,9 @@ def check_no_batch(
         by_shape = shape is not None and shape[-1] > 1 and all(_has_rows(x, shape) for x in arrays)
         if not of_dataset and not (arrays and by_shape):
             continue
-        found = (of_dataset or arrays)[0]
+        first = (of_dataset or arrays)[0]
         why = "comes out of `distribute_dataset`" if of_dataset else "has as many rows as the batch"
-        raise StepError(f"{what} of {name}, {kind_of(found)}, has no role in `args`, and {why}. {remedy}")
+        raise StepError(f"{what} of {name}, {kind_of(first)}, has no role in `args`, and {why}. {remedy}")
 
 
 _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""Why a step of many replicas differs from that of one, read from both programs and from what differs."""
+"""Finds why a step of many replicas differs from that of one, in both programs and in what differs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Cause:
     """A likely cause of a difference.
 
     Attributes:
-        says: what it is, as a clause.
+        description: what it is, as a clause.
         remedy: what to write instead, as a sentence.
     """
 
-    says: str
+    description: str
     remedy: str
 
 
@@ -90,7 +90,7 @@ NO_MEAN = Cause(
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a step that differs.
+    """The evidence on a step that differs.
 
     Attributes:
         one: its jaxpr as one replica.

@@ -1,4 +1,4 @@
-"""Checks on the trees that go in and out of a step; every complaint names the leaf."""
+"""Checks the trees that go in and out of a step; every error names the leaf."""
 
 from __future__ import annotations
 
@@ -113,20 +113,11 @@ def check_whole(state: PyTree) -> None:
 _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a dataclass."
 
 
-def check_arrays(
-    tree: PyTree,
-    what: str,
-    remedy: str = _KEEP_OUT,
-) -> None:
+def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT) -> None:
     """Refuses leaves that are no arrays or numbers.
 
-    Args:
-        tree: any pytree.
-        what: what it is, for the message.
-        remedy: what to do instead, for the message.
-
     Raises:
-        StepError: names the leaf and its type.
+        StepError: names the tree by `what`, the leaf and its type, and the remedy.
     """
     _check_leaves(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_static), what, remedy)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
-from jdist.core.strategy import Strategy
+from jdist.cluster.communication import CommunicationOptions
+from jdist.core.strategy import Strategy, Transform
 from jdist.errors import StrategyError
+from jdist.reduction.by_name import AllReduce
 from jdist.strategies.central_storage import central_storage
 from jdist.strategies.default import default
 from jdist.strategies.mirrored import mirrored
 from jdist.strategies.multi_worker import multi_worker
 from jdist.strategies.one_device import one_device
 from jdist.strategies.parameter_server import parameter_server
+from jdist.strategies.ps_arguments import PsKeywords
 from jdist.strategies.tpu import tpu
 from jdist.support.suggest import did_you_mean
 
@@ -28,7 +31,19 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 }
 
 
-def make_strategy(name: str, /, **options: Any) -> Strategy:
+class StrategyKeywords(PsKeywords, total=False):
+    """The arguments of all strategies, as an editor and a type checker see them; each takes its own."""
+
+    device: Any
+    devices: Sequence[Any] | None
+    transform: Transform
+    all_reduce: AllReduce | None
+    topology: str | None
+    name: str | None
+    communication: CommunicationOptions | Mapping[str, Any] | None
+
+
+def make_strategy(name: str, /, **options: Unpack[StrategyKeywords]) -> Strategy:
     """Builds a strategy by name.
 
     Args:

@@ -52,11 +52,11 @@ def central_storage(devices: Sequence[Any] | None = None, *, axis: str = "replic
         >>> strategy.fetch(state)["w"].shape
         (3, 5)
     """
-    found = find_devices(devices)
-    operations = CENTRAL if len(found) > 1 else LOCAL
+    used = find_devices(devices)
+    operations = CENTRAL if len(used) > 1 else LOCAL
     strategy = strategy_over(
-        found, name="central_storage", axis=axis, transform="shard_map", reduction=psum(), operations=operations
+        used, name="central_storage", axis=axis, transform="shard_map", reduction=psum(), operations=operations
     )
-    if len(found) > 1:
+    if len(used) > 1:
         central.check_host_memory(strategy)
     return strategy

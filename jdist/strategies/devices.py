@@ -1,4 +1,4 @@
-"""Devices from what a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
+"""Finds the devices that a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
             f"`devices` is {devices!r}; it must be a list of devices, for example jax.devices()[:2] or "
             '["gpu:0", "gpu:1"].'
         )
-    found = tuple(find_device(d) for d in devices)
-    if not found:
+    named = tuple(find_device(d) for d in devices)
+    if not named:
         raise DeviceError("`devices` is empty; name at least one, or leave it out to use every device JAX sees.")
     seen: set[Device] = set()
-    for device in found:
+    for device in named:
         if device in seen:
             raise DeviceError(f"`devices` names {_name(device)} twice; every replica needs a device of its own.")
         seen.add(device)
-    platforms = sorted({d.platform for d in found})
+    platforms = sorted({d.platform for d in named})
     if len(platforms) > 1:
         raise DeviceError(f"`devices` mixes the platforms {', '.join(platforms)}; one mesh holds devices of one kind.")
-    return found
+    return named
 
 
 def find_device(device: Any) -> Device:

@@ -1,16 +1,36 @@
-"""What all strategies share whose replicas one process drives: their operations, and a mesh of one axis."""
+"""Operations and mesh of the strategies whose processes all run the same program."""
 
 from __future__ import annotations
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jdist.core.strategy import Device, Operations, Strategy, Transform
+from jdist.core.operations import Operations
+from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement
 from jdist.step.decorator import distribute_locally
 from jdist.step.run_on_replicas import run
+
+
+def describe(strategy: Strategy) -> str:
+    """`Operations.describe`: the replicas, their devices and processes, and how a step becomes one over the mesh."""
+    if strategy.mesh is None:
+        return "the step runs as it is, on the device that JAX chooses"
+    devices, cluster = strategy.devices, strategy.cluster
+    kinds = sorted({d.device_kind for d in devices})
+    ids = [d.id for d in devices]
+    shown = str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ..., {ids[-1]}]"
+    axes = " x ".join(f"{axis}={size}" for axis, size in strategy.mesh.shape.items())
+    replicas = "1 replica" if strategy.num_replicas == 1 else f"{strategy.num_replicas} replicas"
+    if cluster.num_processes > 1:
+        replicas += f" in {cluster.num_processes} processes, of which this is number {cluster.process_index},"
+    return (
+        f"{replicas} on {devices[0].platform} devices {shown} ({', '.join(kinds)}), mesh {axes}, "
+        f"transform {strategy.transform}, all-reduce {strategy.reduction.name}"
+    )
+
 
 LOCAL = Operations(
     init=placement.init,
@@ -20,6 +40,7 @@ LOCAL = Operations(
     feed_batches=feed.feed_batches,
     feed_pipelines=feed.feed_pipelines,
     distribute=distribute_locally,
+    describe=describe,
 )
 
 
@@ -75,6 +96,6 @@ def check_reduction(reduction: Reduction, transform: Transform) -> None:
     """
     if transform == "jit" and reduction.name != "psum":
         raise StrategyError(
-            f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
-            'chooses their algorithm. Leave `all_reduce` at "psum", or use transform="shard_map" or "pmap".'
+            f'the all-reduce is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
+            'chooses their algorithm. Leave `all_reduce` out, or use transform="shard_map".'
         )

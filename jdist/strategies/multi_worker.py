@@ -19,7 +19,7 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
-from jdist.strategies.local import strategy_over
+from jdist.strategies.local import check_reduction, strategy_over
 
 TRANSFORMS = ("shard_map", "jit")
 
@@ -87,25 +87,21 @@ def multi_worker(
             "TPU that spans several hosts, start every host's process with the variables that docs/clusters.md names."
         )
     reduction = _reduction(all_reduce, options, devices)
-    if transform == "jit" and reduction.name != "psum":
-        raise StrategyError(
-            f'the all-reduce is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
-            'chooses their algorithm. Leave `all_reduce` out, or use transform="shard_map".'
-        )
+    check_reduction(reduction, transform)
     strategy = strategy_over(devices, name="multi_worker", axis=axis, transform=transform, reduction=reduction)
     return dataclasses.replace(strategy, cluster=joined)
 
 
-def _communication(given: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:
-    if isinstance(given, CommunicationOptions):
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        raise StrategyError(f"`communication` is a {type(given).__name__}; pass a `jdist.CommunicationOptions`.")
+def _communication(options: CommunicationOptions | Mapping[str, Any] | None) -> CommunicationOptions:
+    if isinstance(options, CommunicationOptions):
+        return options
+    if options is not None and not isinstance(options, Mapping):
+        raise StrategyError(f"`communication` is a {type(options).__name__}; pass a `jdist.CommunicationOptions`.")
     known = [field.name for field in dataclasses.fields(CommunicationOptions)]
-    for name in given or {}:
+    for name in options or {}:
         if name not in known:
             raise StrategyError(f"`communication` has no option {name!r}. It has: {', '.join(known)}.")
-    return CommunicationOptions(**(given or {}))
+    return CommunicationOptions(**(options or {}))
 
 
 def _reduction(all_reduce: AllReduce | None, options: CommunicationOptions, devices: tuple[Device, ...]) -> Reduction:

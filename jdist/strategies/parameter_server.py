@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
 from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
+from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
 from jdist.core.static_leaves import pack, unpack
-from jdist.core.strategy import Operations, Strategy
+from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset, distributed_dataset
 from jdist.data.options import FeedOptions
@@ -35,7 +35,7 @@ from jdist.ps.transport.security import Security
 from jdist.reduction import psum
 from jdist.step.options import StepOptions
 from jdist.strategies.mirrored import mirrored
-from jdist.strategies.ps_arguments import Mode, PsArguments
+from jdist.strategies.ps_arguments import Mode, PsArguments, PsKeywords
 from jdist.support.arrays import check_arguments_not_donated, to_host
 
 PyTree = Any
@@ -141,19 +141,17 @@ def parameter_server(
     return _strategy(Session(servers, options))
 
 
-def check_parameter_server(**options: Any) -> None:
-    """Refuses options as `parameter_server` does; starts nothing, and looks for no server.
+def check_parameter_server(**arguments: Unpack[PsKeywords]) -> None:
+    """Refuses arguments as `parameter_server` does; starts nothing, and looks for no server.
 
     Args:
-        **options: its arguments.
+        **arguments: those of `parameter_server`.
 
     Raises:
         StrategyError: as `parameter_server`.
         ClusterConfigError: as `parameter_server`.
     """
-    given = inspect.signature(parameter_server).bind(**options)
-    given.apply_defaults()
-    PsArguments(**given.arguments).resolve()
+    PsArguments(**arguments).resolve()
 
 
 def _local_servers(workers: int, ps: int, devices_per_worker: int | None) -> Servers:
@@ -210,8 +208,8 @@ def _strategy(job: Session) -> Strategy:
                 f"`batch_axis` is {options.batch_axis!r}; batches that workers read have their rows first. Leave it out, "
                 "and swap the axes in the step."
             )
-        given = {"partial": options.partial, "with_mask": options.with_mask, "prefetch": options.input.prefetch}
-        return job.dataset(fn, given)
+        feed = {"partial": options.partial, "with_mask": options.with_mask, "prefetch": options.input.prefetch}
+        return job.dataset(fn, feed)
 
     def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PyTree:
         raise StrategyError(
@@ -225,7 +223,6 @@ def _strategy(job: Session) -> Strategy:
     return Strategy(
         name="parameter_server",
         reduction=psum(),
-        coordinator=ClusterCoordinator(job),
         operations=Operations(
             init=init,
             fetch=fetch,
@@ -234,5 +231,7 @@ def _strategy(job: Session) -> Strategy:
             feed_batches=feed,
             feed_pipelines=feed_on_workers,
             distribute=distribute,
+            describe=lambda _: job.describe(),
+            coordinator=ClusterCoordinator(job),
         ),
     )

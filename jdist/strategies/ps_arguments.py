@@ -1,4 +1,4 @@
-"""What `jdist.parameter_server` was asked for, checked before there is any server."""
+"""Checks the arguments of `jdist.parameter_server` before there is any server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import functools
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from jdist.cluster.spec import ClusterSpec
+from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.options import PsOptions
 from jdist.ps.coordinator.servers import check_place, cluster_of_environment
@@ -17,24 +21,18 @@ from jdist.ps.program.wire_dtype import Wire
 from jdist.ps.protocol.shard import OnStale, Rules
 from jdist.ps.protocol.times import Times
 from jdist.ps.serve import IS_SERVER
-from jdist.strategies.local import check_axis
-from jdist.strategies.on_worker import strategy_of_worker
+from jdist.reduction import psum
+from jdist.strategies.local import LOCAL, check_axis
+from jdist.strategies.one_device import one_device
 from jdist.support.checks import as_int, as_real
 from jdist.support.suggest import did_you_mean
 
 Mode = Literal["async", "sync"]
-
-
 _LOCAL = ("local_workers", "local_ps", "devices_per_worker")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PsArguments:
-    """The arguments of `jdist.parameter_server`, which says what they are; making one checks each by itself.
-
-    Raises:
-        StrategyError: an argument is not allowed, or this process is one of the servers.
-    """
+class PsKeywords(TypedDict, total=False):
+    """The arguments of `jdist.parameter_server`: the fields of `PsArguments`, as an editor and a type checker see them."""
 
     cluster: ClusterSpec | None
     local_workers: int | None
@@ -53,6 +51,33 @@ class PsArguments:
     ps_replicas: int
     times: Times | None
     axis: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsArguments:
+    """The arguments of `jdist.parameter_server`, which says what they are; making one checks each by itself.
+
+    Raises:
+        StrategyError: an argument is not allowed, or this process is one of the servers.
+    """
+
+    cluster: ClusterSpec | None = None
+    local_workers: int | None = None
+    local_ps: int | None = None
+    devices_per_worker: int | None = None
+    insecure: bool = False
+    keep_servers: bool = False
+    start_timeout_s: float = 300.0
+    partitioner: Partitioner | None = None
+    placement: Placement = "round_robin"
+    mode: Mode = "async"
+    backup_workers: int = 0
+    max_staleness: int | None = None
+    on_stale: OnStale = "refuse"
+    wire: Wire = "float32"
+    ps_replicas: int = 1
+    times: Times | None = None
+    axis: str = "replica"
 
     def __post_init__(self) -> None:
         if os.environ.get(IS_SERVER):
@@ -184,3 +209,23 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         known = " and ".join(map(repr, allowed))
         raise StrategyError(f"`{name}` is {value!r}; allowed are {known}.{did_you_mean(value, allowed)}")
+
+
+def strategy_of_worker(num_devices: int, *, axis: str) -> Strategy:
+    """A strategy to trace a worker's part of a step under; nothing can be run under it here.
+
+    Args:
+        num_devices: the worker's devices, over which the step is mirrored.
+        axis: name of their mesh axis.
+    """
+    if num_devices == 1:
+        return one_device(jax.devices()[0], axis=axis)
+    return Strategy(
+        name="worker",
+        devices=(jax.devices()[0],) * num_devices,  # only their number counts
+        mesh=AbstractMesh((num_devices,), (axis,), axis_types=(AxisType.Auto,)),  # type: ignore[arg-type]  # it stands for one
+        axes=(axis,),
+        transform="shard_map",
+        reduction=psum(),
+        operations=LOCAL,
+    )

@@ -47,7 +47,7 @@ _MOST_CHIPS = {"v2": 256, "v3": 1024, "v4": 2048, "v5e": 256, "v5p": 4096, "v6e"
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """What a name such as "v5p:8x8x8,slices=2" says.
+    """The parts of a name such as "v5p:8x8x8,slices=2".
 
     Attributes:
         chip: "v5p".
@@ -125,19 +125,19 @@ _CHIPS = f"Chips: {', '.join(CHIPS)}."
 
 
 def nearest(name: str) -> str:
-    """What somebody may have meant who wrote `name`, as a sentence for an error; empty where nothing is near.
+    """Suggests a known topology for `name`, as a sentence for an error; empty where none is close.
 
     Example:
         >>> nearest("V5E:4x4"), nearest("v5p")
         (" Did you mean 'v5e:4x4'?", " Did you mean 'v5p:8x8x8'?")
     """
     chip, _, rest = name.lower().partition(":")
-    near = difflib.get_close_matches(chip, CHIPS, n=1)
-    if not near:
+    known = difflib.get_close_matches(chip, CHIPS, n=1)
+    if not known:
         return ""
-    meant = f"{near[0]}:{rest}"
-    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or is near: a shape that it has
-        meant = next((example for example in EXAMPLES if example.startswith(near[0])), f"{near[0]}:2x2")
+    meant = f"{known[0]}:{rest}"
+    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or close: a shape that it has
+        meant = next((example for example in EXAMPLES if example.startswith(known[0])), f"{known[0]}:2x2")
     return f" Did you mean {meant!r}?"
 
 
@@ -165,7 +165,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
         options["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
     try:
         with _environment(libtpu.compiler_environment(os.environ)):
-            found = topologies.get_topology_desc(
+            description = topologies.get_topology_desc(
                 f"{topology.chip}:{'x'.join(map(str, topology.shape))}", "tpu", **options
             )
     except (RuntimeError, NotImplementedError) as exc:
@@ -177,7 +177,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
             ) from exc
         reason = reason.removeprefix("INVALID_ARGUMENT: ")
         raise DeviceError(f"libtpu cannot describe {name!r}: {reason}. Forms: {FORMS}.") from exc
-    return in_interconnect_order(found.devices)
+    return in_interconnect_order(description.devices)
 
 
 def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -64,17 +64,16 @@ def tpu(
     reduction = make_reduction(all_reduce)
     check_reduction(reduction, transform)
     if topology is not None:
-        made = strategy_over(
+        strategy = strategy_over(
             topology_devices(topology), name="tpu", axis=axis, transform=transform, reduction=reduction
         )
-        return dataclasses.replace(made, topology=topology)
-    spec, waits, cluster = resolve(os.environ), CommunicationOptions(), None
-    if spec.num_processes > 1:
-        cluster = runtime.start(spec, **waits.timeouts)
+        return dataclasses.replace(strategy, topology=topology)
+    spec = resolve(os.environ)
+    cluster = runtime.start(spec, **CommunicationOptions().timeouts) if spec.num_processes > 1 else runtime.alone()
     devices = attached_tpu_devices(spec.num_processes)
     check_devices(devices)
-    made = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
-    return dataclasses.replace(made, cluster=cluster)
+    strategy = strategy_over(devices, name="tpu", axis=axis, transform=transform, reduction=reduction)
+    return dataclasses.replace(strategy, cluster=cluster)
 
 
 def _check_name(name: str | None) -> None:

@@ -45,6 +45,16 @@ def test_a_signal_is_a_wish_and_the_handlers_come_back(number, code):
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_strategy_of_this_process_alone_may_train_again_after_a_stop():
+    cluster = jdist.one_device().cluster
+    with preemption(cluster=cluster) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stopped_at(stop)
+    with preemption(cluster=cluster) as stop:
+        assert not stop.stops_after(0)
+    assert cluster.stopping is None
+
+
 @pytest.mark.parametrize("numbers", ["[SIGTERM, SIGTERM]", "[SIGINT, SIGTERM]"])
 def test_a_second_signal_ends_the_process_at_once(numbers):
     code = f"""

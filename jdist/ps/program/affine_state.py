@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist.jaxpr.affine import AffineRule, Slope, wide
-from jdist.jaxpr.split import Split
+from jdist.jaxpr.phases import Split
 from jdist.step.microbatches import Gradients, Plan, microbatches
 from jdist.support.arrays import is_key
 

@@ -22,11 +22,11 @@ from jdist.core.context import ReplicaTrace, tracing
 from jdist.errors import BoundaryError
 from jdist.jaxpr import graph
 from jdist.jaxpr.elementwise import prepared
-from jdist.jaxpr.split import Split
+from jdist.jaxpr.phases import Split
 from jdist.ps.program.affine_state import Carrying, find_carrying
 from jdist.ps.program.update_units import Update, sort_update
 from jdist.step.microbatches import Plan, all_reduced, gradient_part, make_plan
-from jdist.step.outputs import LOCAL, ROWS
+from jdist.step.outputs import LOCAL, ROWS, OutputKind
 from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure
 from jdist.step.tree_checks import check_same_state
 from jdist.support.arrays import is_key
@@ -333,7 +333,7 @@ class _Reduced(ProgramSpec):
         """See `ProgramSpec.splittable`."""
         whole = super().splittable(seen)
 
-        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[str]]:
+        def pure(state: PyTree, batches: PyTree, others: PyTree) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, (*results, finite), kinds = whole(state, batches, others)
             paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(results))]
             outputs = jax.tree.map(lambda x: x, tuple(results))  # a copy: the step may hold on to its dicts

@@ -26,7 +26,7 @@ from jdist.ps.protocol.shard import NonFinite
 from jdist.ps.protocol.wire import mean_of_integers
 from jdist.replica.gradients import all_finite
 from jdist.step.microbatches import Gradients, axis_of_rows
-from jdist.step.outputs import LOCAL, METRIC
+from jdist.step.outputs import LOCAL, METRIC, OutputKind
 
 PyTree = Any
 
@@ -290,7 +290,7 @@ def _together(op: str, values: Sequence[Any], whole: tuple[int, ...], times: int
     return total / len(values) if op == "mean" else total * times
 
 
-def _joined(kind: str, values: Sequence[Any]) -> Any:
+def _joined(kind: OutputKind, values: Sequence[Any]) -> Any:
     """A result of microbatches or closures: a mean, or rows in the order of the call's."""
     return sum(values[1:], values[0]) / len(values) if kind == METRIC else jnp.concatenate(values)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
-from jdist.core.loss_scale import FACTOR, SMALLEST
+from jdist.core.precision import FACTOR, SMALLEST
 from jdist.errors import ShardLostError, WireError
 from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.partition import Rows
@@ -269,7 +269,7 @@ def _in_place(rows: Sequence[Rows], places: dict[int, int]) -> list[Rows]:
 
 
 class WorkerScale:
-    """Moves as `jdist.core.loss_scale.LossScaling` says.
+    """Moves as `jdist.core.precision.LossScaling` says.
 
     Args:
         scale: the first one.

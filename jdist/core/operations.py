@@ -1,0 +1,43 @@
+"""The operations of a kind of strategy: what stands behind the methods of `Strategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jdist.core.remote import Coordinator
+from jdist.data.options import FeedOptions
+
+if TYPE_CHECKING:
+    from jdist.data.dataset import DistributedDataset
+
+PyTree = Any
+Strategy = Any  # `jdist.core.strategy.Strategy`, which imports this file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """The plain functions behind the methods of a kind of strategy; each takes the strategy first.
+
+    Attributes:
+        init: `(strategy, fn, args) -> state` laid out as the strategy wants it.
+        fetch: `(strategy, state) -> state` whole, on the host.
+        check: `(strategy, state) -> None`, raises where replicas differ.
+        run: `(strategy, fn, args, kwargs) -> PerReplica results`.
+        feed_batches: `(strategy, source, options) -> DistributedDataset`.
+        feed_pipelines: `(strategy, fn, options) -> DistributedDataset`, of a function that makes sources.
+        distribute: `(strategy, step, options) -> callable step`.
+        describe: `(strategy) -> str`, where the strategy runs, in a few words.
+        coordinator: schedules functions on other processes, by hand; None where all of them run the same program.
+    """
+
+    init: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...]], PyTree]
+    fetch: Callable[[Strategy, PyTree], PyTree]
+    check: Callable[[Strategy, PyTree], None]
+    run: Callable[[Strategy, Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]], PyTree]
+    feed_batches: Callable[[Strategy, Iterable[PyTree], FeedOptions], DistributedDataset]
+    feed_pipelines: Callable[[Strategy, Callable[..., Any], FeedOptions], DistributedDataset | Iterable[Any]]
+    distribute: Callable[[Strategy, Callable[..., Any], Any], Callable[..., Any]]
+    describe: Callable[[Strategy], str]
+    coordinator: Coordinator | None = None

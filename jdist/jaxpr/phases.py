@@ -1,0 +1,256 @@
+"""Describes a step in phases, and assigns what it computes of its microbatches to them.
+
+A phase is a loop over the microbatches. A cut that reads another cut's result needs a later one; what no other cut reads
+goes where a gradient is taken, so that a total of what the forward pass gives needs no forward pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdist.core.collective_marks import Collective, collective_of
+from jdist.jaxpr import graph
+
+PyTree = Any
+Var = graph.Var
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A collective that combines what microbatches computed.
+
+    Attributes:
+        collective: what it does.
+        shapes: of the combined arrays.
+        is_read_again: whether a later phase reads them; else the update part alone.
+    """
+
+    collective: Collective
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    is_read_again: bool
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One loop over the microbatches.
+
+    Attributes:
+        cuts: those whose operands it computes.
+        carried: which of `Split.carried` it computes, by place.
+        outputs: which of the step's outputs it computes, by place.
+        prepare: `(state, others, combined) -> prepared`, what is the same for all its microbatches; `combined` holds
+            the combined arrays of all earlier phases' cuts.
+        run: `(prepared, batch, microbatch) -> (operands of each cut, carried leaves, outputs)`.
+    """
+
+    cuts: tuple[Cut, ...]
+    carried: tuple[int, ...]
+    outputs: tuple[int, ...]
+    prepare: Callable[[PyTree, PyTree, list[jax.Array]], list[jax.Array]]
+    run: Callable[[list[jax.Array], PyTree, jax.Array], tuple[list[list[jax.Array]], list[jax.Array], list[jax.Array]]]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A leaf of the state that a step computes from its rows without combining it.
+
+    Attributes:
+        leaf: its number in the state.
+        adds_up: whether each microbatch adds a whole number to the old value (a counter), so that all additions count;
+            else the microbatches' values are averaged, as replicas' are.
+    """
+
+    leaf: int
+    adds_up: bool
+
+
+@dataclass(frozen=True)
+class StepJaxpr:
+    """A step's jaxpr, and what its variables are.
+
+    Attributes:
+        closed: `(state leaves, batch leaves, others' leaves, microbatch) -> (state leaves, outputs)`.
+        state: the variables of the state's leaves.
+        batch: of the batch's.
+        others: of the further arguments'.
+        microbatch: of the microbatch's number.
+        new_state: of the new state's leaves.
+        outputs: of the outputs.
+        combined: of the combined arrays of all cuts, in order.
+        carried: of the leaves that phases write.
+    """
+
+    closed: Any
+    state: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    others: tuple[Any, ...]
+    microbatch: Any
+    new_state: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    combined: tuple[Any, ...]
+    carried: tuple[Any, ...]
+
+    def piece(self, wanted: Sequence[Any]) -> Callable[..., list[jax.Array]]:
+        """Computes variables behind the phases: `(state, others, combined, carried) -> values`, of flat lists or trees."""
+        run = graph.subfunction(self.closed, self._behind_phases, list(wanted))
+        return lambda *values: run(jax.tree.leaves(values))
+
+    def read_by(self, wanted: Sequence[Any]) -> tuple[int, ...]:
+        """Numbers of the state's leaves that `piece(wanted)` reads."""
+        _, reads = graph.needed(self.closed, wanted, set(self._behind_phases))
+        return tuple(i for i, v in enumerate(self.state) if v in reads)
+
+    @property
+    def _behind_phases(self) -> list[Any]:
+        """The variables that are known once all phases have run."""
+        return [*self.state, *self.others, *self.combined, *self.carried]
+
+    def depends(self, sources: Sequence[Any]) -> set[Any]:
+        """Every variable that depends on one of `sources`, by way of collectives too."""
+        return graph.dependents(self.closed, sources)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A traced step in phases, each a pure function of flat lists of arrays.
+
+    Attributes:
+        phases: in the order of execution.
+        carried: the leaves of the state that phases write.
+        read: numbers of the state's leaves that phases read.
+        varies: for each output, whether it differs between replicas (or microbatches) if it is not averaged.
+        early: for each output, whether a phase computes it; the others wait for the update.
+        output_shapes: of the outputs.
+        update: `(state, others, combined, carried) -> (state leaves, outputs)`, `combined` the arrays of all cuts in
+            order, None in the place of an output that a phase computes.
+        traced: the traced step, for those who take it apart further.
+        state_treedef: of the state.
+        outputs_treedef: of the outputs.
+    """
+
+    phases: tuple[Phase, ...]
+    carried: tuple[Carried, ...]
+    read: tuple[int, ...]
+    varies: tuple[bool, ...]
+    early: tuple[bool, ...]
+    output_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    update: Callable[..., tuple[list[jax.Array], list[jax.Array | None]]]
+    traced: StepJaxpr
+    state_treedef: Any
+    outputs_treedef: Any
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Those of all phases, in order."""
+        return tuple(cut for phase in self.phases for cut in phase.cuts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseContents:
+    """The contents of one phase.
+
+    Attributes:
+        cuts: the places of their equations.
+        carried: numbers of leaves of the state that microbatches write.
+        outputs: numbers of the step's outputs.
+        effects: prints and callbacks of each microbatch; equations.
+    """
+
+    cuts: tuple[int, ...]
+    carried: tuple[int, ...]
+    outputs: tuple[int, ...]
+    effects: tuple[Any, ...]
+
+
+def schedule(
+    closed: Any,
+    own: AbstractSet[Var],
+    *,
+    carried: Sequence[Var],
+    outputs: Mapping[int, Var],
+    effects: Sequence[Any],
+) -> list[PhaseContents]:
+    """Assigns cuts, leaves, outputs and effects to phases.
+
+    Args:
+        closed: a traced step.
+        own: its variables that are one microbatch's own.
+        carried: the leaves of the new state that microbatches write.
+        outputs: those that microbatches compute, by number.
+        effects: prints and callbacks of each microbatch; equations.
+
+    Returns:
+        The phases, in the order of execution.
+    """
+    levels = _Levels(closed, own)
+    of_cut = levels.phases_of_cuts([*outputs.values(), *carried, *(v for eqn in effects for v in eqn.invars)])
+    of_carried = [levels.phase_of(v) for v in carried]
+    of_output = {i: levels.phase_of(v) for i, v in outputs.items()}
+    of_effect = [levels.phase_of(*eqn.invars) for eqn in effects]
+    return [
+        PhaseContents(
+            cuts=tuple(sorted(place for place, phase in of_cut.items() if phase == number)),
+            carried=tuple(i for i, phase in enumerate(of_carried) if phase == number),
+            outputs=tuple(i for i, phase in of_output.items() if phase == number),
+            effects=tuple(eqn for eqn, phase in zip(effects, of_effect, strict=True) if phase == number),
+        )
+        for number in sorted({*of_cut.values(), *of_carried, *of_output.values(), *of_effect})
+    ]
+
+
+class _Levels:
+    """After how many cuts, one behind the other, each variable of a traced step is known.
+
+    Attributes:
+        of_cuts: of what each cut reads, by the place of its equation.
+    """
+
+    def __init__(self, closed: Any, own: AbstractSet[Var]):
+        self._closed, self._equations = closed, graph.body_of(closed).eqns
+        self._levels: dict[Var, int] = {}
+        self.of_cuts: dict[int, int] = {}
+        for place, eqn in enumerate(self._equations):
+            level = self._level(eqn.invars)
+            if collective_of(eqn) is not None and any(graph.is_in(v, own) for v in eqn.invars):
+                self.of_cuts[place] = level
+                level += 1
+            self._levels.update((v, level) for v in eqn.outvars)
+        self._gradients = sorted(level for place, level in self.of_cuts.items() if self._is_gradient(place))
+        self._last = max(self.of_cuts.values(), default=0)
+
+    def phase_of(self, *variables: Var) -> int:
+        """The phase that computes variables which no cut reads.
+
+        That of the first gradient for which all that is needed is known, so that one forward pass serves both.
+        """
+        level = self._level(variables)
+        return next((g for g in self._gradients if g >= level), max(level, self._last))
+
+    def phases_of_cuts(self, ends: Sequence[Var]) -> dict[int, int]:
+        """The phase of each cut, by place.
+
+        As soon as its operands are known where a phase reads its result, else where a gradient is taken.
+
+        Args:
+            ends: what phases compute beside the operands of cuts.
+        """
+        ends = [*ends, *(v for place in self.of_cuts for v in self._equations[place].invars)]
+        _, reads = graph.needed(self._closed, ends, set())
+        return {
+            place: level
+            if self._is_gradient(place) or any(v in reads for v in self._equations[place].outvars)
+            else next((g for g in self._gradients if g >= level), level)
+            for place, level in self.of_cuts.items()
+        }
+
+    def _level(self, variables: Sequence[Var]) -> int:
+        return max((self._levels.get(v, 0) for v in variables if not graph.is_literal(v)), default=0)
+
+    def _is_gradient(self, place: int) -> bool:
+        collective = collective_of(self._equations[place])
+        return collective is not None and collective.kind == "gradient"

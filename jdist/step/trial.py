@@ -1,0 +1,129 @@
+"""Runs a step aside, on copies: without its random draws and prints, and unknown to the step's own calls."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from jdist.core.host_sharded import is_spread
+from jdist.core.per_replica import is_per_replica
+from jdist.core.static_leaves import pack
+from jdist.step.mesh_program import Program
+from jdist.step.mesh_step import DistributedStep
+from jdist.step.non_finite import new_token
+from jdist.step.outputs import Traced
+from jdist.step.placement import place_batches, replicate
+from jdist.step.quiet import draws, prints, quiet, shaken
+from jdist.step.signature import Call
+from jdist.support.arrays import to_host
+
+PyTree = Any
+Run = Callable[[tuple[PyTree, ...]], Any]  # from `(token, state, batches, others)` to `(token, state, outputs)`
+
+
+@dataclass(frozen=True)
+class Result:
+    """A leaf of what a step returned, on the host, and its place among all leaves."""
+
+    name: str
+    place: int
+    value: Any
+
+
+class Trial:
+    """One way to run a step; it is traced at the first run.
+
+    Attributes:
+        step: the step.
+        closed: its jaxpr.
+        state: the newest state, where the step has left it.
+    """
+
+    def __init__(self, step: DistributedStep, call: Call):
+        self.step, self._call = step, call
+        self.closed: Any = None
+        self.state: PyTree = None
+        self._run: Run | None = None
+        self._treedef: Any = None
+
+    def shaken(self, eps: float) -> Trial:
+        """The same trial with errors of rounding in all that is summed; after a run."""
+        trial = copy.copy(self)
+        trial._run = self._evaluates(shaken(quiet(self.closed), eps))
+        return trial
+
+    def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:
+        """Runs the step; returns the leaves of its results by name."""
+        arguments, traced = self.trace(state, batches, others)
+        assert self._run is not None  # the trace has made it
+        results = self._run(arguments)
+        self.state = results[1]
+        return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
+
+    def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
+        """Traces the step if it has not been.
+
+        Args:
+            state: on the host, as the arguments behind it.
+            batches: those of one step.
+            others: the further arguments.
+
+        Returns:
+            The arguments in their places, of which the step's own calls know nothing; what tracing told of the results.
+
+        Raises:
+            JDistError: what a call with them would raise before it runs.
+        """
+        with warnings.catch_warnings():  # the step's own call warns of the same
+            warnings.simplefilter("ignore")
+            strategy, options = self.step.strategy, self.step.options
+            others = replicate(strategy, others)
+            if strategy.mesh is not None:
+                batches = place_batches(strategy, options, batches, self._call.batch_axes)
+            state = self.step.backend.adopt_state(strategy, pack(state))
+            program, traced = self.step.program(self._call)
+            arguments = new_token(strategy, options.steps_per_call), state, batches, others
+            if self._run is None:
+                closed = program.trace(*arguments)
+                self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
+                is_loud = draws(self.closed) or prints(self.closed)
+                self._run = self._evaluates(quiet(self.closed)) if is_loud else _runs(program)
+        return arguments, traced
+
+    def _evaluates(self, closed: Any) -> Run:
+        function = jax.jit(jex.jaxpr_as_fun(closed))
+        return lambda arguments: self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
+
+
+def _runs(program: Program) -> Run:
+    def run(arguments: tuple[PyTree, ...]) -> Any:
+        box: list[Any] = []
+        program.run_into(box, *arguments)
+        return box[0]
+
+    return run
+
+
+def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
+    """The leaves of `(token, state, outputs)`, without what each replica has of its own."""
+    _, state, outputs, *_ = results
+    roles = [role for role in returns if role != "state"]
+    trees = [("state", state if "state" in returns else None)]
+    names = [role if roles.count(role) == 1 else f"{role}[{i}]" for i, role in enumerate(roles)]
+    trees += list(zip(names, outputs, strict=True))
+    place = 1 if "state" in returns else 1 + len(jax.tree.leaves(state))
+    for role, tree in trees:
+        for path, node in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_per_replica(x) or is_spread(x)):
+            if not is_per_replica(node) and role != "per_replica":
+                yield Result(role + jax.tree_util.keystr(path), place, on_host(node))
+            place += len(jax.tree.leaves(node))
+
+
+def on_host(x: Any) -> Any:
+    return to_host(x) if isinstance(x, jax.Array) or is_spread(x) else x

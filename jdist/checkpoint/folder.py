@@ -158,8 +158,8 @@ def _lock_for_job(directory: Path, timeout_s: float) -> IO[str] | None:
 
 
 def _warn_of_no_locks(directory: Path, error: OSError) -> None:
-    text = f"{directory}: its file system has no locks ({describe_error(error)}), so nothing keeps a second job from saving here"
-    warnings.warn(text, stacklevel=2)
+    why = f"its file system has no locks ({describe_error(error)})"
+    warnings.warn(f"{directory}: {why}, so nothing keeps a second job from saving here", stacklevel=2)
 
 
 _FOREIGN_FILES = re.compile(

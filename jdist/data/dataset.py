@@ -11,8 +11,8 @@ from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
 from jdist.data.lockstep import Peers
 from jdist.data.pipeline import DatasetIterator, Numbered, PipelineOptions, learn_layout, prepare, skip_batches
 from jdist.data.prefetch import Prefetcher, PushBack, Stop
-from jdist.data.process_shard import WHOLE, ProcessShard
-from jdist.data.readers import GlobalReader, LocalReader, NumberedPart, make_reader
+from jdist.data.process_shard import WHOLE, NumberedPart, ProcessShard
+from jdist.data.readers import GlobalReader, LocalReader, make_reader
 from jdist.data.sources.arrays import ArraySource
 from jdist.data.sources.protocol import (
     RandomAccessSource,
@@ -69,7 +69,7 @@ class DistributedDataset:
     @property
     def num_steps(self) -> int | None:
         """How many batches one pass has; None: without end, or a plain iterable."""
-        return None if self._reader.facts is None else self._reader.facts.num_steps
+        return None if self._reader.resumable is None else self._reader.resumable.num_steps
 
     @property
     def is_endless(self) -> bool:
@@ -79,16 +79,16 @@ class DistributedDataset:
     @property
     def is_resumable(self) -> bool:
         """Whether `state` and `restore` work: not of a plain iterable."""
-        return self._reader.facts is not None
+        return self._reader.resumable is not None
 
     @property
     def steps_per_pass(self) -> int | None:
         """How many steps a whole pass makes; None: not known. Of an iterable its `len()`."""
         reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
-        if self._reader.facts is not None:
+        if self._reader.resumable is not None:
             # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
             is_known = not drops or (reads_global and isinstance(self._source, ArraySource))
-            return self._reader.facts.num_steps if is_known else None
+            return self._reader.resumable.num_steps if is_known else None
         if drops or not (reads_global and isinstance(self._source, Sized)):
             return None
         try:
@@ -124,7 +124,7 @@ class DistributedDataset:
     @property
     def global_batch(self) -> int | None:
         """Rows of a full batch as the sources give it; None: a plain iterable, not read from yet."""
-        known = self._reader.facts or self._layout
+        known = self._reader.resumable or self._layout
         return None if known is None else known.global_batch
 
     @property
@@ -143,8 +143,8 @@ class DistributedDataset:
         its own, all have to ask.
         """
         if self._layout is None:
-            if self._reader.facts is not None:
-                self._learn(self._reader.look(), start=0)
+            if self._reader.resumable is not None:
+                self._learn(self._reader.peek(), start=0)
             else:
                 self._peeked = self._learn(self._parts(0), start=0)
         assert self._layout is not None
@@ -182,7 +182,7 @@ class DistributedDataset:
 
     def rewind(self) -> None:
         """Goes to the beginning: the next loop gets every row; of an iterator, the rest."""
-        if self._reader.facts is not None and self._position:
+        if self._reader.resumable is not None and self._position:
             self.go_to(0)
         elif self._finished:
             self._position, self._finished = 0, False
@@ -256,14 +256,14 @@ class DistributedDataset:
         return None if full is None else batching.padded_rows(full, num_replicas=self._options.num_replicas)
 
     def _steps_text(self, of_iterable: str, unit: str = "") -> str:
-        if self._reader.facts is None:
+        if self._reader.resumable is None:
             return of_iterable
         return "endless" if self.num_steps is None else f"{self.num_steps:,}{unit}"
 
     def _open(self) -> Iterator[Numbered | None]:
         """Opens the prepared batches from the position on."""
         start = self._position
-        if self._reader.facts is not None:
+        if self._reader.resumable is not None:
             numbered = self._parts(start)
         elif self._stream is not None and not self._stream.ended:
             self._stop.asked, self._skipped = False, 0
@@ -273,7 +273,7 @@ class DistributedDataset:
             numbered, self._peeked = self._peeked or self._parts(0), None
         if self._layout is None:
             numbered = self._learn(numbered, start=start)
-        if self._reader.facts is None:
+        if self._reader.resumable is None:
             self._position = self._skipped = self._skip
             self._skip = 0
             if self._skipped:
@@ -288,7 +288,7 @@ class DistributedDataset:
         return self._reader.parts(start, self._stop)
 
     def _resumable(self) -> Resumable:
-        return self._reader.facts or resumable(self._source)
+        return self._reader.resumable or resumable(self._source)
 
     def _learn(self, numbered: Iterator[NumberedPart | None], *, start: int) -> Iterator[NumberedPart | None]:
         """Learns the layout from the first batch; gives the batches with that one still in front."""
@@ -404,7 +404,7 @@ def distributed_dataset(
     if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
         # So that its steps count, and number, the batches that are left.
         reader = GlobalReader(reader.source.without_short(), share, num_replicas)
-    if partial != "pad" and reader.facts is not None and reader.full is not None:
+    if partial != "pad" and reader.resumable is not None and reader.full is not None:
         check_divisible(reader.full, num_replicas=num_replicas, partial=partial)
     options = PipelineOptions(
         num_replicas=num_replicas,

@@ -20,13 +20,12 @@ from jdist.data.batching import (
     stack,
 )
 from jdist.data.prefetch import Prefetcher
-from jdist.data.process_shard import LocalRows, ProcessShard
+from jdist.data.process_shard import NumberedPart, ProcessShard
 from jdist.errors import DatasetError
 from jdist.support.tracebacks import hide_own_frames
 
 PyTree = Any
 Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
-NumberedPart = tuple[int, LocalRows]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,9 @@ class LocalRows(NamedTuple):
     full: tuple[int, ...] = ()
 
 
+NumberedPart = tuple[int, LocalRows]  # the position after a batch, and this process's rows of it
+
+
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
     """Takes this process's part of a global batch that it has read whole.
 

@@ -16,7 +16,7 @@ from jdist.data.batching import padded_rows
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.lockstep import LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
 from jdist.data.prefetch import Stop
-from jdist.data.process_shard import LocalRows, ProcessShard, part_of, read_part
+from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, Resumable, fields, steps_from
 from jdist.data.sources.replica_batches import ReplicaBatches
@@ -25,7 +25,6 @@ from jdist.errors import BatchError, DatasetError
 
 PyTree = Any
 Source = Iterable[PyTree] | RandomAccessSource
-NumberedPart = tuple[int, LocalRows]
 
 
 class GlobalReader:
@@ -46,7 +45,7 @@ class GlobalReader:
         self._passes = itertools.count()
 
     @property
-    def facts(self) -> Resumable | None:
+    def resumable(self) -> Resumable | None:
         """The source that positions count in; None: it has no positions."""
         return self.source if isinstance(self.source, RandomAccessSource) else None
 
@@ -56,7 +55,7 @@ class GlobalReader:
         rows = _full_rows(self.source)
         return None if rows is None else self._share.sizes(rows)
 
-    def look(self) -> Iterator[NumberedPart | None]:
+    def peek(self) -> Iterator[NumberedPart | None]:
         """Reads parts of a random-access source from the beginning, without asking other processes."""
         return self.parts(0, Stop())
 
@@ -67,7 +66,7 @@ class GlobalReader:
             start: a position; 0 for an iterable.
             stop: whether to stop waiting for other processes; None is yielded then.
         """
-        if self.facts is not None:  # arithmetic and a fingerprint say that all have the same
+        if self.resumable is not None:  # arithmetic and a fingerprint say that all have the same
             return self._from(self.source, start)
         batches = _numpys(self.source)
         if self._peers is None:
@@ -115,21 +114,21 @@ class LocalReader:
         self.source = source
         self._peers = peers
         self._passes = itertools.count()
-        self.facts, self.full = None, None
+        self.resumable, self.full = None, None
         if isinstance(source, RandomAccessSource):
             self.full = tuple(each["full"] for each in descriptions)
             steps = [each["steps"] for each in descriptions]
             parts = [f"processes={len(descriptions)}"]
             for i, each in enumerate(descriptions):
                 parts += [f"process_{i}.{part}" for part in each["fingerprint"].split()]
-            self.facts = JointSource(
+            self.resumable = JointSource(
                 num_steps=None if None in steps else max(steps),
                 global_batch=sum(self.full),
                 fingerprint=" ".join(parts),
             )
 
-    def look(self) -> Iterator[NumberedPart | None]:
-        """See `GlobalReader.look`."""
+    def peek(self) -> Iterator[NumberedPart | None]:
+        """See `GlobalReader.peek`."""
         assert isinstance(self.source, RandomAccessSource), "asked of those only"
         for number in steps_from(self.source, 0):
             batch = to_numpy(self.source.batch_at(number))

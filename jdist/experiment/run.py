@@ -120,15 +120,12 @@ def run(
 
         # Training: the loop of `jdist.fit`, with the run folder as one of its callbacks.
         record = _Record(config, document, parts, folder, say, start=(resolved, here))
+        keep, best = config.checkpoint.keep, config.checkpoint.best
+        mode = config.checkpoint.mode or "max"  # without a best it means nothing
         saves = saving(
-            folder.checkpoints,
-            every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            best=config.checkpoint.best,
-            best_mode=config.checkpoint.mode or "max",  # without a best it means nothing
-            of_run=True,
+            folder.checkpoints, every=config.checkpoint.every, keep=keep, best=best, best_mode=mode, of_run=True
         )
-        evaluations = (config.eval.every, config.checkpoint.every if config.checkpoint.best else None, total)
+        evaluations = (config.eval.every, config.checkpoint.every if best else None, total)
         training = Run(
             strategy=strategy,
             train_step=train_step,
@@ -161,7 +158,9 @@ def run(
             training.train(state, stop=stop, verify=train.verify, depth=0)
         except NonFiniteError as exc:
             good = (training.first or 0) + exc.step
-            with Checkpointer(folder.checkpoints, keep=config.checkpoint.keep, cluster=cluster) as checkpoints:
+            with Checkpointer(
+                folder.checkpoints, keep=keep, best_metric=best, best_mode=mode, cluster=cluster
+            ) as checkpoints:
                 if good > max(checkpoints.steps(), default=0):
                     data = write_state(parts.train_data, good)
                     checkpoints.save(good, train_step.last_state, data=data, wait=True)

@@ -240,3 +240,10 @@ class TestOldNames:
         jax.tree.map(np.testing.assert_array_equal, params_in("runs/toy", step=24), params_in("runs/whole", step=24))
         with Checkpointer(path, best_metric="eval/close") as checkpoints:
             assert checkpoints.best_step == 8
+
+
+def test_the_best_is_kept_where_the_state_before_a_nan_is_saved(jdist_run):
+    bad = ["task.options.poison_row=40", "train.seed=5", "checkpoint.every=2", "checkpoint.keep=1", "eval.every=2"]
+    assert jdist_run(*bad)[0] == 1
+    with Checkpointer("runs/toy/checkpoints", best_metric="eval/close") as checkpoints:
+        assert (checkpoints.steps(), checkpoints.best_step) == ([2, 3], 2)

@@ -106,7 +106,7 @@ def count_lost(ends: Iterable[End]) -> int:
 
 
 def exit_code(end: End) -> int:
-    """The exit code of the launcher after `end`: its own, or 128 plus the signal's number as in shells."""
+    """Computes the launcher's exit code after `end`: its own, or 128 plus the signal's number as in shells."""
     return end.code if end.code >= 0 else 128 - end.code
 
 
@@ -133,7 +133,7 @@ def describe(end: End) -> str:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; real-time signals have only a number."""
+    """Names a signal, `SIGKILL` for 9; real-time signals have only a number."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
@@ -198,7 +198,7 @@ def cause(stderr: str) -> str:
 
 
 def _last_traceback(lines: list[str]) -> int | None:
-    """The number of the last traceback's header."""
+    """Finds the last traceback's header."""
     return max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
 
 
@@ -207,7 +207,7 @@ def _without_noise(lines: list[str]) -> list[str]:
 
 
 def _message(lines: list[str], header: int) -> int:
-    """The number of the line after the frames, which are indented; in a group, behind a bar."""
+    """Finds the line after the frames, which are indented; in a group, behind a bar."""
     group = lines[header].lstrip().startswith("+")
     for n in range(header + 1, len(lines)):
         line = lines[n].lstrip().removeprefix("| ") if group else lines[n]

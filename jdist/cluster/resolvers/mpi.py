@@ -62,7 +62,7 @@ LAUNCHERS = (
 
 
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
+    """Reads rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
 
     None of them sets where rank 0 runs. When all ranks are on one host, that is localhost; else say where it is, by
     JAX_COORDINATOR_ADDRESS. Several ranks of a host share its GPUs as under Open MPI.
@@ -93,7 +93,7 @@ def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _with_local_count(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the number of ranks of this node, where all nodes of a Flux job have as many."""
+    """Adds the number of ranks of this node, where all nodes of a Flux job have as many."""
     ranks, nodes = (environment.number(environ, name, FLUX.mend, least=1) for name in (FLUX.count, _FLUX_NODES))
     if ranks is None or nodes is None or ranks % nodes != 0:
         return environ
@@ -118,7 +118,7 @@ _URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*",
 
 
 def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read this process's rank, how many there are, and where mpirun runs.
+    """Reads this process's rank, how many there are, and where mpirun runs.
 
     Process 0 must be found by the others. When all ranks are on one host, that is localhost. Else mpirun up to version
     4 says on which host it runs itself, and rank 0 is taken to be there; on SageMaker it is on the host whose
@@ -151,7 +151,7 @@ def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _mpirun_address(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The address of process 0 on mpirun's host, and its variables; None where process 0 is elsewhere."""
+    """Finds the address of process 0 on mpirun's host, and its variables; None where process 0 is elsewhere."""
     current = environment.text(environ, SM_CURRENT)
     if environment.text(environ, SM_HOSTS) is not None and current is not None:
         return sagemaker_rank_0(environ, current)

@@ -16,7 +16,7 @@ class BadMessage(ValueError):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The bytes of a message."""
+    """Encodes a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -81,7 +81,7 @@ class Connection:
             self._unsent.clear()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come whole by now.
+        """Receives the messages that have come whole by now.
 
         Raises:
             OSError: the connection is broken, or was closed at its other end.

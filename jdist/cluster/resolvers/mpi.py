@@ -59,6 +59,21 @@ LAUNCHERS = (
         command="mpiexec -genv JAX_COORDINATOR_ADDRESS HOST:PORT",
     ),
 )
+_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
+_OPEN_MPI_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
+OPEN_MPI = Launcher(
+    name="Open MPI's mpirun",
+    resolver="open_mpi",
+    count="OMPI_COMM_WORLD_SIZE",
+    rank="OMPI_COMM_WORLD_RANK",
+    local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    jobs=("PMIX_NAMESPACE", _OPEN_MPI_URI),
+    command="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT",
+    needs_local=True,
+)
+_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, which mpirun hands on to all ranks
+_URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
 
 
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -98,23 +113,6 @@ def _with_local_count(environ: Mapping[str, str]) -> Mapping[str, str]:
     if ranks is None or nodes is None or ranks % nodes != 0:
         return environ
     return {**environ, FLUX.local_count: str(ranks // nodes)}
-
-
-_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
-_OPEN_MPI_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
-OPEN_MPI = Launcher(
-    name="Open MPI's mpirun",
-    resolver="open_mpi",
-    count="OMPI_COMM_WORLD_SIZE",
-    rank="OMPI_COMM_WORLD_RANK",
-    local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    jobs=("PMIX_NAMESPACE", _OPEN_MPI_URI),
-    command="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT",
-    needs_local=True,
-)
-_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, which mpirun hands on to all ranks
-_URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
 
 
 def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:

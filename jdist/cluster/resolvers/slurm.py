@@ -26,6 +26,14 @@ TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 HET_SIZE = "SLURM_HET_SIZE"
 _NO_TASKS = 4294967290  # from here on Slurm numbers its own steps: of salloc's shell, of the batch script
 _MEND = "Start the tasks by srun, which sets it."
+ON_NODE = "SLURM_GPUS_ON_NODE"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+PLATFORMS = "JAX_PLATFORMS"
+_NONE = ("-1", "NoDevFiles")  # they stand for no GPU
+_ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
+_PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) -> ClusterSpec | None:
@@ -166,12 +174,6 @@ def _assigned(
     return members, job, index
 
 
-ON_NODE = "SLURM_GPUS_ON_NODE"
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-PLATFORMS = "JAX_PLATFORMS"
-_NONE = ("-1", "NoDevFiles")  # they stand for no GPU
-
-
 def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
     """Shares the GPUs of this node among its `tasks`, of which this is number `local`.
 
@@ -200,12 +202,6 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
         raise refused(ON_NODE, on_node, allowed, mend)
     share = on_node // tasks
     return tuple(range(local * share, (local + 1) * share)), f"{ON_NODE}, SLURM_LOCALID"
-
-
-_ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
-_PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_nodes(listed: str, variable: str) -> list[str]:

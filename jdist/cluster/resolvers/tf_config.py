@@ -15,6 +15,9 @@ from jdist.errors import ClusterConfigError
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
+VERTEX = "CLUSTER_SPEC"
+_VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+_VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
 
 
 def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -128,11 +131,6 @@ def _index(value: Any, field: str) -> int:
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise refused(VARIABLE, value, "a whole number of at least 0", "Number each job's tasks from 0.", field=field)
     return index
-
-
-VERTEX = "CLUSTER_SPEC"
-_VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
-_VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
 
 
 def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:

@@ -86,10 +86,10 @@ def ranked(
 
 def _local(environ: Mapping[str, str], launcher: Launcher, count: int) -> tuple[int | None, int | None]:
     """Reads how many ranks this host has, and which of them this is; None where the launcher does not say."""
-    local_count = environment.number(environ, launcher.local_count, launcher.mend, least=1)
-    if local_count is None and not launcher.needs_local:
+    read = environment.needed if launcher.needs_local else environment.number
+    local_count = read(environ, launcher.local_count, launcher.mend, least=1)
+    if local_count is None:
         return None, environment.number(environ, launcher.local_rank, launcher.mend)
-    local_count = environment.needed(environ, launcher.local_count, launcher.mend, least=1)
     if local_count > count:
         raise refused(launcher.local_count, local_count, f"at most {count}, the number of all ranks", launcher.mend)
     return local_count, environment.index(

@@ -119,7 +119,6 @@ class Watch:
 
     @property
     def lost(self) -> PeerLostError | None:
-        """The loss of a process; None if none is lost."""
         return self._lost
 
     def progress(self, step: int) -> None:

@@ -119,11 +119,9 @@ class WakeupPipe:
         self._reader.setblocking(False)
 
     def fileno(self) -> int:
-        """For the selector."""
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Wakes the thread."""
         with contextlib.suppress(OSError):  # full: it wakes already; closed: nobody waits any more
             self._writer.send(b"!")
 

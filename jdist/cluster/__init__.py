@@ -9,6 +9,7 @@ May import: support, errors.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from jdist.cluster.resolvers.host_lists import lsf, sagemaker, skypilot
@@ -49,15 +50,11 @@ __all__ = [
     "union",
     "vertex",
 ]
+# Reading the cluster needs neither the launcher nor JAX.
+_LAZY = {"launch": "jdist.launcher.launch", "preemption": "jdist.cluster.stop"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "launch":  # lazily: reading the cluster needs no launcher
-        from jdist.launcher.launch import launch
-
-        return launch
-    if name == "preemption":  # and no JAX
-        from jdist.cluster.stop import preemption
-
-        return preemption
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'jdist.cluster' has no attribute {name!r}")

@@ -16,7 +16,7 @@ ALLOWED = "host:port, with a port from 1 to 65535"
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets.
+    """Joins host and port as `host:port`, an IPv6 address in brackets.
 
     Example:
         >>> join("n1", 2222), join("fe80::1", 2222)
@@ -26,7 +26,7 @@ def join(host: str, port: int) -> str:
 
 
 def split(address: str) -> tuple[str, int]:
-    """The host (an IPv6 address without its brackets) and the port of a valid address.
+    """Splits a valid address into its host (an IPv6 address without brackets) and its port.
 
     Example:
         >>> split("[fe80::1]:2222")

@@ -55,10 +55,10 @@ class CommunicationOptions:
         object.__setattr__(self, "bytes_per_pack", size)
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
-            if not _is_time(value):
+            if not _is_at_least_one_second(value):
                 raise StrategyError(f"`{name}` is {value!r}; it must be a number of seconds, 1 or more.")
         value = self.progress_timeout_s
-        if value not in (None, "auto") and not _is_time(value):
+        if value not in (None, "auto") and not _is_at_least_one_second(value):
             raise StrategyError(
                 f'`progress_timeout_s` is {value!r}; it must be "auto", a number of seconds, 1 or more, or None for no end.'
             )
@@ -81,7 +81,6 @@ class CommunicationOptions:
         }
 
 
-def _is_time(value: Any) -> bool:
-    """Whether it is a number of seconds, 1 or more."""
+def _is_at_least_one_second(value: Any) -> bool:
     number = as_real(value)
     return number is not None and 1 <= number < math.inf

@@ -14,12 +14,12 @@ _DIGITS = re.compile(r"[0-9]{1,18}")
 
 
 def text(environ: Mapping[str, str], variable: str) -> str | None:
-    """The variable without the white space round it; None if it is not set or blank."""
+    """Reads a variable, without the white space round it; None if it is not set or blank."""
     return environ.get(variable, "").strip() or None
 
 
 def whole_number(digits: str) -> int | None:
-    """The number that a text of digits holds; None if it is anything else ("1.0", "-1", "1_000").
+    """Parses a text of digits; None if it is anything else ("1.0", "-1", "1_000").
 
     Example:
         >>> whole_number("07"), whole_number("-1")
@@ -29,7 +29,7 @@ def whole_number(digits: str) -> int | None:
 
 
 def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0) -> int | None:
-    """The whole number in a variable; None if it is not set.
+    """Reads the whole number in a variable; None if it is not set.
 
     Raises:
         ClusterConfigError: it holds something else, or a number below `least`.
@@ -44,7 +44,7 @@ def number(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
 
 
 def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int = 0) -> int:
-    """As `number`, but the variable must be set."""
+    """Reads a whole number as `number` does, from a variable that must be set."""
     value = number(environ, variable, mend, least=least)
     if value is None:
         raise refused(variable, None, f"a whole number of at least {least}", mend)
@@ -52,7 +52,7 @@ def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
 
 
 def index(environ: Mapping[str, str], variable: str, count: int, count_from: str, mend: str) -> int:
-    """The number from 0 to `count` - 1 in a variable that must be set; `count_from` is the variable of `count`."""
+    """Reads the number from 0 to `count` - 1 in a variable that must be set; `count_from` is the variable of `count`."""
     value = needed(environ, variable, mend)
     if value >= count:
         raise refused(variable, value, f"from 0 to {count - 1}, as {count_from} says that there are {count}", mend)
@@ -60,7 +60,7 @@ def index(environ: Mapping[str, str], variable: str, count: int, count_from: str
 
 
 def address(environ: Mapping[str, str], variable: str) -> str | None:
-    """The address `host:port` in a variable; None if it is not set."""
+    """Reads the address `host:port` in a variable; None if it is not set."""
     written = text(environ, variable)
     if written is not None and (wrong := problem(written)) is not None:
         raise refused(variable, written, ALLOWED, wrong)
@@ -68,7 +68,7 @@ def address(environ: Mapping[str, str], variable: str) -> str | None:
 
 
 def port(environ: Mapping[str, str], variable: str) -> int | None:
-    """The port in a variable; None if it is not set."""
+    """Reads the port in a variable; None if it is not set."""
     written = text(environ, variable)
     if written is None:
         return None

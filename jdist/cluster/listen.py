@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import socket
@@ -108,7 +107,7 @@ def check_free(address: str, port: int) -> None:
         ClusterError: the address is not this machine's.
     """
     try:
-        with contextlib.closing(_server(address, port)):
+        with _server(address, port):
             return
     except OSError as exc:
         raise _refusal(exc)(

@@ -240,7 +240,7 @@ class Runtime:
         return bool(self._blocked) or is_exchanging(self._thread) or (newest is not None and not newest.is_ready())
 
     def _patience_s(self) -> float:
-        """How long this process waits for others at one step."""
+        """Computes how long this process waits for others at one step."""
         if isinstance(self._progress_timeout_s, int | float):
             return self._progress_timeout_s
         calls = sorted(self._calls_s)
@@ -316,7 +316,7 @@ def alone() -> Runtime:
 
 
 def started() -> Runtime | None:
-    """The cluster that this process is in; None before `start`, and with one process."""
+    """Returns the cluster that this process is in; None before `start`, and with one process."""
     return _started
 
 

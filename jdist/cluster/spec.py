@@ -128,7 +128,7 @@ class ClusterSpec:
         return self.processes[0]
 
     def as_tf_config(self) -> dict[str, Any]:
-        """What TF_CONFIG would hold, as `json.dumps` takes it; an address that is not known is None.
+        """Makes the value of TF_CONFIG, for `json.dumps`; an address that is not known is None.
 
         Example:
             >>> ClusterSpec(jobs={"worker": ("a:1",)}, task_type="worker", task_index=0).as_tf_config()
@@ -140,14 +140,14 @@ class ClusterSpec:
         }
 
     def describe(self) -> str:
-        """Several lines for people: the cluster, this process, and where each value came from."""
+        """Describes the cluster, this process, and the origin of each value, in several lines."""
         lines = [f"cluster from {self.resolver}"]
         for name, value, origin in self._rows():
             lines.append(f"  {name:<13} {value}" + (f"  [{origin}]" if origin else ""))
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """Names, values, and where each came from, if that is known."""
+        """Lists names, values, and their origins, if these are known."""
         devices = self.local_device_ids
         rows = [(name, _listed(addresses), "jobs") for name, addresses in self.jobs.items()]
         rows.append(("this process", self._place(), "task_index"))
@@ -169,7 +169,7 @@ class ClusterSpec:
 
 
 def _listed(addresses: tuple[str | None, ...]) -> str:
-    """The first addresses and the last, with their number where some are left out."""
+    """Lists the first addresses and the last, with their number where some are left out."""
     names = [address or "(address not known)" for address in addresses]
     if len(names) <= 6:
         return ", ".join(names)

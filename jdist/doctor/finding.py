@@ -19,15 +19,12 @@ class Finding:
 
 
 def passed(check: str, text: str) -> Finding:
-    """Makes a finding that all is right."""
     return Finding(status="pass", check=check, text=text)
 
 
 def warned(check: str, text: str, remedy: str) -> Finding:
-    """Makes a finding to know of."""
     return Finding(status="warn", check=check, text=text, remedy=remedy)
 
 
 def failed(check: str, text: str, remedy: str) -> Finding:
-    """Makes a finding that keeps a job from running."""
     return Finding(status="fail", check=check, text=text, remedy=remedy)

@@ -22,7 +22,6 @@ class Console:
 
     @property
     def is_full(self) -> bool:
-        """Whether more is waiting than should."""
         return self._size > FULL
 
     def write(self, file: IO[str], lines: bytes) -> None:

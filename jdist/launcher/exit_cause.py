@@ -16,6 +16,16 @@ from jdist.cluster.lost_peer import RECORD
 WORKER, EVALUATOR, CHIEF = "worker", "evaluator", "chief"
 QUICK_S = 30.0  # an attempt that fails sooner has hardly begun: the next one waits longer
 _CANNOT_BE_STARTED = (126, 127)  # as shells say: not executable, not found
+_HEADER = re.compile(r"\s*(\+ Exception Group )?Traceback \(most recent call last\):")
+# Lines that XLA and its libraries write round an error: log lines of absl, banners, traces of their own.
+_NOISE = re.compile(
+    r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
+    r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
+)
+_MESSAGE = "jdist: "  # begins a message of jdist's; a record for programs, and a frame of a stack, do not explain
+_NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
+LONGEST = 30  # lines
+LINES_WITHOUT = 8
 
 
 @dataclass(frozen=True, order=True)
@@ -106,7 +116,7 @@ def count_lost(ends: Iterable[End]) -> int:
 
 
 def exit_code(end: End) -> int:
-    """The exit code of the launcher after `end`: its own, or 128 plus the signal's number as in shells."""
+    """Computes the launcher's exit code after `end`: its own, or 128 plus the signal's number as in shells."""
     return end.code if end.code >= 0 else 128 - end.code
 
 
@@ -133,20 +143,8 @@ def describe(end: End) -> str:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; real-time signals have only a number."""
+    """Names a signal, `SIGKILL` for 9; real-time signals have only a number."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-_HEADER = re.compile(r"\s*(\+ Exception Group )?Traceback \(most recent call last\):")
-# Lines that XLA and its libraries write round an error: log lines of absl, banners, traces of their own.
-_NOISE = re.compile(
-    r"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*: [IWEF] |WARNING: (All log messages|Logging) before "
-    r"|=== Source Location Trace|\*{3} |learning/|(external|third_party|xla|tsl)/\S+\.(cc|h):\d+|PC: @|\s*@\s+0x"
-)
-_MESSAGE = "jdist: "  # begins a message of jdist's; a record for programs, and a frame of a stack, do not explain
-_NO_REASON = re.compile(rf"{re.escape(RECORD)}\{{|jdist: (    |process \d+, step )")
-LONGEST = 30  # lines
-LINES_WITHOUT = 8
 
 
 def explanation(stderr: str) -> list[str]:
@@ -198,7 +196,7 @@ def cause(stderr: str) -> str:
 
 
 def _last_traceback(lines: list[str]) -> int | None:
-    """The number of the last traceback's header."""
+    """Finds the last traceback's header."""
     return max((n for n, line in enumerate(lines) if _HEADER.match(line)), default=None)
 
 
@@ -207,7 +205,7 @@ def _without_noise(lines: list[str]) -> list[str]:
 
 
 def _message(lines: list[str], header: int) -> int:
-    """The number of the line after the frames, which are indented; in a group, behind a bar."""
+    """Finds the line after the frames, which are indented; in a group, behind a bar."""
     group = lines[header].lstrip().startswith("+")
     for n in range(header + 1, len(lines)):
         line = lines[n].lstrip().removeprefix("| ") if group else lines[n]

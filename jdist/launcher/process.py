@@ -45,7 +45,6 @@ class LogFile:
             self.problem = exc
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
@@ -212,7 +211,6 @@ class Process:
         self.close()
 
     def close(self) -> None:
-        """Closes its pipes and its log."""
         self.control.close()
         for pipe in (self._guard.stdout, self._guard.stderr):
             if pipe is not None:

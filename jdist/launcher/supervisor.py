@@ -55,7 +55,7 @@ NOTICE_S = 5.0  # between the first and the last that leave because a peer is lo
 
 
 def begin(settings: Settings, now: float) -> tuple[State, Commands]:
-    """The first state, and the command to start the first attempt."""
+    """Makes the first state, and the command to start the first attempt."""
     return _start(State(settings=settings, size=settings.largest, regrow_s=settings.regrow_s), now)
 
 
@@ -280,7 +280,7 @@ def _send(state: State, tasks: frozenset[Task], number: signal.Signals) -> tuple
 
 
 def _plan(at: float, grace_s: float, *signals: signal.Signals) -> Plan:
-    """The signals from `at` on, `grace_s` apart, and after the last one to give up."""
+    """Plans the signals from `at` on, `grace_s` apart, and after the last one to give up."""
     return tuple((at + n * grace_s, number) for n, number in enumerate((*signals, None)))
 
 

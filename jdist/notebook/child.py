@@ -16,17 +16,17 @@ from jdist.notebook import source, values
 
 
 def given_file(script: Path) -> Path:
-    """The file of a script's arguments, names and defaults."""
+    """Names the file of a script's arguments, names and defaults."""
     return script.with_suffix(".given.npz")
 
 
 def returned_file(script: Path) -> Path:
-    """The file of the function's result in process 0."""
+    """Names the file of the function's result in process 0."""
     return script.with_suffix(".returned.npz")
 
 
 def given(script: str, name: str) -> Any:
-    """The value of a name of the notebook, for the file `script`."""
+    """Returns the value of a name of the notebook, for the file `script`."""
     return _given(script)["names"][name]
 
 

@@ -186,7 +186,7 @@ def _unwrapped(value: object) -> object:
 
 
 def _module_of(value: object) -> str:
-    """The module of a value's code, or of its class: `__module__` of a wrapper is that of the wrapped function."""
+    """Names the module of a value's code, or of its class: `__module__` of a wrapper is that of the wrapped function."""
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
     return str(getattr(value.__func__, "__module__", "")) if isinstance(value, MethodType) else type(value).__module__

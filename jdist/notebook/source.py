@@ -157,7 +157,7 @@ def function_in(value: Any) -> FunctionType | None:
 
 
 def _positional(function: FunctionType) -> dict[str, Any]:
-    """The defaults of positional parameters."""
+    """Lists the defaults of positional parameters."""
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
@@ -258,7 +258,7 @@ def _is_as_written(value: Any, expression: ast.expr | None, namespace: Mapping[s
 
 
 def _named(expression: ast.expr, namespace: Mapping[str, object]) -> object:
-    """The value of a name, or of a name in a module."""
+    """Looks up a name, or a name in a module."""
     if isinstance(expression, ast.Name):
         return namespace.get(expression.id, vars(builtins).get(expression.id, _UNKNOWN))
     if isinstance(expression, ast.Attribute) and isinstance(module := _named(expression.value, namespace), ModuleType):

@@ -13,6 +13,7 @@ May import: experiment and what is below it.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,15 +22,11 @@ if TYPE_CHECKING:
     from jdist.plan.table import show as show
 
 __all__ = ["Plan", "plan_config", "show"]
+# `jdist plan` configures JAX before it is imported.
+_LAZY = {"Plan": "jdist.plan.plan", "plan_config": "jdist.plan.plan", "show": "jdist.plan.table"}
 
 
-def __getattr__(name: str) -> Any:  # lazily: `jdist plan` configures JAX before it is imported
-    if name in ("Plan", "plan_config"):
-        from jdist.plan import plan
-
-        return getattr(plan, name)
-    if name == "show":
-        from jdist.plan.table import show
-
-        return show
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'jdist.plan' has no attribute {name!r}")

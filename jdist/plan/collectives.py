@@ -104,7 +104,7 @@ def _starts(module: Module) -> set[tuple[str, str]]:
 
 
 def _chain(instruction: Instruction) -> tuple[str, str] | None:
-    """Which chain of fusions a collective belongs to; None for one that is whole."""
+    """Names the chain of fusions that a collective belongs to; None for one that is whole."""
     number = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return None if number is None else (instruction.opcode, number[1])
 
@@ -201,7 +201,7 @@ def host_copies(module: Module) -> HostCopies:
 
 
 def _moved(instruction: Instruction, operands: list[Instruction]) -> int | None:
-    """Bytes that an instruction copies between device and host; None for one that copies nothing."""
+    """Counts the bytes that an instruction copies between device and host; None for one that copies nothing."""
     opcode, attributes = instruction.opcode, instruction.attributes
     by_message = "is_host_transfer=true" in attributes and "_xla_megascale" not in attributes
     if opcode == "outfeed" or (opcode == "send" and by_message):
@@ -228,7 +228,7 @@ def _is_on_host(shape: str) -> bool:
 
 
 def _on_device(shape: str) -> int:
-    """Bytes of those arrays of a shape that are in the device's memory."""
+    """Counts the bytes of those arrays of a shape that are in the device's memory."""
     return sum(shape_bytes(array) for array in _arrays(shape) if not _is_on_host(array))
 
 

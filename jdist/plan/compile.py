@@ -118,7 +118,7 @@ def _bytes(text: str) -> int:
 
 
 def _loops(planned: PlannedStep, counted_flops: float) -> float:
-    """The work of a call over the compiler's count, which takes each loop's body once.
+    """Estimates the work of a call over the compiler's count, which takes each loop's body once.
 
     It follows from the FLOPs, which are known with all trips: layers in a loop, microbatches and steps of one call move
     their bytes as often as they multiply.

@@ -105,7 +105,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _until_closed(text: str) -> tuple[str, str]:
-    """Splits after the parenthesis that closes the first one."""
+    """Splits a text after the parenthesis that closes the first one."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -186,7 +186,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
 
 
 def _element(outside: dict[str, Instruction], initial: Instruction | None, read: Instruction) -> int | None:
-    """The constant of a loop's initial state at the index that `read` reads."""
+    """Finds the constant of a loop's initial state at the index that `read` reads."""
     index = re.search(r"index=(\d+)", read.attributes)
     if initial is None or initial.opcode != "tuple" or index is None:
         return None
@@ -194,7 +194,7 @@ def _element(outside: dict[str, Instruction], initial: Instruction | None, read:
 
 
 def _constant(known: dict[str, Instruction], instruction: Instruction | None) -> int | None:
-    """The whole number of a constant, followed through copies; None for other instructions."""
+    """Reads the whole number of a constant, followed through copies; None for other instructions."""
     while instruction is not None and instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
         instruction = known.get(instruction.operands[0])
     if instruction is None or instruction.opcode != "constant":

@@ -152,7 +152,7 @@ def _per_step(compiled: CompiledStep, mesh_shape: Mapping[str, int], steps: int)
 
 
 def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
-    """The memory of one device: of its allocator, its maker, or its share of this machine's."""
+    """Finds the memory of one device: of its allocator, its maker, or its share of this machine's."""
     if target.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
     stats = devices[0].memory_stats() if target.is_here else None

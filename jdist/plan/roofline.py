@@ -142,7 +142,7 @@ def estimate(
 
 
 def _crossing(exchanged: Sequence[Collective], joined: int, domains: int) -> float:
-    """Bytes that a chip sends over the network to other domains, of `joined` chips each."""
+    """Counts the bytes that a chip sends over the network to other domains, of `joined` chips each."""
     messages = [c for c in exchanged if c.kind.endswith(BETWEEN_SLICES)]
     if messages:  # the program was compiled for several slices, and the compiler has listed what crosses
         return sum(_factor(c.kind.removesuffix(BETWEEN_SLICES), domains) * c.bytes for c in messages)
@@ -150,7 +150,7 @@ def _crossing(exchanged: Sequence[Collective], joined: int, domains: int) -> flo
 
 
 def _factor(kind: str, n: int) -> float:
-    """Bytes that one of `n` chips, or domains, sends for each byte of payload, in a ring or a torus."""
+    """Computes the bytes that one of `n` chips, or domains, sends for each byte of payload, in a ring or a torus."""
     if n == 1:
         return 0.0
     if kind == "all-reduce":

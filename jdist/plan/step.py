@@ -30,7 +30,6 @@ class PlannedStep:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state."""
         leaves = [jax.eval_shape(jax.random.key_data, x) if is_key(x) else x for x in jax.tree.leaves(self.state)]
         return sum(x.size * x.dtype.itemsize for x in leaves)
 

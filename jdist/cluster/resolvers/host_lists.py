@@ -31,7 +31,7 @@ _LSF_MEND = "LSF sets it; start the tasks by blaunch."
 
 
 def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read SM_HOSTS, a JSON list of all hosts, and SM_CURRENT_HOST: one process on each host, with all its GPUs.
+    """Reads SM_HOSTS, a JSON list of all hosts, and SM_CURRENT_HOST: one process on each host, with all its GPUs.
 
     The processes are numbered in the hosts' order, algo-2 before algo-10. Where SageMaker starts the program by mpirun or
     torchrun, with several processes on a host, `open_mpi` and `torchrun` come first.
@@ -62,7 +62,7 @@ def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read SKYPILOT_NODE_IPS, an address a line, and SKYPILOT_NODE_RANK: one process on each node, with all its GPUs.
+    """Reads SKYPILOT_NODE_IPS, an address a line, and SKYPILOT_NODE_RANK: one process on each node, with all its GPUs.
 
     Returns:
         The spec, with workers alone; None if there is one node, or the variables are not set.
@@ -98,7 +98,7 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the hosts of this LSF job, "hostA 1 hostB 1", and which of blaunch's tasks this is, from 1 on.
+    """Reads the hosts of this LSF job, "hostA 1 hostB 1", and which of blaunch's tasks this is, from 1 on.
 
     It needs one slot on each host (`bsub -n 4 -R "span[ptile=1]" blaunch ...`): of several slots LSF does not say how many
     tasks blaunch has started. jsrun's ranks are those of `mpi`.
@@ -134,7 +134,7 @@ def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def lsf_slots(listed: str) -> dict[str, int]:
-    """Read how many slots each host has.
+    """Reads how many slots each host has.
 
     Example:
         >>> lsf_slots("hostA 2 hostB 1")
@@ -148,7 +148,7 @@ def lsf_slots(listed: str) -> dict[str, int]:
 
 
 def sagemaker_rank_0(environ: Mapping[str, str], current: str) -> tuple[str, str]:
-    """Find the address of process 0 under SageMaker's mpirun, and its variables.
+    """Finds the address of process 0 under SageMaker's mpirun, and its variables.
 
     mpirun runs on the host of rank 0, and hands its SM_CURRENT_HOST, `current`, on to all ranks.
     """
@@ -169,7 +169,7 @@ def _listed(
     port_from: str,
     index_from: str,
 ) -> ClusterSpec:
-    """Make the spec of one process on each host."""
+    """Makes the spec of one process on each host."""
     addresses, jobs_from = chosen_coordinator(environ, [join(host, port) for host in hosts], hosts_from, port_from)
     return workers_spec(
         environ, resolver, addresses, index, jobs_from=jobs_from, count_from=hosts_from, index_from=index_from
@@ -192,5 +192,5 @@ def _sagemaker_hosts(source: str) -> list[str]:
 
 
 def _numeric(host: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within names by their value."""
+    """Makes a key that sorts numbers within names by their value."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"([0-9]{1,18})", host)]

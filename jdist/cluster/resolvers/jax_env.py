@@ -18,7 +18,7 @@ _FIRST_PORT, _PORTS = 20000, 4096
 
 
 def jax_env(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the three variables of JAX: the address of process 0, the number of processes, this one's index.
+    """Reads the three variables of JAX: the address of process 0, the number of processes, this one's index.
 
     It applies once JAX_NUM_PROCESSES or JAX_PROCESS_ID is set; then all three must be. JAX_COORDINATOR_ADDRESS alone
     only corrects the address that another resolver finds.
@@ -46,7 +46,7 @@ def counted(
     count_variable: str,
     index_variable: str,
 ) -> ClusterSpec:
-    """Make the spec from the coordinator's address, which must be known, and variables with count and index."""
+    """Makes the spec from the coordinator's address, which must be known, and variables with count and index."""
     mend = f"Set {address_variable}, {count_variable} and {index_variable} together on every process."
     count = environment.needed(environ, count_variable, mend, least=1)
     if count > MOST:
@@ -77,7 +77,7 @@ def workers_spec(
     gpus: tuple[int, ...] | None = None,
     gpus_from: str | None = None,
 ) -> ClusterSpec:
-    """Make the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`.
+    """Makes the spec of a job of workers alone; `*_from` are the variables of its values, for `origins`.
 
     The GPUs are those of `chosen_devices`, by default `gpus`.
     """
@@ -93,7 +93,7 @@ def workers_spec(
 
 
 def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> tuple[int, str]:
-    """Take the port of process 0 from JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS, else the default; and its origin.
+    """Takes the port of process 0 from JAX_COORDINATOR_PORT or JAX_COORDINATOR_ADDRESS, else the default; and its origin.
 
     Raises:
         ClusterConfigError: no port, or the two differ.
@@ -109,7 +109,7 @@ def chosen_port(environ: Mapping[str, str], default: int, default_from: str) -> 
 def chosen_coordinator(
     environ: Mapping[str, str], processes: Sequence[str | None], *sources: str
 ) -> tuple[tuple[str | None, ...], str]:
-    """Move process 0 to JAX_COORDINATOR_ADDRESS, if that is set.
+    """Moves process 0 to JAX_COORDINATOR_ADDRESS, if that is set.
 
     Returns:
         The addresses of all processes, and their variables joined by commas, without empty ones and repetitions.
@@ -121,7 +121,7 @@ def chosen_coordinator(
 
 
 def derived_port(number: int) -> int:
-    """Compute the port of process 0 from a job's number: even, as the one after it belongs to the same job.
+    """Computes the port of process 0 from a job's number: even, as the one after it belongs to the same job.
 
     It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different ports.
 
@@ -135,7 +135,7 @@ def derived_port(number: int) -> int:
 def chosen_devices(
     environ: Mapping[str, str], default: tuple[int, ...] | None = None, default_from: str | None = None
 ) -> tuple[tuple[int, ...] | None, dict[str, str]]:
-    """Take the GPUs from JAX_LOCAL_DEVICE_IDS ("0,1"), else the default.
+    """Takes the GPUs from JAX_LOCAL_DEVICE_IDS ("0,1"), else the default.
 
     Returns:
         The numbers, None for all; and the spec's `origins` of them, with `default_from` for the default.

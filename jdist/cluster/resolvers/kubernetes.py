@@ -20,7 +20,7 @@ _HOST, _PORT, _COUNT, _INDEX = "COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_P
 
 
 def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the variables of a pod.
+    """Reads the variables of a pod.
 
     - Kubeflow Trainer, with a runtime whose policy is `jax`: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
       JAX_PROCESS_ID are set.
@@ -62,7 +62,7 @@ def kubernetes(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _joined(environ: Mapping[str, str]) -> str:
-    """The address whose host and port are in two variables."""
+    """Joins the address whose host and port are in two variables."""
     host = environ[_HOST].strip()
     address = join(host, environment.port(environ, _PORT) or 0)
     if (wrong := problem(address)) is not None:
@@ -71,7 +71,7 @@ def _joined(environ: Mapping[str, str]) -> str:
 
 
 def leader_worker_set(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the group of a LeaderWorkerSet's pod: one process in each pod, the leader first.
+    """Reads the group of a LeaderWorkerSet's pod: one process in each pod, the leader first.
 
     Each group is a job of its own.
 

@@ -59,10 +59,25 @@ LAUNCHERS = (
         command="mpiexec -genv JAX_COORDINATOR_ADDRESS HOST:PORT",
     ),
 )
+_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
+_OPEN_MPI_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
+OPEN_MPI = Launcher(
+    name="Open MPI's mpirun",
+    resolver="open_mpi",
+    count="OMPI_COMM_WORLD_SIZE",
+    rank="OMPI_COMM_WORLD_RANK",
+    local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    jobs=("PMIX_NAMESPACE", _OPEN_MPI_URI),
+    command="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT",
+    needs_local=True,
+)
+_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, which mpirun hands on to all ranks
+_URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
 
 
 def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
+    """Reads rank and number of ranks as hydra (MPICH, Intel MPI), MVAPICH2, PALS, jsrun and Flux set them.
 
     None of them sets where rank 0 runs. When all ranks are on one host, that is localhost; else say where it is, by
     JAX_COORDINATOR_ADDRESS. Several ranks of a host share its GPUs as under Open MPI.
@@ -93,32 +108,15 @@ def mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _with_local_count(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the number of ranks of this node, where all nodes of a Flux job have as many."""
+    """Adds the number of ranks of this node, where all nodes of a Flux job have as many."""
     ranks, nodes = (environment.number(environ, name, FLUX.mend, least=1) for name in (FLUX.count, _FLUX_NODES))
     if ranks is None or nodes is None or ranks % nodes != 0:
         return environ
     return {**environ, FLUX.local_count: str(ranks // nodes)}
 
 
-_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
-_OPEN_MPI_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
-OPEN_MPI = Launcher(
-    name="Open MPI's mpirun",
-    resolver="open_mpi",
-    count="OMPI_COMM_WORLD_SIZE",
-    rank="OMPI_COMM_WORLD_RANK",
-    local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    jobs=("PMIX_NAMESPACE", _OPEN_MPI_URI),
-    command="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT",
-    needs_local=True,
-)
-_MPIJOB = "/etc/mpi/"  # where Kubeflow's MPI operator puts the list of hosts, which mpirun hands on to all ranks
-_URI = re.compile(r"([0-9]{1,18})\.[0-9]+;tcp(?:://([^,:]+)|6://\[([^,\]]+)).*", re.DOTALL)
-
-
 def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read this process's rank, how many there are, and where mpirun runs.
+    """Reads this process's rank, how many there are, and where mpirun runs.
 
     Process 0 must be found by the others. When all ranks are on one host, that is localhost. Else mpirun up to version
     4 says on which host it runs itself, and rank 0 is taken to be there; on SageMaker it is on the host whose
@@ -151,7 +149,7 @@ def open_mpi(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _mpirun_address(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The address of process 0 on mpirun's host, and its variables; None where process 0 is elsewhere."""
+    """Finds the address of process 0 on mpirun's host, and its variables; None where process 0 is elsewhere."""
     current = environment.text(environ, SM_CURRENT)
     if environment.text(environ, SM_HOSTS) is not None and current is not None:
         return sagemaker_rank_0(environ, current)

@@ -51,7 +51,7 @@ class Launcher:
 def ranked(
     environ: Mapping[str, str], launcher: Launcher, first: Callable[[], tuple[str, str] | None] = lambda: None
 ) -> ClusterSpec:
-    """Make the spec of a rank.
+    """Makes the spec of a rank.
 
     Args:
         environ: the environment.
@@ -85,11 +85,11 @@ def ranked(
 
 
 def _local(environ: Mapping[str, str], launcher: Launcher, count: int) -> tuple[int | None, int | None]:
-    """How many ranks this host has, and which of them this is; None where the launcher does not say."""
-    local_count = environment.number(environ, launcher.local_count, launcher.mend, least=1)
-    if local_count is None and not launcher.needs_local:
+    """Reads how many ranks this host has, and which of them this is; None where the launcher does not say."""
+    read = environment.needed if launcher.needs_local else environment.number
+    local_count = read(environ, launcher.local_count, launcher.mend, least=1)
+    if local_count is None:
         return None, environment.number(environ, launcher.local_rank, launcher.mend)
-    local_count = environment.needed(environ, launcher.local_count, launcher.mend, least=1)
     if local_count > count:
         raise refused(launcher.local_count, local_count, f"at most {count}, the number of all ranks", launcher.mend)
     return local_count, environment.index(
@@ -104,7 +104,7 @@ def _first(
     *,
     everyone_here: bool,
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Process 0's address and the variables it came from; None if it is in JAX_COORDINATOR_ADDRESS."""
+    """Finds process 0's address and its variables; None if it is in JAX_COORDINATOR_ADDRESS."""
     if environment.address(environ, ADDRESS) is not None:
         return None, (launcher.count,)
     if everyone_here:
@@ -123,7 +123,7 @@ def _first(
 def _one_gpu(
     environ: Mapping[str, str], launcher: Launcher, local_count: int | None, local_index: int | None
 ) -> tuple[int, ...] | None:
-    """The GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
+    """Chooses the GPU of one rank of several on a host; None for all that it sees, where it is alone or is shown its own."""
     if local_index is None or local_count == 1:
         return None
     visible = next((value for name in VISIBLE if (value := environment.text(environ, name)) is not None), None)

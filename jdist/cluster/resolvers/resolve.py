@@ -65,7 +65,7 @@ _FOR_SEVERAL = (
 
 
 def unplaced(environ: Mapping[str, str]) -> None:
-    """Refuse an environment in which this process was started as one of several, without their addresses.
+    """Refuses an environment in which this process was started as one of several, without their addresses.
 
     It never finds a cluster.
 
@@ -76,7 +76,7 @@ def unplaced(environ: Mapping[str, str]) -> None:
 
 
 def allocation(environ: Mapping[str, str]) -> None:
-    """Refuse an environment with room for several processes, where this one was not started as one of them.
+    """Refuses an environment with room for several processes, where this one was not started as one of them.
 
     A strategy of one process, in a notebook of an allocation for instance, has nothing to do with it. It never finds a cluster.
 
@@ -126,7 +126,7 @@ DEFAULT: tuple[Resolver, ...] = (*STARTED, allocation)
 
 
 def resolve(environ: Mapping[str, str] | None = None, resolvers: Sequence[Resolver] = DEFAULT) -> ClusterSpec:
-    """Find the cluster of this process in its environment.
+    """Finds the cluster of this process in its environment.
 
     Args:
         environ: the environment; that of this process if None.
@@ -161,7 +161,7 @@ def simple(
     task_index: int,
     local_device_ids: Sequence[int] | None = None,
 ) -> ClusterSpec:
-    """Name a cluster by arguments; the environment is not read.
+    """Names a cluster by arguments; the environment is not read.
 
     Args:
         jobs: for each of "chief", "worker", "ps", "evaluator" the tasks' addresses, "host:port".
@@ -190,7 +190,7 @@ def simple(
 
 
 def union(*parts: Resolver | ClusterSpec) -> Resolver:
-    """Join the clusters of several resolvers, as tf.distribute's UnionResolver does.
+    """Joins the clusters of several resolvers, as tf.distribute's UnionResolver does.
 
     The first part that applies says which task this process is, and which GPUs it takes. A job that several parts name
     has the tasks of all, in the parts' order; parts that name the same addresses in the same order agree, and

@@ -26,10 +26,18 @@ TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 HET_SIZE = "SLURM_HET_SIZE"
 _NO_TASKS = 4294967290  # from here on Slurm numbers its own steps: of salloc's shell, of the batch script
 _MEND = "Start the tasks by srun, which sets it."
+ON_NODE = "SLURM_GPUS_ON_NODE"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+PLATFORMS = "JAX_PLATFORMS"
+_NONE = ("-1", "NoDevFiles")  # they stand for no GPU
+_ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
+_PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) -> ClusterSpec | None:
-    """Read the nodes of this job step, how many tasks each has, and which task this is.
+    """Reads the nodes of this job step, how many tasks each has, and which task this is.
 
     Each task is a process. The port of process 0 follows from the numbers of job and step, so that all tasks know it;
     JAX_COORDINATOR_PORT is another choice, JAX_COORDINATOR_ADDRESS also another network. A task alone on its node takes all
@@ -109,7 +117,7 @@ def _is_in_step(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[int], str]:
-    """The number of tasks on each node, and its variable."""
+    """Reads the number of tasks on each node, and its variable."""
     count_from = next((name for name in COUNTS if environment.text(environ, name) is not None), COUNTS[0])
     count = environment.number(environ, count_from, _MEND, least=1)
     variable = next((name for name in TASKS_PER_NODE if environment.text(environ, name) is not None), None)
@@ -128,7 +136,7 @@ def _tasks_per_node(environ: Mapping[str, str], num_nodes: int) -> tuple[list[in
 
 
 def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int]]:
-    """Each task's node and its number there: node after node (Slurm's "block"), or in turn ("cyclic")."""
+    """Lists each task's node and its number there: node after node (Slurm's "block"), or in turn ("cyclic")."""
     by_block = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     how = environment.text(environ, DISTRIBUTION) or "block"
     if how.startswith(("plane", "arbitrary")):
@@ -139,7 +147,7 @@ def _places(environ: Mapping[str, str], tasks: list[int]) -> list[tuple[int, int
 
 
 def _port(environ: Mapping[str, str]) -> tuple[int, str]:
-    """The port of the first task of each node; the others have the ports after it, two each."""
+    """Computes the port of the first task of each node; the others have the ports after it, two each."""
     job = environment.needed(environ, JOB, _MEND)
     step = environment.number(environ, STEP, _MEND) or 0
     # Steps of one job often share nodes: 7 lies between the ports of a job's first step and the next job's.
@@ -149,7 +157,7 @@ def _port(environ: Mapping[str, str]) -> tuple[int, str]:
 def _assigned(
     addresses: list[str], rank: int, jobs: Mapping[str, int] | None
 ) -> tuple[dict[str, tuple[str | None, ...]], str, int]:
-    """The jobs' addresses, and the job and index of a rank."""
+    """Assigns the addresses to the jobs, and the rank to a job and an index."""
     if jobs is None:
         return {"worker": tuple(addresses)}, "worker", rank
     wrong = [name for name in jobs if name not in JOBS]
@@ -166,14 +174,8 @@ def _assigned(
     return members, job, index
 
 
-ON_NODE = "SLURM_GPUS_ON_NODE"
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-PLATFORMS = "JAX_PLATFORMS"
-_NONE = ("-1", "NoDevFiles")  # they stand for no GPU
-
-
 def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[int, ...] | None, str | None]:
-    """Share the GPUs of this node among its `tasks`, of which this is number `local`.
+    """Shares the GPUs of this node among its `tasks`, of which this is number `local`.
 
     Returns:
         The numbers of this task's GPUs among those that it sees, and their variables; None for all that it sees, where it is
@@ -202,14 +204,8 @@ def own_gpus(environ: Mapping[str, str], tasks: int, local: int) -> tuple[tuple[
     return tuple(range(local * share, (local + 1) * share)), f"{ON_NODE}, SLURM_LOCALID"
 
 
-_ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]*\])+")
-_PART = re.compile(r"([A-Za-z0-9._-]+)|\[([0-9,-]*)\]")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-
-
 def expand_nodes(listed: str, variable: str) -> list[str]:
-    """Expand Slurm's list of nodes, in its order; a range keeps its leading zeros.
+    """Expands Slurm's list of nodes, in its order; a range keeps its leading zeros.
 
     Raises:
         ClusterConfigError: it is no such list, a range counts down, or a node is there twice.
@@ -238,7 +234,7 @@ def expand_nodes(listed: str, variable: str) -> list[str]:
 
 
 def _numbers(ranges: str, listed: str, variable: str) -> list[str]:
-    """Expand the ranges in brackets, "1-3,07"; each number keeps its zeros."""
+    """Expands the ranges in brackets, "1-3,07"; each number keeps its zeros."""
     numbers: list[str] = []
     for part in ranges.split(","):
         bounds = _RANGE.fullmatch(part)
@@ -258,7 +254,7 @@ def _no_nodes(variable: str, listed: str) -> Exception:
 
 
 def expand_tasks(listed: str, variable: str) -> list[int]:
-    """Expand Slurm's list of the number of tasks on each node.
+    """Expands Slurm's list of the number of tasks on each node.
 
     Raises:
         ClusterConfigError: it is no such list, or a node has no task.

@@ -15,10 +15,13 @@ from jdist.errors import ClusterConfigError
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
+VERTEX = "CLUSTER_SPEC"
+_VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
+_VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
 
 
 def tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read TF_CONFIG.
+    """Reads TF_CONFIG.
 
     `cluster` maps each job to a list of addresses (or to an object from index to address), `task` says which of them
     this process is. Other keys (`environment`, `rpc_layer`) are not read. Without a chief, worker 0 is the chief. An
@@ -85,7 +88,7 @@ def _parse(source: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; Python itself would take the last of two values of one key."""
+    """Makes an object of JSON with each key once: Python itself would take the last of two values."""
     entries: dict[str, Any] = {}
     for key, value in pairs:
         if key in entries:
@@ -99,7 +102,7 @@ def _constant(name: str) -> Any:
 
 
 def _tasks(job: str, tasks: Any) -> Any:
-    """A job's addresses in order; an object from index to address becomes a list, if it has no gap."""
+    """Lists a job's addresses in order; an object from index to address becomes a list, if it has no gap."""
     if not isinstance(tasks, dict):
         return tasks
     by_index: dict[int, Any] = {}
@@ -130,13 +133,8 @@ def _index(value: Any, field: str) -> int:
     return index
 
 
-VERTEX = "CLUSTER_SPEC"
-_VERTEX_JOBS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
-_VERTEX_MEND = "Vertex AI sets it; unset it where it is another program's."
-
-
 def vertex(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read CLUSTER_SPEC, in which the first worker pool is the chief, and the others are workers, ps and evaluator.
+    """Reads CLUSTER_SPEC, in which the first worker pool is the chief, and the others are workers, ps and evaluator.
 
     Where Vertex AI sets TF_CONFIG as well, that comes first and says the same.
 

@@ -31,7 +31,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     torchrun sets them for each process, with LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's launcher with LOCAL_RANK and
     LOCAL_SIZE; Azure ML with LOCAL_RANK alone; PyTorchJob for each pod. torchrun itself listens at MASTER_PORT, so process 0
@@ -85,7 +85,7 @@ def torchrun(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _rank_0(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The address of process 0 and its variables; None if they are not set."""
+    """Finds the address of process 0 and its variables; None if they are not set."""
     if (address := _address(environ, HOST, PORT)) is None:
         return None
     local_count = environment.text(environ, TORCHRUN.local_count)
@@ -97,7 +97,7 @@ def _rank_0(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _address(environ: Mapping[str, str], host_variable: str, port_variable: str) -> str | None:
-    """The address of process 0; None if its host is not set."""
+    """Reads the address of process 0; None if its host is not set."""
     host = environment.text(environ, host_variable)
     if host is None:
         return None

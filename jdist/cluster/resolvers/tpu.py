@@ -20,7 +20,7 @@ _MEND_SLICES = f"Set {FIRST}, {SLICES} and {SLICE} together on every host."
 
 
 def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Read the hosts of a TPU slice and this process's place among them.
+    """Reads the hosts of a TPU slice and this process's place among them.
 
     GKE sets these variables in every pod that asks for TPUs: one process on each host. Several processes on a host, each
     with chips of its own, are listed in TPU_PROCESS_ADDRESSES, and CLOUD_TPU_TASK_ID says which this is. With several
@@ -81,7 +81,7 @@ def tpu(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def _split(entry: str, variable: str) -> tuple[str, int | None]:
-    """The host of an entry, and the port with which TPU_PROCESS_ADDRESSES writes it."""
+    """Splits an entry into its host and the port with which TPU_PROCESS_ADDRESSES writes it."""
     host, colon, port = entry.rpartition(":")
     number = environment.whole_number(port)
     if not colon or number is None or (":" in host and not host.startswith("[")):
@@ -93,13 +93,13 @@ def _split(entry: str, variable: str) -> tuple[str, int | None]:
 
 
 def _free_port(entries: list[tuple[str, int | None]]) -> int:
-    """Find two ports in a row that are not libtpu's: eight processes of a host have 8476 to 8483."""
+    """Finds two ports in a row that are not libtpu's: eight processes of a host have 8476 to 8483."""
     of_libtpu = {port for _, port in entries}
     return next(port for port in range(PORT, PORT + 4 * len(entries) + 4, 2) if not {port, port + 1} & of_libtpu)
 
 
 def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
-    """How many slices there are, and which this is."""
+    """Reads how many slices there are, and which this is."""
     slices = environment.number(environ, SLICES, _MEND_SLICES, least=1)
     if slices is None:
         if (index := environment.text(environ, SLICE)) is not None:
@@ -113,7 +113,7 @@ def _slices(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """The host of process 0 in the first slice; the variable's port is that of another service."""
+    """Finds the host of process 0 in the first slice; the variable's port is that of another service."""
     address = environment.text(environ, FIRST)
     if address is None:
         raise refused(FIRST, None, "the first host of the first slice", _MEND_SLICES)

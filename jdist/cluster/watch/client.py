@@ -42,7 +42,7 @@ class Identity:
     token: str  # shared by all processes of the job; "" for none
 
     def label(self, process: int) -> str:
-        """A process for people: its number, and its address if that is known."""
+        """Names a process for people: its number, and its address if that is known."""
         address = self.addresses[process] if 0 <= process < len(self.addresses) else None
         return f"process {process}" + (f" ({address})" if address else "")
 
@@ -119,7 +119,6 @@ class Watch:
 
     @property
     def lost(self) -> PeerLostError | None:
-        """The loss of a process; None if none is lost."""
         return self._lost
 
     def progress(self, step: int) -> None:

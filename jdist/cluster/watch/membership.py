@@ -88,7 +88,7 @@ Transition = tuple[Membership, list[Outgoing]]
 
 
 def refusal(state: Membership, hello: Message) -> str | None:
-    """Why a process that says hello cannot take part, as a clause; None if it can."""
+    """Says why a process that sends a hello cannot take part, as a clause; None if it can."""
     process, count = hello.get("process"), hello.get("count")
     if count != state.count:
         return f"it was started as one of {count!r} processes, process 0 as one of {state.count}"

@@ -16,7 +16,7 @@ class BadMessage(ValueError):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The bytes of a message."""
+    """Encodes a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -81,7 +81,7 @@ class Connection:
             self._unsent.clear()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come whole by now.
+        """Receives the messages that have come whole by now.
 
         Raises:
             OSError: the connection is broken, or was closed at its other end.
@@ -119,11 +119,9 @@ class WakeupPipe:
         self._reader.setblocking(False)
 
     def fileno(self) -> int:
-        """For the selector."""
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Wakes the thread."""
         with contextlib.suppress(OSError):  # full: it wakes already; closed: nobody waits any more
             self._writer.send(b"!")
 

@@ -4,9 +4,9 @@
 
 `--write` puts them into the pages of docs/design/ that show a walk.
 
-Two calls of a step under `mirrored`, the first, which traces it, and one after it; and one step under `parameter_server` after the first, in the
-program, a worker and a server. Counted are Python functions of jdist/ that are called meanwhile, by any thread: what only defines something
-(an import, the body of a class) is not.
+Two calls of a step under `mirrored`, the first, which traces it, and one after it; and one step under `parameter_server`
+after the first, in the program, a worker and a server. Counted are Python functions of jdist/ that are called meanwhile, by
+any thread: what only defines something (an import, the body of a class) is not.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def parameter_server(recorder: Recorder) -> dict[str, Walk]:
         step, create, batches = _step(strategy)
         state = strategy.init(create, jax.random.key(0))
         for batch in batches:
-            state, metrics = step(state, batch)
+            state, _ = step(state, batch)
         strategy.coordinator.join()
         time.sleep(1.0)
         (Path(folder) / "record").touch()
         time.sleep(0.1)
         recorder.start()
-        state, metrics = step(state, batch)
+        step(state, batch)
         strategy.coordinator.join()
         walks = {"parameter_server, program": recorder.stop()}
         (Path(folder) / "record").unlink()

@@ -37,10 +37,3 @@ def test_the_diff_is_that_of_a_program_before_and_after():
 
 def test_it_is_read_in_one_go():
     assert len(README.splitlines()) < 130
-
-
-def test_every_strategy_is_in_its_table():
-    from jdist.strategies.by_name import STRATEGIES
-
-    rows = "\n".join(re.findall(r"^\| `.*", README, re.MULTILINE))
-    assert {name for name in STRATEGIES if f"`{name}(" not in rows} == set()

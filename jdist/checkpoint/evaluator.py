@@ -54,7 +54,7 @@ def train_and_evaluate(
         CheckpointError: another process trains into this directory, or a checkpoint does not fit `like`.
 
     Example:
-        >>> import tempfile, jax.numpy as jnp, jdist
+        >>> import tempfile, jax.numpy as jnp, jdist.train
         >>> folder = tempfile.mkdtemp()
         >>> def train():
         ...     with jdist.train.Checkpointer(folder) as checkpoints:

@@ -1,11 +1,12 @@
-"""The README's decorator example runs as it stands, and its two commands exist."""
+"""The README's example runs as it stands, its diff is that of a real program, its commands exist, and it stays short."""
 
 import re
 from pathlib import Path
 
 import jax
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+TESTS = Path(__file__).parent
+README = (TESTS.parent / "README.md").read_text()
 
 
 def test_the_decorator_example_runs_on_all_devices(capsys):
@@ -19,6 +20,20 @@ def test_the_decorator_example_runs_on_all_devices(capsys):
 
 def test_the_first_two_commands_are_targets_of_the_makefile():
     commands = re.findall(r"^make (\w+)", README, re.MULTILINE)
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (TESTS.parent / "Makefile").read_text()
     assert commands[:2] == ["run", "test"]
     assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in commands)
+
+
+def test_the_diff_is_that_of_a_program_before_and_after():
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    programs = TESTS / "existing_steps" / "programs"
+    for name, sign in (("flax_train_state_before.py", "-"), ("flax_train_state_after.py", "+")):
+        program = (programs / name).read_text()
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign, "")]
+        assert "\n".join(lines) in program
+    assert sum(line.startswith("-") for line in diff.splitlines()) == 3
+
+
+def test_it_is_read_in_one_go():
+    assert len(README.splitlines()) < 130

@@ -1,13 +1,11 @@
-"""Every message that jdist's errors are made with, read from its source."""
+"""The messages that jdist's errors are made with, read from its source."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import itertools
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from jdist import errors
 ROOT = Path(__file__).parents[2]
 ANY = "…"  # what varies from error to error
 
-# Calls that make an error, as the reader knows it: the public errors; those of one room, which are raised as their base; and
+# Calls that make an error, and the class a reader sees: public errors, those of one room, which are raised as their base, and
 # functions that give many refusals one form.
 PUBLIC = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.JDistError)
@@ -24,41 +22,9 @@ PUBLIC = {
 MADE_BY = {name: name for name in PUBLIC} | {
     "OptionError": "ConfigError",
     "Problem": "ConfigError",
-    "_refusal": "ConfigError",
-    "Damaged": "CheckpointError",
-    "Untimely": "WireError",
-    "Ended": "DatasetError",
     "refused": "ClusterConfigError",
     "AttributeError": "AttributeError",
-    "TypeError": "TypeError",
-    "TimeoutError": "TimeoutError",
 }
-# Functions whose calls are the messages, and which hold none of their own.
-FORMS = {("cluster/address.py", "refused"), ("tasks/options.py", "_refusal"), ("experiment/validate.py", "refusal")}
-# Errors that never leave the room they are raised in, by file and class.
-INSIDE = {
-    ("ps/server/shard_server.py", "TimeoutError"),  # an answer to a peer
-    ("ps/server/replicated_shard.py", "TimeoutError"),
-    ("ps/transport/bulk.py", "TimeoutError"),
-    ("ps/transport/stream.py", "TimeoutError"),
-}
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place in the source that makes an error.
-
-    Attributes:
-        file: below jdist/.
-        line: there.
-        error: the class that a user sees.
-        messages: what it may say, with `…` for what varies; several where the text depends on a condition.
-    """
-
-    file: str
-    line: int
-    error: str
-    messages: tuple[str, ...]
 
 
 class _Scope:
@@ -115,8 +81,6 @@ def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
         field = [f": `{text}`" for text in scope.texts(keywords["field"])] if "field" in keywords else [""]
         found = ["is not set"] if ast.unparse(call.args[1]) == "None" else [f"is {ANY}"]
         return _all(lambda each: "{}{} {}; it must be {}. {}".format(*each), [variable, field, found, allowed, mend])
-    if name == "_refusal":
-        return [_of_a_config(f"{ANY} is not {text}") for text in scope.texts(call.args[2])]
     if name == "Problem":
         return [_of_a_config(text) for text in scope.texts(keywords["text"])]
     if name == "OptionError":
@@ -124,14 +88,9 @@ def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
     return scope.texts(call.args[0])
 
 
-def _called(node: ast.AST) -> str:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-
-
-def sites() -> Iterator[Site]:
-    """Every place, in the order of files and lines."""
+def messages() -> Iterator[str]:
+    """Every message behind the name of its class, with `…` for what varies; several where the text depends on a condition."""
     for path in sorted(p for p in (ROOT / "jdist").rglob("*.py") if p.name != "__main__.py"):
-        file = path.relative_to(ROOT / "jdist").as_posix()
         module = importlib.import_module(
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         )
@@ -141,26 +100,11 @@ def sites() -> Iterator[Site]:
         owner = {id(inner): holder for holder in holders for inner in ast.walk(holder)}  # the innermost comes last
         classes = {id(inner): n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef) for inner in ast.walk(n)}
         for node in ast.walk(tree):
-            name = _called(node)
-            if file == "errors.py" and isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
-                texts = _Scope(module, functions, owner[id(node)]).texts(node.args[0])
-                if texts != [ANY]:
-                    yield Site(file, node.lineno, classes[id(node)], tuple(texts))
-            if name not in MADE_BY or not isinstance(node, ast.Call) or not (node.args or name == "Problem"):
+            if not isinstance(node, ast.Call):
                 continue
-            holder = owner.get(id(node))
-            if (file, holder.name if holder else "") in FORMS or (file, name) in INSIDE:
-                continue
-            if name in ("PeerLostError", "NonFiniteClosureError"):  # their class has the message
-                continue
-            if name == "_refusal" and file != "tasks/options.py":
-                continue
-            yield Site(file, node.lineno, MADE_BY[name], tuple(_message(node, name, _Scope(module, functions, holder))))
-
-
-def line_of(message: str) -> str:
-    """A message as an entry of docs/troubleshooting/ shows it: its beginning, of a hundred characters at most."""
-    first = re.sub(f"{ANY}+", ANY, message.partition("\n")[0])
-    if first == message and len(first) <= 100:
-        return first
-    return first[: first.rfind(" ", 0, 100)].removesuffix(f" {ANY}") + f" {ANY}"
+            name = ast.unparse(node.func)
+            scope = _Scope(module, functions, owner.get(id(node)))
+            if path.name == "errors.py" and name == "super().__init__":
+                yield from (f"{classes[id(node)]}: {text}" for text in scope.texts(node.args[0]))
+            elif name in MADE_BY and (node.args or name == "Problem"):
+                yield from (f"{MADE_BY[name]}: {text}" for text in _message(node, name, scope))

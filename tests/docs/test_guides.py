@@ -37,4 +37,5 @@ def test_all_that_there_is_is_in_its_table(name: str):
     makers = {each for each in vars(module) if callable(getattr(module, each))} - in_the_text
     rows = "\n".join(re.findall(r"^\| `.*", (DOCS / f"{name}.md").read_text(), re.MULTILINE))
     assert len(makers) > 5
-    assert {each for each in makers if not re.search(rf"`{each}[`(]", rows)} == set()
+    missing = sorted(each for each in makers if not re.search(rf"`{each}[`(]", rows))
+    assert not missing, f"write a row into a table of docs/{name}.md for {', '.join(missing)}"

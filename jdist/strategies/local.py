@@ -96,6 +96,6 @@ def check_reduction(reduction: Reduction, transform: Transform) -> None:
     """
     if transform == "jit" and reduction.name != "psum":
         raise StrategyError(
-            f'the all-reduce is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
+            f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '
             'chooses their algorithm. Leave `all_reduce` out, or use transform="shard_map".'
         )

@@ -78,7 +78,7 @@ def test_how_gradients_are_reduced(options, name):
         (
             {"all_reduce": "ring", "transform": "jit"},
             StrategyError,
-            r"the all-reduce is ring and `transform` is \"jit\"",
+            r"`all_reduce` is ring and `transform` is \"jit\"",
         ),
         ({"all_reduce": "no such"}, StrategyError, r"no such"),
     ],

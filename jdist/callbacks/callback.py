@@ -110,7 +110,7 @@ class Moment:
     @property
     def is_chief(self) -> bool:
         """Whether this process writes: true of one process of a job. Callbacks are called on all."""
-        return self.strategy.cluster is None or self.strategy.cluster.is_chief
+        return self.strategy.cluster.is_chief
 
     def log(self, **values: Any) -> None:
         """Adds numbers, or scalar arrays, to the row of this moment, if it has one.

@@ -14,7 +14,7 @@ from jdist.callbacks.callback import Callback, Moment, Resume, Return
 from jdist.callbacks.watched import check_evaluated, mode_of, value_of
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.checkpoint.checkpointer import Restored
-from jdist.cluster.runtime import alone, together
+from jdist.cluster.runtime import together
 from jdist.core.remote import fetched, shapes_of
 from jdist.core.step_state import StepState, carrying
 from jdist.errors import CheckpointError, StepError
@@ -114,7 +114,7 @@ def saving(
     def on_resume(moment: Moment) -> Resume | None:
         nonlocal saved, history
         saved = (0, 0)
-        cluster = moment.strategy.cluster or alone()
+        cluster = moment.strategy.cluster
         if not resume:
             with together("setting checkpoints aside", _WAIT_S, cluster):
                 if moment.is_chief and folder.exists():
@@ -171,7 +171,7 @@ def saving(
             state = carrying(fetched(state), kept={name: each.get() for name, each in moment.kept.items()})
         rows = notes.pop("rows")
         if not of_run:
-            with together("saving the history", _WAIT_S, moment.strategy.cluster or alone()):
+            with together("saving the history", _WAIT_S, moment.strategy.cluster):
                 if moment.is_chief:
                     for row in rows[len(history.rows) :]:
                         history.write(row["step"], row)

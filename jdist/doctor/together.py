@@ -30,14 +30,14 @@ def join(timeout_s: float) -> tuple[Strategy | None, list[Finding]]:
             "Run `jdist doctor` as every process of the job at the same time (`srun jdist doctor`), or say --alone."
         )
         return None, [failed("together", str(exc), remedy)]
-    count = strategy.cluster.num_processes if strategy.cluster is not None else 1
+    count = strategy.cluster.num_processes
     return strategy, [passed("together", f"all {count} processes came")] if count > 1 else []
 
 
 def clocks(strategy: Strategy, timeout_s: float) -> list[Finding]:
     """Compares the processes' clocks, exchanged at about the same time."""
     cluster = strategy.cluster
-    if cluster is None or cluster.num_processes == 1:
+    if cluster.num_processes == 1:
         return []
     cluster.exchange("doctor: ready", None, timeout_s)
     times = cluster.exchange("doctor: clocks", time.time(), timeout_s)
@@ -53,7 +53,7 @@ def folder(strategy: Strategy, path: Path, timeout_s: float) -> list[Finding]:
     from jdist.checkpoint.folder import open_shared
 
     cluster = strategy.cluster
-    if cluster is None or cluster.num_processes == 1:
+    if cluster.num_processes == 1:
         return []
     missing = [p for p in (path, *path.parents) if not p.exists()] if cluster.is_chief else []
     try:
@@ -77,7 +77,7 @@ def devices(strategy: Strategy, timeout_s: float) -> list[Finding]:
     limit = stats.get("bytes_limit")
     size = f", {limit / 1e9:.1f} GB each" if limit else ""
     findings = [passed("devices", f"{len(local)} x {local[0].device_kind} ({local[0].platform}){size}")]
-    if strategy.cluster is not None and strategy.cluster.num_processes > 1:
+    if strategy.cluster.num_processes > 1:
         of_all = strategy.cluster.exchange("doctor: devices", [len(local), local[0].device_kind], timeout_s)
         if any(each != of_all[0] for each in of_all):
             listed = "; ".join(f"process {i}: {count} x {kind}" for i, (count, kind) in enumerate(of_all))

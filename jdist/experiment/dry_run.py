@@ -13,7 +13,6 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from jdist.cluster.runtime import alone
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import distributed_dataset
 from jdist.errors import ConfigError
@@ -51,7 +50,7 @@ def dry_run(config: Config, document: Document, *, fresh: bool = False, console:
     """
     parts = prepare(config, document, make=without_servers)
     strategy, task = parts.strategy, parts.task
-    console = console or Console(soft_wrap=True, quiet=not (strategy.cluster or alone()).is_chief)
+    console = console or Console(soft_wrap=True, quiet=not strategy.cluster.is_chief)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, emoji=False)

@@ -17,7 +17,7 @@ from jdist.callbacks.checkpoint import saving
 from jdist.callbacks.progress import reporting
 from jdist.checkpoint import Checkpointer, CheckpointWarning
 from jdist.cluster.environment import ATTEMPT
-from jdist.cluster.runtime import alone, together
+from jdist.cluster.runtime import together
 from jdist.cluster.stop import preemption
 from jdist.data.sources.protocol import write_state
 from jdist.errors import NonFiniteError
@@ -77,7 +77,7 @@ def run(
     with together("preparing the run", _PREPARE_S):
         parts = prepare(config, document)
     task, strategy, train, total = parts.task, parts.strategy, config.train, parts.total_steps
-    cluster = strategy.cluster or alone()
+    cluster = strategy.cluster
     resolved = describe(parts.values, document, derived=parts.derived)
     with contextlib.ExitStack() as stack:
         if not cluster.is_chief:
@@ -260,7 +260,7 @@ class _Record:
 
     def _begin(self, moment: Moment) -> None:
         step, total, folder = moment.step, self._parts.total_steps, self._folder
-        with together("opening the metrics", _PREPARE_S, moment.strategy.cluster or alone()):
+        with together("opening the metrics", _PREPARE_S, moment.strategy.cluster):
             if moment.is_chief:
                 resolved, here = self._start
                 write_atomically(folder.config, resolved)

@@ -12,7 +12,6 @@ import numpy as np
 
 from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
-from jdist.cluster.runtime import alone
 from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
 from jdist.data.dataset import DistributedDataset
@@ -73,7 +72,7 @@ class Run:
         length: str = "`steps`",
     ):
         self._strategy, self._train_step, self._feed, self._metrics = strategy, train_step, feed, metrics
-        self._cluster = strategy.cluster or alone()
+        self._cluster = strategy.cluster
         self._callbacks, self._steps, self._passes, self._length = callbacks, steps, passes, length
         self._total = steps if steps is not None else feed.num_steps
         self._log_every, self._evaluate, self._eval_every = log_every, evaluate, eval_every

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jdist
+from jdist import scaling
 from jdist.errors import ConfigError
-from jdist.experiment import scaling
 from jdist.experiment.load import load
 from jdist.experiment.optimizer import build_optimizer, check_optimizer, fill_lengths
 from jdist.experiment.validate import validate

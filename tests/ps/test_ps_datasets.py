@@ -17,6 +17,7 @@ from jdist.ps.worker.data import WorkerData
 
 sys.path.insert(0, str(Path(__file__).parent))
 from flaky import InProcess, Network
+from real_cluster import wait_until
 from test_ps_program import create, loss
 
 ROWS = 50
@@ -171,17 +172,27 @@ def test_a_share_without_an_end(strategy):
     assert len(set(read(strategy, itertools.islice(every_fifth, 60)))) == 60
 
 
-def test_after_a_queue_was_cancelled_the_same_dataset_is_read_again(strategy):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_after_a_queue_was_cancelled_the_same_dataset_is_read_again(strategy, at_once):
     dataset = strategy.coordinator.create_per_worker_dataset("my_data:one_long")
     step, state = jdist.distribute(counting_step, strategy), strategy.init(lambda: create(optax.sgd(0.1)))
     batches = iter(dataset)
-    found = []
-    for batch in itertools.islice(batches, 20):
-        state, metrics = step(state, batch, np.float32("nan" if len(found) == 3 else 1))
-        found.append((batch, metrics["number"]))
-    with pytest.raises(ClosureError, match="NaN or infinite"):
+    found, refused = [], []
+
+    def train():
+        nonlocal state
+        for batch in itertools.islice(batches, 20):
+            refused[:] = [batch]  # the error comes with whichever call is next once it is known, or with `join`
+            state, metrics = step(state, batch, np.float32("nan" if len(found) == 3 else 1))
+            found.append((batch, metrics["number"]))
+            refused.clear()
+            if at_once and len(found) == 4:
+                wait_until(lambda: found[3][1].error is not None)
         strategy.coordinator.join(60)
-    again = [batch for batch, number in found if number.is_cancelled]
+
+    with pytest.raises(ClosureError, match="NaN or infinite"):
+        train()
+    again = [batch for batch, number in found if number.is_cancelled] + refused
     rest = read(strategy, [*again, *batches])
     done = [int(number) for _, number in found if number.error is None]
     assert len(rest) + len(done) + 1 == 92

@@ -51,7 +51,7 @@ class Batch:
     closures: list[int]
     functions: list[int]
     arguments: list[np.ndarray]
-    outputs: list[list[Spec]]
+    outputs: list[tuple[Spec, ...]]
     updates: list[bool]
     batches: list[BatchName | None]
     datasets: dict[int, Header]
@@ -71,13 +71,11 @@ class Installable:
     Attributes:
         function: what it is.
         program: what it computes, packed.
-        outputs: what it returns.
         combine: from what each closure of an update returned to what the update needs besides (synchronous mode).
     """
 
     function: FunctionPlan
     program: np.ndarray
-    outputs: list[Spec]
     combine: Combine | None
 
     def fitted(self, arguments: Sequence[Any]) -> list[np.ndarray]:
@@ -152,8 +150,7 @@ class Closures:
     def add_function(self, function: FunctionPlan, program: bytes, combine: Combine | None) -> int:
         """Makes a function known; its number."""
         packed = np.frombuffer(program, np.uint8)
-        outputs = list(function.outputs)
-        self._functions.append(Installable(function=function, program=packed, outputs=outputs, combine=combine))
+        self._functions.append(Installable(function=function, program=packed, combine=combine))
         return len(self._functions) - 1
 
     def function(self, number: int) -> Installable:
@@ -220,7 +217,7 @@ class Closures:
             closures=[c for c, _ in wanted],
             functions=[closure.function for _, closure in wanted],
             arguments=[x for _, closure in wanted for x in closure.arguments],
-            outputs=[each.outputs for each in installed],
+            outputs=[each.function.outputs for each in installed],
             updates=[each.function.updates for each in installed],
             batches=names,
             datasets={header["dataset"]: header for header in headers},
@@ -262,7 +259,9 @@ class Closures:
                 because = error if isinstance(error, NoWorkersError) else "another closure had failed"
                 closure.pending.arrive([], ClosureCancelledError(f"it was not computed: {because}"))
             elif not command.arrived:
-                closure.pending.arrive(_from_bytes(command.result or b"", self._functions[closure.function].outputs))
+                closure.pending.arrive(
+                    _from_bytes(command.result or b"", self._functions[closure.function].function.outputs)
+                )
         return self._have_a_state and (self._since % SNAPSHOT_EVERY == 0 or self._logged_bytes > MOST_LOGGED_BYTES)
 
     def are_in(self, snapshot: ClusterSnapshot) -> bool:

@@ -72,7 +72,7 @@ class Coordinator:
         self._watches += [ReplicaWatch(n, found, engine, times) for n, found in enumerate(copies)]
         engine.executors[Assign] = lambda command: self._links[command.worker].assign(command)
         engine.executors[Tell] = self._calls.tell
-        engine.executors[Decide] = lambda command: self._deciding.submit(engine.decide, command.closures) and None
+        engine.executors[Decide] = lambda command: self._deciding.submit(engine.decide, command.closures)
         engine.snapshot_due, engine.on_replaced, engine.on_end = self.snapshots.due, on_replaced, self._end_links
 
     def begin(

@@ -78,7 +78,7 @@ class Engine:
         self.attendance = Attendance(num_workers, times)
         self.newest = ClusterSnapshot(settled=0, applied=frozenset(), version=0, kept=[])
         self.programs: Sequence[Sequence[bytes]] = ()
-        self.executors: dict[type, Callable[[Any], None]] = {Finish: self._finish, Rerun: _log_rerun}
+        self.executors: dict[type, Callable[[Any], object]] = {Finish: self._finish, Rerun: _log_rerun}
         self.snapshot_due: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
         self.on_replaced: Callable[[], None] = lambda: None

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from by_default import some
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from packaging.requirements import Requirement
+
+from tests.by_default import some
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 sys.path.append(str(FOLDER))

@@ -12,7 +12,6 @@ import signal
 import sys
 import types
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,9 +25,7 @@ from jdist import callbacks
 from jdist.callbacks.watched import mode_of
 from jdist.errors import CheckpointError, ConfigError, DatasetError, StepError
 from jdist.train import CheckpointWarning
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
-from loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
+from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
 
 QUIET: dict[str, Any] = {"progress": False, "log_to": None}
 EVAL: dict[str, Any] = {"eval_data": HELD_OUT, "eval_step": eval_step}

@@ -5,10 +5,10 @@ import signal
 import sys
 
 import pytest
-from by_default import some
-from fault_jobs import BOUND_S, LIGHT, ROOT, STEPS, TIMEOUT_S, Job
 
 from jdist.cluster import launch
+from tests.by_default import some
+from tests.cluster.fault_jobs import BOUND_S, LIGHT, ROOT, STEPS, TIMEOUT_S, Job
 
 WAIT = "joined.exchange('never', 0, 60)"
 TRAIN = "train(5)"

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fault_jobs import BOUND_S, PYTHON, STEPS, Job
+
+from tests.cluster.fault_jobs import BOUND_S, PYTHON, STEPS, Job
 
 HOSTS = ["198.18.77.1", "198.18.77.2"]  # of the range for such tests, RFC 2544
 NAMES = [f"jdist-{os.getpid()}-{i}" for i in (0, 1)]

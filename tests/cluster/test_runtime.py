@@ -4,12 +4,12 @@ import time
 
 import jax
 import pytest
-from by_default import some
-from fault_jobs import BOUND_S, LIGHT, PYTHON, TIMEOUT_S, Job
 
 from jdist.cluster import jax_processes, runtime, simple
 from jdist.errors import ClusterConfigError, ClusterError
 from jdist.launcher.environment import free_ports
+from tests.by_default import some
+from tests.cluster.fault_jobs import BOUND_S, LIGHT, PYTHON, TIMEOUT_S, Job
 
 
 def spec(index=0, *, host="127.0.0.1", port=None, count=2):

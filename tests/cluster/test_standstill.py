@@ -4,12 +4,12 @@ import sys
 import threading
 
 import pytest
-from fault_jobs import BOUND_S, STEPS, TIMEOUT_S, Job
 
 from jdist import CommunicationOptions
 from jdist.cluster.runtime import Runtime, alone
 from jdist.cluster.watch.stacks import HOST, WAITING, whereabouts
 from jdist.errors import StrategyError
+from tests.cluster.fault_jobs import BOUND_S, STEPS, TIMEOUT_S, Job
 
 PATIENT_S = 4.0  # for one that does not go on
 IMPATIENT = STEPS.replace('"start_timeout_s": 60', f'"start_timeout_s": 60, "progress_timeout_s": {PATIENT_S}')

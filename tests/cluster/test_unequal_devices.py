@@ -1,6 +1,6 @@
 """Processes with different numbers of devices are refused at once, by all of them, with the counts."""
 
-from fault_jobs import BOUND_S, STEPS, Job
+from tests.cluster.fault_jobs import BOUND_S, STEPS, Job
 
 UNEQUAL = """\
 import json, os

@@ -57,7 +57,7 @@ STRATEGIES: dict[str, Callable[[], jdist.Strategy]] = {
     "central_storage": jdist.central_storage,
     "parameter_server": parameter_server,
     "parameter_server_sync": parameter_server_sync,
-    # tpu() is left out: it needs a TPU. Its steps are mirrored's, on a mesh in another order (tests/test_tpu.py).
+    # tpu() is left out: it needs a TPU. Its steps are mirrored's, on a mesh in another order (tests/strategies/test_tpu.py).
 }
 
 # All-reduce algorithms that always run with these alone, and with everything in `make conformance`: what they sum does not
@@ -139,7 +139,7 @@ Case = tuple[str, str, str, str]
 def all_cases(strategies: Iterable[str], families: Iterable[str], options: Iterable[str] = OPTIONS) -> list[Case]:
     """Every combination: strategy, family, option, optimiser."""
     every = itertools.product(strategies, families, options, OPTIMIZERS)
-    # Objects of this process cannot be changed in place by others; tests/ps/test_ps_step.py has nnx as a pure step.
+    # Objects of this process cannot be changed in place by others; tests/ps/test_step.py has nnx as a pure step.
     # A batch normalisation under synchronous mode knows the rows of its own worker alone, as any of tf.distribute's does.
     left_out = [
         ("parameter_server", "nnx_mlp"),

@@ -8,18 +8,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import jax
-import metric_steps
 import numpy as np
-from matrix import MULTI_WORKER
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.conformance import metric_steps
+from tests.conformance.matrix import MULTI_WORKER
 
 folder, cases = Path(sys.argv[1]), [tuple(case.split("-")) for case in sys.argv[2:]]
 strategies = {name: make() for name, make in MULTI_WORKER.items()}  # before anything uses JAX's devices
 
-from families import FAMILIES  # noqa: E402 # its models touch devices
-from matrix import OPTIMIZERS, OPTIONS, PRECISIONS  # noqa: E402
+from tests.conformance.families import FAMILIES  # noqa: E402 # its models touch devices
+from tests.conformance.matrix import OPTIMIZERS, OPTIONS, PRECISIONS  # noqa: E402
 
 for strategy, family, option, optimizer in cases:
     run = FAMILIES[family](strategies[strategy], OPTIMIZERS[optimizer](), **{**OPTIONS, **PRECISIONS}[option])

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from by_default import some
 
 import jdist
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "loop"))
-import loop_programs
-import metric_steps
-from families import FAMILIES, STEPS, Run
-from matrix import (
+from tests.by_default import some
+from tests.conformance import metric_steps
+from tests.conformance.families import FAMILIES, STEPS, Run
+from tests.conformance.matrix import (
     ALGORITHMS,
     COMPRESSED,
     OPTIMIZERS,
@@ -34,6 +28,7 @@ from matrix import (
     is_light,
     pairwise,
 )
+from tests.loop import loop_programs
 
 ALL = all_cases(STRATEGIES, FAMILIES)
 IN_16_BITS = all_cases(STRATEGIES, FAMILIES, PRECISIONS)

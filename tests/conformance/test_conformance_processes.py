@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,17 @@ import numpy as np
 import pytest
 
 import jdist
-
-sys.path.insert(0, str(Path(__file__).parent))
-import metric_steps
-from families import FAMILIES, GLOBAL_BATCH, ROWS, STEPS, Run
-from matrix import MULTI_WORKER, OPTIMIZERS, OPTIONS, PRECISIONS, TOLERANCES_IN_16_BITS, all_cases, pairwise
+from tests.conformance import metric_steps
+from tests.conformance.families import FAMILIES, GLOBAL_BATCH, ROWS, STEPS, Run
+from tests.conformance.matrix import (
+    MULTI_WORKER,
+    OPTIMIZERS,
+    OPTIONS,
+    PRECISIONS,
+    TOLERANCES_IN_16_BITS,
+    all_cases,
+    pairwise,
+)
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import walk
 
 import jdist
 from jdist.errors import StepError
+from tests.docs import walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "keras.md"
 

@@ -3,11 +3,11 @@
 import re
 
 import pytest
-import walk
-from walk import TUTORIAL
 
 from jdist.strategies.by_name import STRATEGIES
 from jdist.tasks import Task
+from tests.docs import walk
+from tests.docs.walk import TUTORIAL
 
 GUIDE = TUTORIAL.with_name("tasks.md")
 

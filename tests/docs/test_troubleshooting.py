@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from error_messages import ANY, PUBLIC, ROOT, messages
+
+from tests.docs.error_messages import ANY, PUBLIC, ROOT, messages
 
 FOLDER = ROOT / "docs" / "troubleshooting"
 MESSAGES = list(messages())

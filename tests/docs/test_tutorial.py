@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import walk
+
+from tests.docs import walk
 
 DOCS = Path(__file__).parents[2] / "docs"
 

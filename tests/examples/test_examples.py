@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ import numpy as np
 import pytest
 
 import jdist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-import matrix
+from tests.conformance import matrix
 
 PROGRAMS = {path.stem: path for path in sorted((Path(__file__).parent / "programs").glob("*.py"))}
 STRATEGIES = {

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from by_default import some
 
 import jdist
 from jdist.errors import BoundaryError, ReplicaDivergenceError
+from tests.by_default import some
 
 RNG = np.random.default_rng(0)
 BATCHES = [

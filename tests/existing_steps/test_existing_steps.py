@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from by_default import some
 
 import jdist
+from tests.by_default import some
 
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 # A pmap program's state, and nothing else, carries a leading axis of devices; the lines that add and remove it go.

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import loop_programs
 import numpy as np
 
 import jdist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.loop import loop_programs
 
 
 def main(folder: Path, epochs: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +11,7 @@ import pytest
 import jdist
 from jdist.core.remote import RemoteTree
 from jdist.errors import DatasetError, StepError, StrategyError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from loop_programs import DATA, create_state, errors, eval_step, predict_step
+from tests.loop.loop_programs import DATA, create_state, errors, eval_step, predict_step
 
 W = np.array([1.0, -2.0, 0.5], np.float32)
 

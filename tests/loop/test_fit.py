@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,9 +20,7 @@ from flax import nnx
 import jdist
 from jdist import callbacks
 from jdist.errors import BatchError, ConfigError, DatasetError, NonFiniteError, StepError, StrategyError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from loop_programs import DATA, HELD_OUT, by_numpy, create_state, errors, eval_step, train_step
+from tests.loop.loop_programs import DATA, HELD_OUT, by_numpy, create_state, errors, eval_step, train_step
 
 QUIET: dict[str, Any] = {"progress": False, "log_to": None}
 

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from loop_programs import DATA, HELD_OUT
 
 import jdist
 from jdist import callbacks
 from jdist.errors import StepError
 from jdist.reduction import compressed
+from tests.loop.loop_programs import DATA, HELD_OUT
 
 # Batch statistics and dropout of each replica's own differ from one replica's on purpose.
 QUIET: dict[str, Any] = {"progress": False, "log_to": None, "global_batch": 16, "verify": "off"}

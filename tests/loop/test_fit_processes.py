@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 import jdist
-
-sys.path.insert(0, str(Path(__file__).parent))
-from loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
+from tests.loop.loop_programs import DATA, HELD_OUT, create_state, eval_step, train_step
 
 
 @pytest.mark.xdist_group("processes")

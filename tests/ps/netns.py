@@ -11,7 +11,8 @@ import shutil
 import subprocess
 
 import pytest
-from real_cluster import Cluster
+
+from tests.ps.real_cluster import Cluster
 
 _SUBNETS = itertools.count(os.getpid() % 120)
 COORDINATOR = "coordinator"

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import time
 
-from servers import command, environment
-
 from jdist.cluster import ClusterSpec
 from jdist.cluster.failpoints import VARIABLE
 from jdist.launcher.environment import free_ports
 from jdist.ps import Times, fixed_shards
 from jdist.strategies.parameter_server import parameter_server
+from tests.ps.servers import command, environment
 
 BOUND_S = 60.0  # for whatever has to happen; a busy machine's
 TIMES = Times(ping_s=0.2, lost_after_s=1.0, reconnect_s=0.1, max_losses=10_000, no_worker_timeout_s=60)

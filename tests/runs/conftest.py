@@ -1,16 +1,9 @@
 """What the tests of run folders share: the toy task of tests/experiment, in an empty folder."""
 
-import sys
-from pathlib import Path
-
 import pytest
+import toy_regression
 
 from jdist.cli.main import main
-
-EXPERIMENT = Path(__file__).parents[1] / "experiment"
-sys.path.insert(0, str(EXPERIMENT))
-
-import toy_regression  # noqa: E402
 
 
 @pytest.fixture

@@ -1,0 +1,313 @@
+"""Two laws of docs/steps.md: microbatches are replicas in time, and the global view is one replica, for each call of jdist.
+
+Each step below is run on four replicas, and on fewer with as many microbatches; and in the global view, against one device.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from tests.by_default import some
+
+rng = np.random.default_rng(0)
+BATCH = {
+    "x": rng.normal(size=(16, 3)).astype(np.float32),
+    "y": rng.normal(size=16).astype(np.float32),
+    "mask": np.arange(16) < 10,
+}
+STEPS = {}
+
+
+def step(function):
+    STEPS[function.__name__] = function
+    return function
+
+
+def create():
+    return {
+        "params": {"w": jnp.array([1.0, -2.0, 0.5])},
+        "n": jnp.int32(0),
+        "ema": jnp.float32(1.0),
+        "key": jax.random.key(0),
+    }
+
+
+def updated(state, grads, **more):
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {**state, "params": params, "n": state["n"] + 1, **more}
+
+
+def losses(params, batch):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def masked(batch):
+    return lambda params: jdist.mean(losses(params, batch), batch["mask"])
+
+
+@step
+def contrastive_over_gathered_rows(state, batch):
+    def loss_fn(params):
+        z = jnp.tanh(batch["x"] * params["w"])
+        labels = jdist.replica_id() * z.shape[0] + jnp.arange(z.shape[0])
+        return optax.softmax_cross_entropy_with_integer_labels(z @ jdist.all_gather(z).T, labels).mean()
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
+@step
+def gathered_along_the_second_axis(state, batch):
+    def loss_fn(params):
+        columns = jdist.all_gather((batch["x"] * params["w"]).T, axis=1)
+        return (jnp.cumsum(columns, 1) ** 2).mean() + (columns[0] * jnp.arange(16)).mean()
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss, "rows": jdist.all_gather(batch["y"])}
+
+
+@step
+def normalised_by_tokens(state, batch):
+    total = jdist.all_reduce(batch["mask"].sum(), "sum")
+    loss, grads = jdist.value_and_grad(lambda p: (losses(p, batch) * batch["mask"]).sum() / total, op="sum")(
+        state["params"]
+    )
+    return updated(state, grads), {
+        "loss": loss,
+        "tokens": total,
+        "cast": total.astype(jnp.float32),
+        "ratio": jdist.all_reduce(batch["y"].sum(), "sum") / total,
+        "twice": 2 * jdist.all_reduce(batch["y"].max(), "max"),
+        "least": jdist.all_reduce(batch["y"].min(), "min"),
+    }
+
+
+@step
+def divided_by_all_rows(state, batch):
+    rows = batch["y"].shape[0] * jdist.num_replicas()
+    loss, grads = jdist.value_and_grad(lambda p: losses(p, batch).sum() / rows, op="sum")(state["params"])
+    average, _ = jdist.value_and_grad(lambda p: jdist.compute_average_loss(losses(p, batch)), op="sum")(state["params"])
+    penalty, _ = jdist.value_and_grad(lambda p: jdist.scale_regularization_loss(p["w"] ** 2), op="sum")(state["params"])
+    return updated(state, grads), {"loss": loss, "average": average, "penalty": penalty}
+
+
+@step
+def weighted_by_the_parameters(state, batch):
+    def loss_fn(params):
+        return jdist.mean(losses(params, batch), jnp.exp(batch["x"] @ params["w"]))
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
+@step
+def weighted_by_a_running_mean(state, batch):
+    ema = 0.9 * state["ema"] + 0.1 * jdist.all_reduce(batch["y"].mean())
+    loss, grads = jdist.value_and_grad(lambda p: jdist.mean(losses(p, batch), jnp.abs(batch["y"]) + ema))(
+        state["params"]
+    )
+    return updated(state, grads, ema=ema), {"loss": loss, "ema": ema}
+
+
+@step
+def sharpness_aware(state, batch):
+    grads = jdist.grad(masked(batch))(state["params"])
+    norm = optax.tree.norm(grads)
+    away = jax.tree.map(lambda p, g: p + 0.05 * g / norm, state["params"], grads)
+    loss, grads = jdist.value_and_grad(masked(batch))(away)
+    return updated(state, grads), {"loss": loss, "norm": norm}
+
+
+@step
+def looked_at_after_the_update(state, batch):
+    loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
+    new = updated(state, grads)
+    largest = jdist.all_reduce(losses(new["params"], batch).max(), "max")
+    return new, {"loss": loss, "after": masked(batch)(new["params"]), "largest": largest}
+
+
+@step
+def noise_of_each_replica(state, batch):
+    keep = jax.random.bernoulli(jdist.replica_rng(state["key"]), 0.5, batch["x"].shape)
+    kept = {**batch, "x": batch["x"] * keep}
+    loss, grads = jdist.value_and_grad(masked(kept))(state["params"])
+    return updated(state, grads), {"loss": loss, "kept": jdist.PerReplica(keep.sum())}
+
+
+@step
+def scaled_by_totals(state, batch):
+    largest = jdist.all_reduce(jnp.abs(batch["y"]).max(), "max")
+    loss, grads = jdist.value_and_grad(lambda p: jdist.mean(losses(p, batch)) / largest)(state["params"])
+    deviation = jnp.sqrt(jdist.all_reduce((batch["y"] ** 2).mean()) - jdist.all_reduce(batch["y"].mean()) ** 2)
+    first = jdist.aggregate(batch["y"][0], "first")
+    return updated(state, grads, ema=deviation), {"loss": loss, "deviation": deviation, "first": first}
+
+
+@step
+def penalised_by_the_gradient(state, batch):
+    def loss_fn(params):
+        return masked(batch)(params) + 0.1 * (jdist.grad(masked(batch))(params)["w"] ** 2).sum()
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
+@step
+def looking_ahead_by_an_inner_gradient(state, batch):
+    def loss_fn(params):
+        ahead = jax.tree.map(lambda p, g: p - 0.1 * g, params, jdist.grad(masked(batch))(params))
+        return masked(batch)(ahead)
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
+@step
+def with_a_variance_of_all_rows(state, batch):
+    def loss_fn(params):
+        z = jnp.tanh(batch["x"] @ params["w"])
+        variance = jdist.all_reduce(((z - jdist.all_reduce(z.mean())) ** 2).mean())
+        return masked(batch)(params) + 1 / (0.1 + variance)
+
+    loss, grads = jdist.value_and_grad(loss_fn)(state["params"])
+    return updated(state, grads), {"loss": loss}
+
+
+@step
+def written_in_place(state, batch):
+    loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
+    state["params"]["w"] = state["params"]["w"] - 0.1 * grads["w"]
+    state["n"] += 1
+    return state, {"loss": loss}
+
+
+@step
+def counting_rows(state, batch):
+    loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
+    n = jdist.aggregate(state["n"] + batch["mask"].sum(), "sum", old=state["n"])
+    ema = jdist.aggregate(0.9 * state["ema"] + batch["y"].mean(), "mean")
+    return updated(state, grads, n=n, ema=ema), {"loss": loss, "each": jdist.aggregate(batch["y"].sum(), "per_replica")}
+
+
+@step
+def clipping_the_gradient_of_each_example(state, batch):
+    def loss_fn(params, x, y):
+        return (x @ params["w"] - y) ** 2
+
+    each = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(state["params"], batch["x"], batch["y"])["w"]
+    clipped = each / jnp.maximum(1.0, jnp.linalg.norm(each, axis=1, keepdims=True))
+    noise = 0.01 * jax.random.normal(state["key"], (3,))
+    return updated(state, {"w": jdist.all_reduce(clipped.mean(0)) + noise}), {
+        "norm": jnp.linalg.norm(each, axis=1).mean()
+    }
+
+
+@step
+def adding_to_a_multiplier(state, batch):
+    def loss_fn(params):
+        violation = (losses(params, batch) - 0.5).mean()
+        return losses(params, batch).mean() + state["ema"] * violation, violation
+
+    (loss, violation), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    return updated(state, grads, ema=jdist.aggregate(state["ema"] + 0.1 * violation, "mean")), {"loss": loss}
+
+
+@step
+def remembering_what_follows_from_a_combined_value(state, batch):
+    loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
+    level = jdist.all_reduce((batch["x"] ** 2).mean())
+    halved = jnp.where(level < 1.1, 0.5 * state["ema"], state["ema"])
+    return updated(state, grads, ema=halved + 0.1 * jnp.exp(level), n=state["n"] + (level < 1.1)), {"loss": loss}
+
+
+@step
+def measured_by_metrics(state, batch):
+    def loss_fn(params):
+        return masked(batch)(params), batch["x"] @ params["w"]
+
+    (loss, scores), grads = jdist.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    labels = (batch["y"] > 0).astype(jnp.int32)
+    accuracy = jdist.metrics.accuracy(threshold=0.0).update(scores, labels, batch["mask"])
+    return updated(state, grads), {
+        "loss": loss,
+        "accuracy": accuracy,
+        "auc": jdist.metrics.auc().update(scores, labels),
+    }
+
+
+@step
+def reduced_inside_jit(state, batch):
+    total = jax.jit(lambda x: jdist.all_reduce(x, "sum"))
+    loss, grads = jdist.value_and_grad(
+        lambda p: losses(p, batch).sum() / total(jnp.float32(batch["y"].size)), op="sum"
+    )(state["params"])
+    return updated(state, grads), {"loss": loss, "rows": total(batch["mask"].sum())}
+
+
+def constants(state, batch):
+    loss, grads = jdist.value_and_grad(masked(batch))(state["params"])
+    return updated(state, grads), {"loss": loss, "n": state["n"], "rows": batch["y"].shape[0], "rate": 0.1}
+
+
+STEPS["constants"] = constants
+
+
+def numbers(tree):
+    def number(x):
+        x = x if isinstance(x, jax.Array) else np.asarray(x)  # a parameter server's are still to come
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(lambda x: np.asarray(number(x), np.float64), tree)
+
+
+def result(function, strategy, accumulate=1, **options):
+    run, state = jdist.distribute(function, strategy, accumulate=accumulate, **options), create()
+    for _ in range(2):
+        state, metrics = run(state, BATCH)
+    return numbers(strategy.fetch(state)), numbers(metrics)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def cpus(n):
+    return [f"cpu:{i}" for i in range(n)]
+
+
+FEWER = {
+    "two in shard_map": lambda: (jdist.mirrored(cpus(2)), 2),
+    "one device": lambda: (jdist.one_device(), 4),
+    "two in pmap": lambda: (jdist.mirrored(cpus(2), transform="pmap"), 2),
+    "central_storage": lambda: (jdist.central_storage(cpus(2)), 2),
+    "central_storage without microbatches": lambda: (jdist.central_storage(cpus(4)), 1),
+    "bucketed": lambda: (jdist.mirrored(cpus(2), all_reduce=jdist.reduction.bucketed(16)), 2),
+}
+
+
+@pytest.mark.parametrize("how", some(list(FEWER), ["two in shard_map", "central_storage"]))
+@pytest.mark.parametrize("name", STEPS)
+def test_microbatches_are_replicas_in_time(name, how):
+    strategy, accumulate = FEWER[how]()
+    expected = result(STEPS[name], jdist.mirrored(cpus(4)))
+    assert_same(result(STEPS[name], strategy, accumulate), expected)
+
+
+@pytest.mark.parametrize("accumulate", some([1, 2], [1]))
+@pytest.mark.parametrize("name", STEPS)
+def test_the_global_view_is_one_replica(name, accumulate):
+    expected = result(STEPS[name], jdist.one_device(), accumulate)
+    assert_same(result(STEPS[name], jdist.mirrored(cpus(4), transform="jit"), accumulate), expected)
+
+
+# What these steps return of their own rows or number is another thing on one replica, as it should be.
+OWN = {"noise_of_each_replica", "counting_rows", "constants"}
+
+
+@pytest.mark.parametrize("name", sorted(set(STEPS) - OWN))
+def test_four_replicas_are_one_on_the_whole_batch(name):
+    assert_same(result(STEPS[name], jdist.mirrored(cpus(4))), result(STEPS[name], jdist.one_device()))

@@ -1,0 +1,249 @@
+"""`callbacks` of a config, and that a run by a config is the same as `jdist.fit` of what the config says."""
+
+import csv
+import json
+import sys
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy_regression
+
+import jdist
+from jdist import callbacks
+from jdist.cli.main import main
+from jdist.errors import ConfigError
+from jdist.experiment.load import load
+from jdist.experiment.validate import old_names, validate
+from jdist.train import Checkpointer
+from tests.experiment.test_run import params_in, rows_of
+
+ENDLESS_PATIENCE = "{early_stopping: {metric: epoch/loss, patience: 1000}}"
+STOPS = "callbacks=[{early_stopping: {metric: eval/loss, patience: 1, min_delta: 1000}}]"
+
+
+def begun(strategy):
+    return strategy.init(lambda key: toy_regression.make().create_state(key, optax.adamw(1e-2)), jax.random.key(0))
+
+
+def by_fit(*told, log_every=4, **options):
+    """The run that the toy's config describes, written with `jdist.fit`."""
+    task, strategy = toy_regression.make(), jdist.mirrored()
+    state, history = jdist.fit(
+        jdist.distribute(task.train_step, strategy, check_replicas=1000, **options),
+        begun(strategy),
+        task.train_data(16, 0, None),
+        steps=24,
+        eval_data=task.eval_data(8),
+        eval_step=task.eval_step,
+        eval_every=8,
+        log_every=log_every,
+        callbacks=told,
+        progress=False,
+        log_to=None,
+    )
+    return strategy.fetch(state), history
+
+
+def measured(rows):
+    """Each row without what only one of the two front ends says of it."""
+    return [{name: value for name, value in row.items() if name not in ("epoch", "time_s", "examples")} for row in rows]
+
+
+def without_callbacks(rows):
+    rows = [{n: v for n, v in row.items() if not n.startswith("epoch/") and n != "learning_rate"} for row in rows]
+    return [row for row in rows if len(row) > 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        ([], {}),
+        (["train.accumulate=2"], {"accumulate": 2}),
+        (["train.steps_per_call=4"], {"steps_per_call": 4}),
+        (["log.every=3"], {}),
+    ],
+    ids=["plain", "accumulate", "steps per call", "rows within epochs"],
+)
+def test_a_run_by_config_and_the_same_program_with_fit_are_equal_to_the_bit(jdist_run, overrides, options):
+    every = 3 if overrides == ["log.every=3"] else 4
+    whole, history = by_fit(callbacks.learning_rate_log(1e-2), log_every=every, **options)
+    code, _, err = jdist_run(f"callbacks=[learning_rate_log, {ENDLESS_PATIENCE}]", *overrides)
+    assert (code, err) == (0, "")
+    jax.tree.map(np.testing.assert_array_equal, params_in("runs/toy", step=24), whole.params)
+    rows = rows_of("runs/toy")
+    assert [row["step"] for row in rows if "loss" in row] == sorted({*range(every, 25, every), 24})
+    assert measured(rows) == measured(history.rows)
+    assert [row["epoch/loss"] for row in rows if "epoch/loss" in row] == [row["loss"] for row in history.epochs]
+    code, _, err = jdist_run("name=plain", *overrides)
+    assert (code, err) == (0, "")
+    assert measured(rows_of("runs/plain")) == without_callbacks(measured(rows))
+
+
+def test_early_stopping_ends_a_run_that_is_finished_then(jdist_run):
+    code, out, err = jdist_run(STOPS)
+    assert (code, err) == (0, "")
+    assert "stopped at step 16 of 24: eval/loss has not improved on" in out
+    assert "finished: 16 steps" in out
+    code, again, _ = jdist_run(STOPS)  # it stays where it is
+    assert code == 0
+    assert "going on from step 16 of 24" in again
+    assert again.partition("finished")[2] == out.partition("finished")[2]
+    assert json.loads(Path("runs/toy/result.json").read_text())["stopped"].startswith("eval/loss has not improved")
+    state, history = by_fit(callbacks.early_stopping("eval/loss", patience=1, min_delta=1000))
+    assert history.stopped is not None
+    jax.tree.map(np.testing.assert_array_equal, params_in("runs/toy", step=16), state.params)
+    assert main(["run", "--replay", "runs/toy"]) == 0
+    code, out, _ = jdist_run("callbacks=[]")  # without it the run goes on
+    assert (code, "finished: 24 steps" in out) == (0, True)
+
+
+def test_a_run_that_was_stopped_stops_early_where_it_would_have(jdist_run):
+    assert jdist_run(STOPS, "name=whole")[0] == 0
+    assert jdist_run(STOPS, "train.steps=8")[0] == 0
+    code, out, _ = jdist_run(STOPS)
+    assert (code, "stopped at step 16 of 24" in out) == (0, True)
+    assert rows_of("runs/toy") == rows_of("runs/whole")
+
+
+def test_ema_is_saved_goes_on_with_the_run_and_is_read_by_fit(jdist_run):
+    asked = "callbacks=[{ema: {decay: 0.9}}]"
+    assert jdist_run(asked, "train.steps=8")[0] == 0
+    assert jdist_run(asked)[0] == 0
+    whole = callbacks.ema(0.9)
+    by_fit(whole)
+    there = callbacks.ema(0.9)
+    by_fit(callbacks.checkpoint("runs/toy/checkpoints"), there)  # at its end already
+    jax.tree.map(np.testing.assert_array_equal, there.average(), whole.average())
+
+
+def test_each_writes_into_the_run_folder(jdist_run, monkeypatch):
+    logged, given = [], []
+
+    class Service(types.ModuleType):
+        def init(self, **options):
+            given.append(options)
+            return types.SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", Service("wandb"))
+    code, _, err = jdist_run(
+        "callbacks=[learning_rate_log, csv, tensorboard, {wandb: {project: x}}, {profiler: {first: 5, last: 6}}, "
+        "{nan_guard: {metrics: [loss]}}]",
+        "train.optimizer.learning_rate={schedule: cosine_decay_schedule, init_value: 0.1}",
+    )
+    assert (code, err) == (0, "")
+    rows = list(csv.DictReader(Path("runs/toy/metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["4", "8", "12", "16", "20", "24"]
+    schedule = optax.cosine_decay_schedule(0.1, 24)
+    rates = [row["learning_rate"] for row in rows_of("runs/toy")]
+    assert rates == pytest.approx([float(schedule(step - 1)) for step in range(4, 25, 4)], rel=1e-6)
+    assert [step for step, _ in logged] == [4, 8, 12, 16, 20, 24]
+    assert given == [{"project": "x"}]
+    assert list(Path("runs/toy/tensorboard").iterdir())
+    assert list(Path("runs/toy/profile").rglob("*.xplane.pb"))
+
+
+def test_the_resolved_config_and_a_dry_run_show_them_with_their_options(jdist_run):
+    code, out, err = jdist_run("callbacks=[ema, {early_stopping: {patience: 5}}]", "--dry-run")
+    assert (code, err) == (0, "")
+    shown = next(line for line in out.splitlines() if line.startswith("callbacks:"))
+    assert "{ema: {decay: 0.999, name: ema}}" in shown
+    assert "{early_stopping: {metric: eval/loss, min_delta: 0.0, mode: null, patience: 5}}" in shown
+    assert shown.endswith("# override callbacks=[ema, {early_stopping: {patience: 5}}]")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("[erly_stopping]", "callbacks.0.erly_stopping: no such key .* Did you mean callbacks.0.early_stopping?"),
+        ("[csv, {ema: {dcay: 0.9}}]", "callbacks.1.ema.dcay: no such key .* Did you mean callbacks.1.ema.decay?"),
+        ("[{ema: {decay: 1}}]", "callbacks.0.ema.decay: 1 is not < 1.0"),
+        ("[{early_stopping: {patience: 0}}]", "callbacks.0.early_stopping.patience: 0 is not >= 1"),
+        ("[{early_stopping: {metric: loss}}]", 'callbacks.0.early_stopping.metric: "loss" is not of the right form'),
+        ("[{early_stopping: {metric: eval/close}}]", "whether more or less of it is better its name does not say"),
+        ("[{profiler: {first: 20}}]", "`last` comes before `first`"),
+        ("ema", 'callbacks: "ema" is not a list'),
+        ("[{ema: {}, csv: {}}]", "callbacks.0: .* one name, or one name with its options"),
+        ("[checkpoint]", "callbacks.0.checkpoint: no such key .* Did you mean checkpoint?"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_key(override, message, tmp_path):
+    (tmp_path / "toy.yaml").write_text(toy_regression.CONFIG)
+    with pytest.raises(ConfigError, match=message):
+        validate(load(tmp_path / "toy.yaml", [f"callbacks={override}"]))
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_metric_that_is_not_measured_is_refused_before_training(jdist_run, more):
+    code, out, err = jdist_run("callbacks=[{early_stopping: {metric: eval/los, mode: min}}]", *more)
+    assert code == 2
+    assert 'callbacks.0.early_stopping.metric: the task\'s evaluation has no metric "eval/los"' in err
+    assert "Did you mean eval/loss?" in err
+    assert "step  4/24" not in out
+
+
+def test_two_that_keep_the_same_are_refused(jdist_run):
+    code, out, err = jdist_run("callbacks=[ema, {ema: {decay: 0.5}}]")
+    assert code != 0
+    assert "two callbacks of the name 'ema' keep something" in err
+    assert "step  4/24" not in out
+
+
+def test_the_options_are_those_of_the_functions():
+    import inspect
+
+    from jdist.experiment.config import CallbackSection
+
+    for name, field in CallbackSection.model_fields.items():
+        section = next(part for part in field.annotation.__args__ if part is not type(None))
+        takes = inspect.signature(getattr(callbacks, name)).parameters
+        for option, info in section.model_fields.items():
+            assert option in takes, (name, option)
+            default = takes[option].default
+            if default is not inspect.Parameter.empty:
+                assert info.default == default, (name, option)
+
+
+class TestOldNames:
+    def test_a_metric_without_eval_is_read_with_a_note(self, jdist_run):
+        code, out, err = jdist_run("train.steps=8")
+        assert (code, err) == (0, "")
+        assert "note: checkpoint.best: close is read as eval/close (toy.yaml:8), the name that rows have." in out
+        document = load("toy.yaml", ["checkpoint.best=eval/close"])
+        assert old_names(validate(document), document) == []
+        assert validate(document).checkpoint == validate(load("toy.yaml")).checkpoint
+        with Checkpointer("runs/toy/checkpoints") as checkpoints:
+            assert set(checkpoints.restore(begun(jdist.mirrored())).metrics) == {"eval/loss", "eval/close"}
+
+    def test_a_run_folder_as_it_once_was_is_gone_on_with(self, jdist_run):
+        jdist_run("name=whole")
+        jdist_run("train.steps=8")
+        like = begun(jdist.mirrored())
+        path = Path("runs/toy/checkpoints")
+        with Checkpointer(path) as checkpoints:
+            restored = checkpoints.restore(like)
+        for save in path.iterdir():
+            save.rename(path.parent / f".{save.name}")
+        with Checkpointer(path, best_metric="close") as checkpoints:  # as runs were saved before `eval/`
+            old = {name.removeprefix("eval/"): value for name, value in restored.metrics.items()}
+            checkpoints.save(8, restored.state, data=restored.data, metrics=old | {"close": 2.0})
+        config = Path("runs/toy/config.yaml")
+        config.write_text(config.read_text().replace("eval/close", "close").replace("callbacks:", "# callbacks:"))
+        code, out, err = jdist_run()
+        assert (code, err) == (0, "")
+        assert "going on from step 8 of 24" in out
+        assert rows_of("runs/toy") == rows_of("runs/whole")
+        jax.tree.map(np.testing.assert_array_equal, params_in("runs/toy", step=24), params_in("runs/whole", step=24))
+        with Checkpointer(path, best_metric="eval/close") as checkpoints:
+            assert checkpoints.best_step == 8
+
+
+def test_the_best_is_kept_where_the_state_before_a_nan_is_saved(jdist_run):
+    bad = ["task.options.poison_row=40", "train.seed=5", "checkpoint.every=2", "checkpoint.keep=1", "eval.every=2"]
+    assert jdist_run(*bad)[0] == 1
+    with Checkpointer("runs/toy/checkpoints", best_metric="eval/close") as checkpoints:
+        assert (checkpoints.steps(), checkpoints.best_step) == ([2, 3], 2)

@@ -1,0 +1,220 @@
+"""float32 on its way as bfloat16: what is rounded, that it is, and that servers and `fetch` are in full."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.errors import StrategyError
+from jdist.ps.program.artifact import pack
+from jdist.ps.program.layout import make_layout
+from jdist.ps.program.partition import fixed_shards
+from jdist.ps.program.wire_dtype import ROUNDED, make_rounding
+from jdist.ps.protocol.messages import Commit, Done, Freeze, Pull, Restore, Snapshot, Stage, Thaw
+from jdist.ps.protocol.shard import Rules
+from jdist.ps.server.shard_server import ShardServer
+from jdist.ps.transport.fake import FakeChannel, FakeServer
+from jdist.ps.transport.shard_client import ShardClient
+from jdist.train import Checkpointer
+from tests.by_default import some
+from tests.ps.program.test_layout import raw
+from tests.ps.program.test_split_step import BATCH, apart, create, loss, train_step
+from tests.ps.server.test_shard_server import push, struct
+
+ROWS = {
+    "x": np.random.default_rng(0).normal(size=(320, 3)).astype(np.float32),
+    "y": np.random.default_rng(1).normal(size=320).astype(np.float32),
+}
+
+
+@pytest.fixture(scope="module", params=some(["async", "sync"], ["async"]))
+def strategy(request):
+    made = jdist.parameter_server(
+        mode=request.param,
+        local_workers=2 if request.param == "sync" else 1,
+        local_ps=2,
+        partitioner=fixed_shards(2),
+        wire="bf16",
+    )
+    yield made
+    made.coordinator.close()
+
+
+def rounded(tree):
+    return jax.tree.map(lambda x: x.astype(ROUNDED).astype(np.float32), tree)
+
+
+def names(state):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def carrying(state, batch):
+    """As layers with running statistics do: the worker computes the new from the old."""
+    mean = 0.99 * state.extra["mean"] + 0.01 * batch["x"].mean(0)
+    value, grads = jdist.value_and_grad(loss)(state.params, batch)
+    return state.apply_gradients(grads=grads, mean=jdist.aggregate(mean, "mean")), {"loss": value}
+
+
+def test_arrays_are_rounded_but_no_single_number_and_nothing_that_workers_carry():
+    state = create(optax.sgd(0.1), mean=jnp.ones(3), rate=jnp.float32(0.1))
+
+    def only_reads(state, batch):
+        return state, {"loss": loss(state.params, batch) * state.extra["rate"]}
+
+    parts = [apart(carrying, state, BATCH)[0], apart(only_reads, state, BATCH)[0]]
+    found = make_rounding(parts, "bf16")
+    assert {names(state)[i] for i in found.leaves} == {".params['a']", ".params['b']"}
+    assert names(state).index(".extra['rate']") in parts[1].read
+    shapes = {j: parts[0].update.pushed_shapes[j].shape for j in parts[0].pushed}
+    assert sorted(shapes[j] for j in found.pushed[0]) == [(3, 4), (4,)]
+    assert sorted(shapes.values()) == [(3,), (3, 4), (4,)]
+    assert found.pushed[1] == frozenset()
+    full = make_rounding(parts, "float32")
+    assert (full.leaves, full.pushed) == (frozenset(), (frozenset(), frozenset()))
+
+
+class Shard:
+    """One keeper in synchronous mode, and its client."""
+
+    def __init__(self, **rules):
+        self.leaves = raw(create(optax.sgd(1.0)))
+        self.parts, *_ = apart(train_step, create(optax.sgd(1.0)), BATCH)
+        self.layout = make_layout(
+            [self.parts], num_ps=1, partitioner=fixed_shards(1), wire="bf16", rules=Rules(**rules), is_sync=not rules
+        )
+        (self.shard,) = self.layout.shards
+        self.client = ShardClient(FakeChannel(FakeServer("ps", ShardServer().methods())), self.shard, give_up_s=2)
+        program = pack(self.layout.program(self.shard, 0), list(map(struct, self.shard.program_specs(0))))
+        kept = [rows.cut(self.leaves[rows.of]) for rows in self.shard.rows]
+        assert isinstance(self.client.restore(Restore(generation=1), kept, [program]), Done)
+
+    def pulled(self):
+        _, arrays, _ = self.client.say([Pull(generation=1, known=None)])
+        places = [*self.shard.views[0].pulled, *self.shard.views[0].pulled_once]
+        return {names(create(optax.sgd(1.0)))[self.shard.rows[k].of]: x for k, x in zip(places, arrays, strict=True)}
+
+    def gradients(self, value):
+        return [np.full(s.shape, value, s.numpy) for s in self.shard.views[0].pushes]
+
+
+def test_the_mean_of_rounded_gradients_is_taken_in_float32():
+    shard = Shard()
+    before = shard.pulled()
+    assert before[".params['a']"].dtype == ROUNDED
+    assert before[".step"].dtype == np.int32
+    for closure, value in enumerate([1.0, 1 + 2**-7]):  # both are bfloat16, their mean is not
+        shard.client.say([push(Stage, closure=closure, base=0)], shard.gradients(value))
+    shard.client.say([Commit(generation=1, closures=(0, 1), as_one=True)], [])
+    new = [np.asarray(x) for x in shard.leaves]
+    expected = new[names(create(optax.sgd(1.0))).index(".params['b']")] - np.float32(1 + 2**-8)
+    np.testing.assert_array_equal(np.asarray(shard.pulled()[".params['b']"]), expected.astype(ROUNDED))
+    assert np.all(kept_of(shard, ".params['b']") == expected)
+
+
+SNAPSHOTS = itertools.count(1)
+
+
+def kept_of(shard, name):
+    """What the shard keeps, by a snapshot."""
+    number = next(SNAPSHOTS)
+    shard.client.say([Freeze(generation=1, number=number)])
+    (cut,), _, _ = shard.client.say([Snapshot(generation=1)])
+    shard.client.say([Thaw(generation=1, number=number)])
+    place = [names(create(optax.sgd(1.0)))[rows.of] for rows in shard.shard.rows].index(name)
+    return shard.client.read(1, cut.version)[place]
+
+
+def test_a_late_gradient_that_is_given_less_weight_is_weighted_in_float32():
+    shard = Shard(on_stale="down_weight", max_staleness=0)
+    before = kept_of(shard, ".params['b']")
+    for closure in (0, 1, 2):  # of staleness 0, 1 and 2
+        shard.client.say([push(closure=closure, base=0)], shard.gradients(1.0))
+    expected = before - np.float32(1) - np.float32(0.5) - np.float32(1 / 3)
+    np.testing.assert_allclose(kept_of(shard, ".params['b']"), expected, rtol=1e-6)
+
+
+def trained(strategy, step, state, epochs=1):
+    train, losses = jdist.distribute(step, strategy), []
+    for batch in strategy.distribute_dataset(jdist.data.from_arrays(ROWS, global_batch=8, epochs=epochs)):
+        state, metrics = train(state, batch)
+        losses.append(metrics["loss"])
+    return state, [float(x) for x in losses]
+
+
+def test_half_of_the_bytes_train_nearly_as_well_and_what_the_servers_keep_is_in_full(strategy):
+    state, losses = trained(strategy, train_step, strategy.init(lambda: create(optax.sgd(0.05, 0.9))))
+    one = jdist.one_device()
+    expected, expected_losses = trained(one, train_step, one.init(lambda: create(optax.sgd(0.05, 0.9))))
+    np.testing.assert_allclose(losses, expected_losses, rtol=0.1)
+    params, expected = strategy.fetch(state).params, jax.device_get(expected.params)
+    for half, full, same in zip(*map(jax.tree.leaves, (params, expected, rounded(params))), strict=True):
+        assert half.dtype == np.float32
+        np.testing.assert_allclose(half, full, rtol=0.1, atol=0.02)
+        assert np.any(half != full)  # or nothing was rounded
+        assert np.any(half != same)  # so small steps are not lost
+
+
+def test_an_evaluation_after_a_step_reads_rounded_parameters_and_fetch_gives_them_in_full(strategy, tmp_path):
+    def params(state, batch):
+        return dict(state.params)
+
+    train, read = jdist.distribute(train_step, strategy), jdist.distribute(params, strategy, returns="metrics")
+    state = strategy.init(lambda: create(optax.adam(0.1)))
+    for _ in range(3):
+        seen = {k: np.asarray(x) for k, x in read(state, BATCH).items()}
+        full = strategy.fetch(state).params
+        for name in full:
+            assert full[name].dtype == np.float32
+            np.testing.assert_array_equal(seen[name], rounded(full[name]))
+        state, _ = train(state, BATCH)
+    assert np.any(strategy.fetch(state).params["a"] != rounded(strategy.fetch(state).params["a"]))
+    with Checkpointer(tmp_path / "checkpoints", check=strategy.check) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        restored = checkpoints.restore(state).state
+    for a, b in zip(*(jax.tree.leaves(strategy.fetch(x).params) for x in (state, restored)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_two_steps_of_one_state_each_see_what_the_other_has_changed(strategy):
+    def only(name):
+        def step(state, batch):
+            value, grads = jdist.value_and_grad(loss)(state.params, batch)
+            kept = {k: g if k == name else jnp.zeros_like(g) for k, g in grads.items()}
+            return state.apply_gradients(grads=kept), {"loss": value}
+
+        return step
+
+    def do(strategy):
+        a, b = (jdist.distribute(only(name), strategy) for name in "ab")
+        state = strategy.init(lambda: create(optax.sgd(0.05, 0.9)))
+        losses = []
+        for _ in range(3):
+            state, first = a(state, BATCH)
+            state, second = b(state, BATCH)
+            losses += [first["loss"], second["loss"]]
+        return [float(x) for x in losses]
+
+    found = do(strategy)
+    np.testing.assert_allclose(found, do(jdist.one_device()), rtol=0.02)
+    assert len(set(found)) == 6
+
+
+def test_what_workers_carry_does_not_stand_still(strategy):
+    """In bfloat16 an average of 1 that moves by less than 0.002 a step would stay what it is."""
+    far = {**BATCH, "x": np.full_like(BATCH["x"], 1.1), "mask": np.ones(8, bool)}
+    state, train = (
+        strategy.init(lambda: create(optax.sgd(0.01), mean=jnp.ones(3))),
+        jdist.distribute(carrying, strategy),
+    )
+    for _ in range(10):
+        state, _ = train(state, far)
+    np.testing.assert_allclose(strategy.fetch(state).extra["mean"], 1.1 - 0.1 * 0.99**10, rtol=1e-5)
+
+
+def test_a_precision_that_is_not_known_is_refused_at_once():
+    with pytest.raises(StrategyError, match=r"`wire` is 'bf61'; allowed are 'float32' and 'bf16'\."):
+        jdist.parameter_server(wire="bf61")

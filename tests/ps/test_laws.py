@@ -1,0 +1,57 @@
+"""The law of microbatches under parameter servers: those of a worker, and workers themselves, are replicas in time."""
+
+import pytest
+
+import jdist
+from jdist.errors import BoundaryError
+from tests.conformance.test_laws import STEPS, assert_same, cpus, result
+
+LAYOUTS = {  # servers and how they are reached, microbatches
+    "async": ({"local_workers": 1, "local_ps": 2}, 4),
+    "sync": ({"local_workers": 2, "local_ps": 1, "mode": "sync"}, 2),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request):
+    given, accumulate = LAYOUTS[request.param]
+    made = jdist.parameter_server(**given)
+    yield request.param, made, accumulate
+    made.coordinator.close()
+
+
+# What a worker of synchronous mode would have to wait for, as the others' gradients are combined first.
+REFUSED = {
+    "sharpness_aware": "from what its workers have combined already",
+    "looked_at_after_the_update": "from what its workers have combined already",
+    "penalised_by_the_gradient": "from what its workers have combined already",
+    "looking_ahead_by_an_inner_gradient": "from what its workers have combined already",
+    **dict.fromkeys(
+        [
+            "contrastive_over_gathered_rows",
+            "gathered_along_the_second_axis",
+            "weighted_by_the_parameters",
+            "weighted_by_a_running_mean",
+            "with_a_variance_of_all_rows",
+        ],
+        "depends on the state, which only the workers have",
+    ),
+}
+
+
+# What would be written over what other workers have written.
+NO_GRADIENT_OF_OURS = "clipping_the_gradient_of_each_example"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_microbatches_under_parameter_servers_are_replicas(layout, name):
+    mode, strategy, accumulate = layout
+    if name == NO_GRADIENT_OF_OURS:
+        with pytest.raises(BoundaryError, match=r"without `jdist\.value_and_grad`.* or use `jdist\.mirrored\(\)`"):
+            result(STEPS[name], strategy, accumulate)
+        return
+    if mode == "sync" and name in REFUSED:
+        with pytest.raises(BoundaryError, match=REFUSED[name]):
+            result(STEPS[name], strategy, accumulate)
+        return
+    assert_same(result(STEPS[name], strategy, accumulate), result(STEPS[name], jdist.mirrored(cpus(4))))

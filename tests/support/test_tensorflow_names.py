@@ -1,0 +1,60 @@
+"""Names of tf.distribute and Keras are answered with those of jdist."""
+
+import copy
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jdist
+from jdist.support.tensorflow_names import NAMES
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "from_tf_distribute.md").read_text()
+STRATEGY = jdist.mirrored(["cpu:0", "cpu:1"])
+CONTEXT = jdist.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "answer"),
+    [
+        (
+            jdist,
+            "MirroredStrategy",
+            "has no attribute 'MirroredStrategy': TensorFlow's MirroredStrategy is `jdist.mir",
+        ),
+        (
+            STRATEGY,
+            "experimental_distribute_dataset",
+            "is `strategy.distribute_dataset(dataset)`. docs/from_tf_distribute.md",
+        ),
+        (STRATEGY, "num_replicas_in_sync", "is `num_replicas`"),
+        (CONTEXT, "get_per_replica_batch_size", "is `context.per_replica_batch(global_batch)`"),
+        (jdist, "mirorred", "Did you mean 'mirrored'?"),
+        (STRATEGY, "num_replica", "Did you mean 'num_replicas'?"),
+    ],
+)
+def test_a_name_that_there_is_not(owner, name, answer):
+    assert not hasattr(owner, name)
+    with pytest.raises(AttributeError, match=re.escape(answer)):
+        getattr(owner, name)
+
+
+def test_the_names_are_those_of_the_guide():
+    for name in NAMES:
+        assert name in GUIDE or name == "experimental_run_v2", name
+
+
+def test_keyword_arguments():
+    x = {"x": np.ones(4, np.float32)}
+    with pytest.raises(TypeError, match=r"from_arrays has no argument 'global_batch_size': .* is `global_batch`"):
+        jdist.data.from_arrays(x, global_batch_size=2)
+    with pytest.raises(TypeError, match=r"mirrored has no argument 'cross_device_ops': .* is `all_reduce`"):
+        jdist.mirrored(cross_device_ops=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batch_sizes'"):
+        jdist.data.from_arrays(x, batch_sizes=2)
+
+
+def test_a_strategy_is_copied_as_before():
+    assert copy.copy(STRATEGY).devices == STRATEGY.devices
+    assert copy.deepcopy(CONTEXT) == CONTEXT

@@ -66,7 +66,7 @@ class TestForms:
         partial = functools.partial(lambda rate, w, batch: (w + rate, {}), 5.0)
         assert float(jdist.distribute(partial, TWO)(1.0, BATCH)[0]) == 6.0
 
-    def test_nothing_keeps_a_dropped_step_alive(self):
+    def test_nothing_keeps_a_dropped_step_alive(self, quick_collection):
         def local(w, batch):
             return w + 1, {}
 

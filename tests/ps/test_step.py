@@ -10,7 +10,7 @@ from flax import nnx
 import jdist
 from jdist.errors import BatchError, BoundaryError, NonFiniteError, StepError, StrategyError
 from jdist.train import Checkpointer
-from tests.ps.program.test_split_step import BATCH, create, loss, train_step
+from tests.ps.hidden_layer import BATCH, create, loss, train_step
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from jdist.errors import ClosureError, DatasetError, StepError, StrategyError
 from jdist.ps.coordinator.datasets import name_of_function
 from jdist.ps.worker.data import WorkerData
 from tests.ps.flaky import InProcess, Network
-from tests.ps.program.test_split_step import create, loss
+from tests.ps.hidden_layer import create, loss
 from tests.ps.real_cluster import wait_until
 
 ROWS = 50

@@ -6,6 +6,8 @@ import jdist
 from jdist.errors import BoundaryError
 from tests.conformance.test_laws import STEPS, assert_same, cpus, result
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 LAYOUTS = {  # servers and how they are reached, microbatches
     "async": ({"local_workers": 1, "local_ps": 2}, 4),
     "sync": ({"local_workers": 2, "local_ps": 1, "mode": "sync"}, 2),

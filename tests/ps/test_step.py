@@ -12,6 +12,8 @@ from jdist.errors import BatchError, BoundaryError, NonFiniteError, StepError, S
 from jdist.train import Checkpointer
 from tests.ps.hidden_layer import BATCH, create, loss, train_step
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 
 @pytest.fixture(scope="module")
 def strategy():

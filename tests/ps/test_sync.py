@@ -25,6 +25,8 @@ from tests.by_default import some
 from tests.ps.hidden_layer import BATCH, create, loss, train_step
 from tests.ps.test_step import near
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 
 @pytest.fixture(scope="module")
 def strategy():

@@ -17,6 +17,8 @@ from tests.ps.flaky import InProcess, Network
 from tests.ps.hidden_layer import create, loss
 from tests.ps.real_cluster import wait_until
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 ROWS = 50
 
 

@@ -10,6 +10,8 @@ import jdist
 from jdist.errors import ArtifactError, ClosureCancelledError, StepError, StrategyError
 from tests.ps.hidden_layer import BATCH, create, train_step
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 
 @pytest.fixture(scope="module")
 def strategy():

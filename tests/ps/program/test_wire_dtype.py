@@ -26,6 +26,8 @@ from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart
 from tests.ps.server.test_shard_server import push, struct
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 ROWS = {
     "x": np.random.default_rng(0).normal(size=(320, 3)).astype(np.float32),
     "y": np.random.default_rng(1).normal(size=320).astype(np.float32),

@@ -37,6 +37,8 @@ from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import apart
 from tests.ps.server.test_shard_server import program
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 MOST_BYTES = 1 << 20  # of a call to the servers here
 WORDS = {"refused", "failed"}
 EXAMPLES = 300

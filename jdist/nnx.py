@@ -290,7 +290,7 @@ class NNXStep(Distributed):
         values = dict(zip(names, rest[len(declared) :], strict=True))
         values |= {f"`{name}`": value for name, value in kwargs.items() if name not in options.static_argnames}
         batches = tuple(value for value, role in zip(rest, declared, strict=False) if role == "batch")
-        axes = axes_of_leaves(batches, options.batch_axis, lead=int(options.steps_per_call > 1))
+        axes = axes_of_leaves(batches, options.batch_axis, lead=options.num_step_axes)
         remedy = (
             f"Pass it by position and say what it is, of the arguments without objects in turn: `args={(*declared, 'batch')}` "
             'if the replicas are to share its rows; "replicated" in that place if every replica gets it whole.'

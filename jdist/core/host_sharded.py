@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist.core.strategy import Strategy
-from jdist.errors import DeviceError, StepError
+from jdist.errors import DeviceError
 
 PyTree = Any
 
@@ -76,21 +76,6 @@ class HostSharded:
 def is_spread(node: object) -> bool:
     """Whether `node` is a `HostSharded`, for use as `is_leaf`."""
     return isinstance(node, HostSharded)
-
-
-def check_no_spread(strategy: Strategy, tree: PyTree) -> None:
-    """Refuses arrays in parts, which only the strategy that made them can put together.
-
-    Raises:
-        StepError: names the first such leaf, and what to pass instead.
-    """
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_spread):
-        if isinstance(leaf, HostSharded):
-            raise StepError(
-                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
-                f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "
-                "made the state, `central.fetch(state)`, and pass on what it returns."
-            )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import LossScale, pack, unpack
 from jdist.errors import StepError
 from jdist.support.checks import as_int, as_real
 from jdist.support.suggest import did_you_mean
@@ -23,22 +23,6 @@ PyTree = Any
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 SMALLEST = 1.0  # what does not fit at this scale is no overflow that a smaller one would mend
 FACTOR = 2.0
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LossScale:
-    """The loss scale that is carried from step to step; the same on every replica.
-
-    Attributes:
-        scale: what the loss is multiplied by before it is differentiated; float32 scalar, a power of two.
-        good_steps: how many steps in a row had finite gradients since the scale last changed; int32 scalar.
-        num_skipped: how many steps were left out since the scale began; int32 scalar.
-    """
-
-    scale: Any
-    good_steps: Any
-    num_skipped: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

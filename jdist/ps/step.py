@@ -12,8 +12,7 @@ import numpy as np
 
 from jdist.core.context import check_not_mixed
 from jdist.core.remote import fetched
-from jdist.core.static_leaves import pack, with_static_leaves
-from jdist.core.step_state import user_state
+from jdist.core.step_state import pack, user_state, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.batching import real_rows

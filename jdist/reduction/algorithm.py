@@ -1,4 +1,4 @@
-"""The interface of an all-reduce algorithm."""
+"""The interface of an all-reduce algorithm, and XLA's own as the plainest of them."""
 
 from __future__ import annotations
 
@@ -92,3 +92,21 @@ def keeping_nothing(
     return Reduction(
         name, lambda tree: (), lambda tree, carry, axes: (total(tree, axes), carry), num_replicas=num_replicas
     )
+
+
+def psum() -> Reduction:
+    """One `lax.psum` of the whole tree; XLA picks the algorithm (NCCL, ICI) and combines the leaves.
+
+    Example:
+        >>> import jdist
+        >>> jdist.reduction.psum().name
+        'psum'
+    """
+
+    def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+        if axes_size(axes) > 1:
+            return jax.lax.psum(tree, axes)
+        # XLA on CPU copies what a single device sums, twice. These are arrays of their own to JAX, and none to XLA.
+        return jax.tree.map(lambda x: jnp.array(x, jnp.int32 if jnp.result_type(x) == jnp.bool_ else None), tree)
+
+    return keeping_nothing("psum", total)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jdist.errors import StrategyError
-from jdist.reduction.algorithm import Reduction
+from jdist.reduction.algorithm import Reduction, psum
 from jdist.reduction.bucketed import bucketed
 from jdist.reduction.compressed import compressed
 from jdist.reduction.hierarchical import hierarchical
-from jdist.reduction.psum import psum
 from jdist.reduction.ring import ring, to_one_device
 from jdist.support.suggest import did_you_mean
 

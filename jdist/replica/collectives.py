@@ -19,8 +19,7 @@ from jdist.core import context
 from jdist.core.collective_marks import Collective, alone, emit, without_gradient
 from jdist.core.per_replica import as_array, as_arrays, as_axis, check_numbers, countable, floating
 from jdist.errors import StepError, StrategyError
-from jdist.reduction import psum
-from jdist.reduction.algorithm import apply_reduction, axes_size
+from jdist.reduction.algorithm import apply_reduction, axes_size, psum
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any

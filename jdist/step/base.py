@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.static_leaves import unpack
+from jdist.core.step_state import unpack
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import MASK
 from jdist.jaxpr import graph

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdist.core.step_state import StepState, carried_by, carrying, residuals_of
+from jdist.core.step_state import StepState, carrying, residuals_of
 from jdist.core.strategy import Strategy
 from jdist.errors import StepError
 from jdist.reduction.algorithm import apply_reduction
@@ -36,10 +36,9 @@ class ErrorFeedback:
     after: list[PyTree] = field(default_factory=list)
 
     @classmethod
-    def of(cls, strategy: Strategy, name: str, state: PyTree) -> tuple[PyTree, ErrorFeedback | None]:
-        """The state without its residuals, and what hands these out; None where the strategy keeps none."""
-        residuals = residuals_of(state)
-        return (state, None) if residuals is None else (carrying(state, residuals=None), cls(strategy, name, residuals))
+    def of(cls, strategy: Strategy, name: str, state: PyTree) -> tuple[PyTree, ErrorFeedback]:
+        """The state without its residuals, and what hands these out."""
+        return carrying(state, residuals=None), cls(strategy, name, residuals_of(state))
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         """See `context.Residuals`."""
@@ -121,22 +120,6 @@ class ResidualSlot:
         """Whether the state comes from another step of the same name."""
         others = [slot for slot in list(_slots) if slot._name == self._name and slot._step is not self._step]
         return any(is_newest(slot._newest(), state) for slot in others)
-
-
-def check_nothing_lost(name: str, newest: PyTree, state: PyTree) -> None:
-    """Refuses a state that was made of a step's newest, without what that carried beside it.
-
-    Raises:
-        StepError: says what is lost, and how to change a state.
-    """
-    lost = carried_by(newest) - carried_by(state)
-    arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (newest, state)]
-    if lost and is_newest(*arrays):
-        raise StepError(
-            f"{name} was called with a state that was made of the one it had returned and has lost the "
-            f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
-            "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
-        )
 
 
 def has_residuals(state: PyTree, name: str) -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist.core.static_leaves import has_static, unpack
+from jdist.core.step_state import carried_by, has_static, unpack
 from jdist.core.strategy import Strategy
+from jdist.errors import StepError
 
 PyTree = Any
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
@@ -187,6 +188,23 @@ class NewestState:
     def begin_with(self, packed: PyTree) -> None:
         """Notes which leaves of a state that comes from elsewhere are constants: they stay so from call to call."""
         self._has_constants = has_static(packed)
+
+    def check_nothing_lost(self, name: str, state: PyTree) -> None:
+        """Refuses a state that was made of this one, without what this one carries beside it.
+
+        Raises:
+            StepError: names the step, says what is lost, and how to change a state.
+        """
+        lost = carried_by(self.state) - carried_by(state)
+        if not lost:
+            return
+        arrays = [[x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)] for tree in (self.state, state)]
+        if is_newest(*arrays):
+            raise StepError(
+                f"{name} was called with a state that was made of the one it had returned and has lost the "
+                f"{' and the '.join(sorted(lost))} beside it. Change a state by its own methods, `state.replace(...)`, or by "
+                "`state = state.with_user({**state.user, ...})`. To begin these anew, pass `strategy.fetch(state)`."
+            )
 
     def look(self) -> PyTree:
         """The state of the results, where they hold one that was not taken yet; else the one taken last."""

@@ -17,14 +17,13 @@ from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Alone
 from jdist.core.context import check_not_mixed
-from jdist.core.static_leaves import pack, unpack, with_static_leaves
-from jdist.core.step_state import StepState, carrying, loss_scale_of
+from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import is_first, rows_first
 from jdist.step import placement
 from jdist.step.base import Distributed, Preview
 from jdist.step.call_errors import explain
-from jdist.step.error_feedback import ResidualSlot, check_nothing_lost
+from jdist.step.error_feedback import ResidualSlot
 from jdist.step.in_flight import Lineage, NewestState, Window, doubt_newest_states
 from jdist.step.mesh_program import REPLICATED, Backend, Program
 from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
@@ -59,9 +58,8 @@ class DistributedStep(Distributed):
         self._step = with_static_leaves(step)
         self._signature = Signature(step, options, strategy)
         self._programs: dict[Call, tuple[Program, Traced]] = {}
-        lead = int(options.steps_per_call > 1)
+        lead = options.num_step_axes
         self._by_rows = None if strategy.mesh is None else placement.rows_sharding(strategy, lead=lead)
-        self._donates = options.donate and options.may_update_state
         self._donation_guard = DonationGuard()
         is_plain = options.args == ("state", "batch") and is_first(options.batch_axis) and not options.static_argnames
         self._plain_call = Call(("state", "batch")) if is_plain else None
@@ -299,7 +297,7 @@ class DistributedStep(Distributed):
         try:
             if state is not newest.state:
                 check_not_traced((state, batches))
-                check_nothing_lost(self.__name__, newest.state, state)
+                newest.check_nothing_lost(self.__name__, state)
                 if self.options.non_finite == "raise" and newest.state is not None:
                     self._window.go_on_from(state)
                     if self._token is None:
@@ -362,7 +360,7 @@ class DistributedStep(Distributed):
         """
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
-        if self._donates:
+        if self.options.donates_state:
             others = self._donation_guard.of(others, state)
         return placement.replicate(self.strategy, others)
 

@@ -80,7 +80,7 @@ def microbatched(spec: ProgramSpec) -> RunFn:
 
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
         seen: list[FiniteFlags] = []
-        state, residuals = ErrorFeedback.of(strategy, spec.name, state)
+        state, residuals = ErrorFeedback.of(strategy, spec.name, state) if strategy.keeps_residuals else (state, None)
         plan = make_plan(strategy, spec.splittable(seen), spec.options.accumulate, state, batches, others)
         if spec.compares_replicas:
             plan.check_averages_combined()

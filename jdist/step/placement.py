@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jdist.core.context import scope
-from jdist.core.host_sharded import HostSharded, check_no_spread, is_spread, map_leaves
-from jdist.core.static_leaves import pack, unpack
-from jdist.core.step_state import carrying, residuals_of, user_states
+from jdist.core.host_sharded import HostSharded, is_spread, map_leaves
+from jdist.core.step_state import carrying, pack, residuals_of, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.process_shard import WHOLE, ProcessShard
@@ -23,7 +22,7 @@ from jdist.step import in_flight
 from jdist.step.divergence import compare, make_check
 from jdist.step.error_feedback import check_residuals
 from jdist.step.options import StepOptions
-from jdist.step.tree_checks import check_batch, check_state, check_whole
+from jdist.step.tree_checks import check_batch, check_no_parts, check_state, check_whole
 from jdist.support.arrays import check_arguments_not_donated, check_not_donated, is_key, put, to_host
 
 PyTree = Any
@@ -99,7 +98,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     """
     strategy.need_devices("a step")
     check_not_donated(state)
-    check_no_spread(strategy, state)
+    check_no_parts(strategy, state)
     residuals = residuals_of(state)
     if residuals is not None:
         check_residuals(strategy, residuals)
@@ -137,7 +136,7 @@ def batch_shapes(strategy: Strategy, options: StepOptions, batches: PyTree, axes
     if strategy.mesh is None:
         return shapes_in(batches, None)
     if not axes:
-        return shapes_in(batches, rows_sharding(strategy, lead=int(options.steps_per_call > 1)))
+        return shapes_in(batches, rows_sharding(strategy, lead=options.num_step_axes))
     return jax.tree.map(shapes_in, batches, rows_shardings(strategy, options, batches, axes))
 
 
@@ -166,7 +165,7 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 def check(strategy: Strategy, state: PyTree) -> None:
     """`Strategy.check`: waits for the steps in flight, then compares the replicas."""
-    check_no_spread(strategy, state)
+    check_no_parts(strategy, state)
     check_in_parts(strategy, state)
 
 
@@ -222,11 +221,12 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: 
     Raises:
         BatchError: with the numbers and the remedy.
     """
-    n, k = strategy.num_replicas, options.accumulate
-    batches = rows_first(batches, axes, lead=int(options.steps_per_call > 1), shapes_only=True)
+    n, lead = strategy.num_replicas, options.num_step_axes
+    if axes:
+        batches = rows_first(batches, axes, lead=lead, shapes_only=True)
     # One batch is the usual case; its leaves are then named without the place among several.
     batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
-    check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=k, lead=int(options.steps_per_call > 1))
+    check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=options.accumulate, lead=lead)
 
 
 def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
@@ -237,7 +237,7 @@ def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
 
 def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
     """`rows_sharding` of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
-    lead, treedef = int(options.steps_per_call > 1), jax.tree.structure(batches)
+    lead, treedef = options.num_step_axes, jax.tree.structure(batches)
     axes = axes or (0,) * treedef.num_leaves
     return jax.tree.unflatten(treedef, [rows_sharding(strategy, lead=lead + axis) for axis in axes])
 
@@ -250,7 +250,7 @@ def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, ax
     """
     if strategy.mesh is None:
         return
-    lead, leaves = int(options.steps_per_call > 1), jax.tree.leaves(batches)
+    lead, leaves = options.num_step_axes, jax.tree.leaves(batches)
     axes = axes or (0,) * len(leaves)
     with_sharding = jax.Array | jax.ShapeDtypeStruct
     for leaf, axis in zip(leaves, axes, strict=True):

@@ -13,7 +13,6 @@ from jdist.core.context import ReplicaTrace, current_trace, tracing
 from jdist.core.precision import InUse, LossScaling
 from jdist.core.step_state import loss_scale_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
-from jdist.data.batch_axis import rows_first
 from jdist.data.leaves import MASK
 from jdist.step.options import NonFinite, StepOptions
 from jdist.step.outputs import METRIC, OutputKind, Traced, differs, kinds_of, rows_of, sort_results
@@ -87,15 +86,6 @@ class ProgramSpec:
     traced: Traced
     watched: FlagNames
     name: str
-
-    def turn(self, batches: PyTree) -> PyTree:
-        """The batches of a call with their rows first, as a program takes them; `Call.apply` turns them back."""
-        return rows_first(batches, self.call.batch_axes, lead=int(self.options.steps_per_call > 1))
-
-    @property
-    def donate(self) -> bool:
-        """Whether the old state's buffers may be reused for the new state."""
-        return self.options.donate and self.options.may_update_state
 
     @property
     def compares_replicas(self) -> bool:

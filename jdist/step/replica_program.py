@@ -50,7 +50,9 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
         kinds, names, hidden = list[OutputKind](), list[str](), list[bool]()
 
         def as_written(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
-            state, residuals = ErrorFeedback.of(strategy, spec.name, state)
+            state, residuals = (
+                ErrorFeedback.of(strategy, spec.name, state) if strategy.keeps_residuals else (state, None)
+            )
             with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)):
                 new_state, outputs, flags = spec.apply(state, batches, others)
             kinds[:] = jax.tree.leaves(kinds_of(outputs, spec.traced, rows_of(batches)))

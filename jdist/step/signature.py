@@ -73,7 +73,7 @@ class Call:
         state = take_parts(state, self.parts)
         sources = {
             "state": iter(split_states(state, self.roles.count("state"))),
-            "batch": iter(rows_in_place(batches, self.batch_axes)),
+            "batch": iter(rows_in_place(batches, self.batch_axes) if self.batch_axes else batches),
             "replicated": iter(others.replicated),
             "static": iter(self.static),
         }
@@ -242,7 +242,7 @@ class Signature:
         )
         types = tuple(type(value) for value in (*static, *(value for _, value in static_kwargs)))
         batches = tuple(by_role["batch"])
-        axes = axes_of_leaves(batches, self.options.batch_axis, lead=int(self.options.steps_per_call > 1))
+        axes = axes_of_leaves(batches, self.options.batch_axis, lead=self.options.num_step_axes)
         call = Call(tuple(roles), static, static_kwargs, types, batch_names, axes)
         try:
             hash(call)
@@ -337,7 +337,7 @@ def check_no_batch(
     Raises:
         StepError: names the argument.
     """
-    lead = int(options.steps_per_call > 1)
+    lead = options.num_step_axes
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]
     shape = next((shape[: lead + 1] for shape in leaves if len(shape) > lead), None)
     for what, value in values.items():

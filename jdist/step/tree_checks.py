@@ -9,7 +9,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.static_leaves import StaticLeaf, is_static
+from jdist.core.host_sharded import HostSharded
+from jdist.core.step_state import StaticLeaf, is_static
+from jdist.core.strategy import Strategy
 from jdist.data.leaves import is_numeric, numbers_of
 from jdist.errors import BatchError, StepError
 
@@ -107,6 +109,21 @@ def check_whole(state: PyTree) -> None:
                 f"{len(leaf.sharding.device_set)} devices in parts. A strategy lays a state out itself: pass it whole, "
                 "or create it by `strategy.init`. Of a pmap program delete the line with `jax_utils.replicate`, and write "
                 "`strategy.fetch(state)` for `jax_utils.unreplicate(state)`."
+            )
+
+
+def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
+    """Refuses arrays in parts in host memory, which only the strategy that made them can put together.
+
+    Raises:
+        StepError: names the first such leaf, and what to pass instead.
+    """
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, HostSharded)):
+        if isinstance(leaf, HostSharded):
+            raise StepError(
+                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
+                f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "
+                "made the state, `central.fetch(state)`, and pass on what it returns."
             )
 
 

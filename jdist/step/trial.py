@@ -13,7 +13,7 @@ from jax.extend import core as jex
 
 from jdist.core.host_sharded import is_spread
 from jdist.core.per_replica import is_per_replica
-from jdist.core.static_leaves import pack
+from jdist.core.step_state import pack
 from jdist.step.mesh_program import Program
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token

@@ -12,7 +12,7 @@ from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset, distributed_dataset

@@ -91,6 +91,10 @@ class Distributed(abc.ABC):
     def wait(self) -> None:
         """Waits for every call in flight."""
 
+    def pure(self, args: tuple[Any, ...]) -> tuple[Distributed, tuple[Any, ...]]:
+        """The step over arrays that a call with these arguments runs, and its arguments; of most steps the same."""
+        return self, args
+
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Compares the next call with one replica that sees the whole batch, where the strategy's replicas share a batch.
 

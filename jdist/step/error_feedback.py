@@ -41,7 +41,7 @@ class ErrorFeedback:
         return carrying(state, residuals=None), cls(strategy, name, residuals_of(state))
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """See `context.Residuals`."""
+        """Sums one gradient over the replicas, with what was left out before, and keeps what is left out now."""
         reduction = self.strategy.reduction
         fresh = reduction.init(tree)
         carry = fresh

@@ -80,11 +80,13 @@ def microbatched(spec: ProgramSpec) -> RunFn:
 
     def run(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], FiniteFlags]:
         seen: list[FiniteFlags] = []
-        state, residuals = ErrorFeedback.of(strategy, spec.name, state) if strategy.keeps_residuals else (state, None)
+        feedback = None
+        if strategy.keeps_residuals:
+            state, feedback = ErrorFeedback.of(strategy, spec.name, state)
         plan = make_plan(strategy, spec.splittable(seen), spec.options.accumulate, state, batches, others)
         if spec.compares_replicas:
             plan.check_averages_combined()
-        with tracing(ReplicaTrace(strategy, residuals=residuals)):
+        with tracing(ReplicaTrace(strategy, sum_gradient=feedback.sum if feedback else None)):
             parts = gradient_part(plan, state, batches, others, all_reduced(strategy))
             leaves, late = plan.parts.update(state, others, parts.combined, parts.carried)
             late = finish_late(plan, late)
@@ -92,7 +94,7 @@ def microbatched(spec: ProgramSpec) -> RunFn:
         *outputs, finite = jax.tree.unflatten(plan.parts.outputs_treedef, outputs)
         new = jax.tree.unflatten(plan.parts.state_treedef, leaves)
         flags = FiniteFlags(seen[-1].names, finite, seen[-1].hidden)
-        return (residuals.close(new) if residuals else new), tuple(outputs), flags
+        return (feedback.close(new) if feedback else new), tuple(outputs), flags
 
     return run
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdist.core.context import ReplicaTrace, current_trace, tracing
-from jdist.core.precision import InUse, LossScaling
+from jdist.core.precision import LossScaling
 from jdist.core.step_state import loss_scale_of, user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.leaves import MASK
@@ -106,14 +106,13 @@ class ProgramSpec:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        own, precision, in_use = user_state(state), self.options.precision, None
+        own, precision = user_state(state), self.options.precision
         if precision is not None:
             precision.check_names((own, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
-            in_use = InUse(precision, self._loss_scale(state, others))
         # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
         argument, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
-        with tracing(dataclasses.replace(trace, precision=in_use)):
+        with tracing(dataclasses.replace(trace, precision=precision, loss_scale=self._loss_scale(state, others))):
             results = self.call.apply(self.step, argument, batches, others)
             new_state, outputs = sort_results(results, own, self.options, self.traced)
             check_state(new_state, "the state that the step returned")

@@ -50,14 +50,15 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
         kinds, names, hidden = list[OutputKind](), list[str](), list[bool]()
 
         def as_written(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, tuple[PyTree, ...], list[Any]]:
-            state, residuals = (
-                ErrorFeedback.of(strategy, spec.name, state) if strategy.keeps_residuals else (state, None)
-            )
-            with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, residuals=residuals)):
+            feedback = None
+            if strategy.keeps_residuals:
+                state, feedback = ErrorFeedback.of(strategy, spec.name, state)
+            sum_gradient = feedback.sum if feedback else None
+            with tracing(ReplicaTrace(strategy, looks_at_parts=shares_memory, sum_gradient=sum_gradient)):
                 new_state, outputs, flags = spec.apply(state, batches, others)
             kinds[:] = jax.tree.leaves(kinds_of(outputs, spec.traced, rows_of(batches)))
             names[:], hidden[:] = flags.names, [flags.hidden]
-            return (residuals.close(new_state) if residuals else new_state), outputs, flags.finite
+            return (feedback.close(new_state) if feedback else new_state), outputs, flags.finite
 
         # Which metrics differ from replica to replica is seen in the traced step.
         arguments = state, batches, others

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jdist.core import context
 from jdist.errors import StepError, VerificationError
+from jdist.step.base import Distributed
 from jdist.step.comparison import Comparison, NotComparableError, Verification
 from jdist.step.mesh_step import DistributedStep
-
-
-@runtime_checkable
-class _StandsForPure(Protocol):
-    """A step over objects that are changed in place."""
-
-    def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        """The step over their arrays, and its arguments."""
-        ...
 
 
 class VerificationWarning(UserWarning):
@@ -58,9 +50,7 @@ def verify(train_step: Any, *args: Any, **kwargs: Any) -> Verification:
 
 
 def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pads: bool = False) -> Verification:
-    step = train_step
-    if isinstance(train_step, _StandsForPure):
-        step, args = train_step.pure(args)
+    step, args = train_step.pure(args) if isinstance(train_step, Distributed) else (train_step, args)
     if not isinstance(step, DistributedStep):
         raise StepError(
             f"jdist.verify needs a step that `jdist.distribute` made for devices of this process, it got a "

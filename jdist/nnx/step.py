@@ -1,32 +1,22 @@
-"""Steps over flax nnx's mutable objects: `(model, optimizer, metrics, batch)` changed in place, on all replicas.
-
-The objects are split into a graph definition and a state before each call, the step runs as a pure function of that
-state, and the objects receive the new state after it. Three kinds of variables are not simply replicated:
-
-- random keys: each replica draws from its own, so dropout differs; the key that is kept is the same for all;
-- batch statistics: averaged over the replicas after the step (a `BatchNorm` with an `axis_name` has done so itself);
-- metrics (`nnx.metrics.Average`, `Accuracy`, `MultiMetric` of them): what each replica added is summed, after a `reset()` in
-  the step too. How the states of a metric of your own come together is given by `metrics={MyMetric: "max"}`.
-"""
+"""The decorator `jdist.nnx.distribute`, and the steps that it makes."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack, get_args
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jdist.core.step_state import user_state, with_user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import axes_of_leaves
 from jdist.errors import StepError
-from jdist.replica import collectives, gradients
+from jdist.nnx.replica import MetricOps, holds_objects, pure_step, split
+from jdist.replica import collectives
 from jdist.step.base import Distributed, Preview
 from jdist.step.decorator import distribute as distribute_pure
 from jdist.step.mesh_step import DistributedStep
@@ -36,71 +26,6 @@ from jdist.support.suggest import did_you_mean
 from jdist.support.tracebacks import without_own_frames
 
 PyTree = Any
-_KINDS = (nnx.RngKey, nnx.metrics.MetricState, nnx.BatchStat, ...)  # `...`: all other variables
-
-
-class _Variables(NamedTuple):
-    """The state of a step's objects by kind; messages name leaves by it."""
-
-    keys: Any
-    metrics: Any
-    batch_stats: Any
-    others: Any
-
-
-def value_and_grad(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
-) -> Callable[..., Any]:
-    """As `nnx.value_and_grad`, with value and gradient averaged over the replicas.
-
-    Args:
-        f: a function of the model (and more) that returns a scalar loss, or `(loss, aux)`.
-        argnums: as in nnx.
-        has_aux: as in nnx; `aux` stays this replica's own.
-        op: "mean", or "sum" where the loss is already divided by the global batch.
-
-    Returns:
-        A function that returns `(value, grads)` or `((value, aux), grads)`.
-    """
-
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        precision = gradients.precision_in_use()
-        if precision is None:
-            return f(*args, **kwargs)
-        which = argnums if isinstance(argnums, Sequence) else (argnums,)
-        models = [args[i.argnum if isinstance(i, nnx.DiffState) else i] for i in which]
-        # Copies: the variables in `nnx.state` are the model's own.
-        wide = [jax.tree.map(lambda x: x, nnx.state(model, nnx.Param)) for model in models]
-        for model, params in zip(models, wide, strict=True):
-            nnx.update(model, precision.cast(params))
-        result = f(*args, **kwargs)
-        for model, params in zip(models, wide, strict=True):  # else nnx would take the cast for a change of the model
-            nnx.update(model, params)
-        return precision.result(result, has_aux)
-
-    local = nnx.value_and_grad(lowered, argnums=argnums, has_aux=has_aux)
-
-    def value_and_grad_of_all(*args: Any, **kwargs: Any) -> Any:
-        value, grads = local(*args, **kwargs)
-        if has_aux:
-            loss, grads = gradients.combine_gradients(value[0], grads, op)
-            return (loss, value[1]), grads
-        return gradients.combine_gradients(value, grads, op)
-
-    return value_and_grad_of_all
-
-
-def grad(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
-) -> Callable[..., Any]:
-    """As `nnx.grad`, averaged over the replicas; see `value_and_grad` for the arguments."""
-    both = value_and_grad(f, argnums=argnums, has_aux=has_aux, op=op)
-
-    def grad_of_all(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_of_all
 
 
 @spelling_keywords
@@ -150,14 +75,15 @@ def distribute(
             'alone: `args=("batch", "batch")`.'
         )
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    ways: dict[type, collectives.ReduceOp] = {} if metrics is None else {**metrics}
-    for kind, how in ways.items():
-        if how not in get_args(collectives.ReduceOp):
+    metric_ops = dict(metrics or {})
+    allowed = get_args(collectives.ReduceOp)
+    for kind, op in metric_ops.items():
+        if op not in allowed:
             raise StepError(
-                f"jdist.nnx.distribute: `metrics` has {how!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
-                f"{', '.join(map(repr, get_args(collectives.ReduceOp)))}.{did_you_mean(how, get_args(collectives.ReduceOp))}"
+                f"jdist.nnx.distribute: `metrics` has {op!r} for {getattr(kind, '__name__', kind)!r}; allowed are "
+                f"{', '.join(map(repr, allowed))}.{did_you_mean(op, allowed)}"
             )
-    return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, ways)
+    return lambda step: NNXStep(step, strategy, {**options, "args": args, "returns": returns}, metric_ops)
 
 
 class NNXStep(Distributed):
@@ -168,16 +94,10 @@ class NNXStep(Distributed):
         options: the options of `jdist.distribute`, `args` with "state" for the objects.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        strategy: Strategy,
-        options: dict[str, Any],
-        metrics: Mapping[type, collectives.ReduceOp],
-    ):
+    def __init__(self, step: Callable[..., Any], strategy: Strategy, options: dict[str, Any], metric_ops: MetricOps):
         functools.update_wrapper(self, step)
         options = {**options, "args": ("static", "state", *options["args"])}
-        distributed = distribute_pure(_pure(step, metrics), strategy, **options)
+        distributed = distribute_pure(pure_step(step, metric_ops), strategy, **options)
         if not isinstance(distributed, DistributedStep):
             raise StepError(
                 f"under {strategy.name} the state lives in other processes and is updated there later, so objects of "
@@ -205,7 +125,7 @@ class NNXStep(Distributed):
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
         """The pure state of the objects as a call of the step keeps it; see `DistributedStep.prepare`."""
         args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, _ = _split(args)
+        static, state, rest, _ = split(args)
         return self._distributed.prepare(static, with_user_state(self._around, state), *rest, **kwargs)
 
     def over(self, objects: PyTree) -> ObjectsStep:
@@ -228,21 +148,21 @@ class NNXStep(Distributed):
         return ObjectsStep(self, objects, arguments)
 
     def pure(self, args: tuple[Any, ...]) -> tuple[DistributedStep, tuple[Any, ...]]:
-        """The step over pure states that a call runs, and its arguments."""
-        static, state, rest, _ = _split(args)
+        """See `Distributed`."""
+        static, state, rest, _ = split(args)
         return self._distributed, (static, with_user_state(self._around, state), *rest)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step without running it; see `DistributedStep.lower`."""
         args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, _ = _split(args)
+        static, state, rest, _ = split(args)
         self._check_undeclared(args, rest, kwargs)
         return self._distributed.lower(static, state, *rest, **kwargs)
 
     @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._by_position(args, kwargs)
-        static, state, rest, objects = _split(args)
+        static, state, rest, objects = split(args)
         self._check_undeclared(args, rest, kwargs)
         _, *results = self.run(static, with_user_state(self._around, state), rest, kwargs, objects)
         return results[0] if len(results) == 1 else tuple(results)
@@ -285,7 +205,7 @@ class NNXStep(Distributed):
         declared = options.args[2:]
         if len(rest) <= len(declared) and not kwargs:
             return
-        places = [i for i, arg in enumerate(args) if not _holds_objects(arg)][len(declared) :]
+        places = [i for i, arg in enumerate(args) if not holds_objects(arg)][len(declared) :]
         names = [f"`{self._positional[i]}`" if i < len(self._positional) else f"argument {i + 1}" for i in places]
         values = dict(zip(names, rest[len(declared) :], strict=True))
         values |= {f"`{name}`": value for name, value in kwargs.items() if name not in options.static_argnames}
@@ -314,7 +234,7 @@ class ObjectsStep(Distributed):
 
     def __init__(self, step: NNXStep, objects: PyTree, arguments: tuple[Any, ...]):
         self._step, self._given, self._objects = step, objects, arguments
-        self._static, state, _, _ = _split((*arguments, None))
+        self._static, state, _, _ = split((*arguments, None))
         self.state: PyTree = with_user_state(step._around, state)
         self.strategy, self.options, self.__name__ = step.strategy, step.options, step.__name__
 
@@ -356,118 +276,3 @@ class ObjectsStep(Distributed):
         """The objects as they were given, which have this state now."""
         nnx.update(self._objects, nnx.merge_state(*user_state(state)))
         return self._given
-
-
-def _split(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """`((graph definition, which arguments are objects), state by kind, other arguments, objects)`."""
-    which = tuple(map(_holds_objects, args))
-    if not any(which[:1]):
-        raise StepError(
-            "jdist.nnx.distribute: the step's first argument holds no nnx object. It must be the model, the optimizer "
-            "or a tuple of them; for steps over pure states use `jdist.distribute`."
-        )
-    objects = tuple(arg for arg, is_object in zip(args, which, strict=True) if is_object)
-    rest = tuple(arg for arg, is_object in zip(args, which, strict=True) if not is_object)
-    graphdef, *state = nnx.split(objects, *_KINDS)
-    return (graphdef, which), _Variables(*state), rest, objects
-
-
-def _holds_objects(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Pytree))
-    return any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
-
-
-def _pure(step: Callable[..., Any], ways: Mapping[type, collectives.ReduceOp]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def pure(static: Any, state: tuple[Any, ...], *rest: Any, **kwargs: Any) -> Any:
-        graphdef, which = static
-        keys, metrics, statistics, others = state
-        own_keys = jax.tree.map(collectives.replica_rng, keys)
-        bound = collectives.replica_axes() is not None or collectives.num_replicas() > 1
-        # A copy of the variables: the step changes the objects in place, and `metrics` must stay as it was.
-        copies = jax.tree.map(lambda x: x, (metrics, statistics, others))
-        objects = nnx.merge(graphdef, own_keys, *copies)
-        ops = _ops(objects, ways) if bound else {}
-        if bound:
-            # What adds up: the first replica goes on from what was there, the others begin at zero, and all of it is summed.
-            is_first = collectives.replica_id() == 0
-            begun = _map_metrics(lambda op, x: jnp.where(is_first, x, 0) if op == "sum" else x, ops, metrics)
-            nnx.update(objects, begun)
-        mutable, others_of_step = iter(objects), iter(rest)
-        with _no_reading(objects) if collectives.num_replicas() > 1 else contextlib.nullcontext():
-            result = step(*(next(mutable if is_object else others_of_step) for is_object in which), **kwargs)
-        new_graphdef, _, new_metrics, new_statistics, new_others = nnx.split(objects, *_KINDS)
-        if new_graphdef != graphdef:
-            raise StepError(
-                "the step changed the structure of its nnx objects (a module, variable or static attribute was added, "
-                "removed or changed). Make such changes outside of the step."
-            )
-        if bound:
-            new_metrics = _map_metrics(lambda op, x: collectives.all_reduce(x, op).astype(x.dtype), ops, new_metrics)
-            new_statistics = collectives.all_reduce(new_statistics, "mean")
-        results = result if isinstance(result, tuple) else (result,)
-        return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
-
-    # The wrapper's own parameters are what counts for binding arguments, not those of the step it wraps.
-    del pure.__wrapped__
-    return pure
-
-
-def _ops(objects: PyTree, ways: Mapping[type, collectives.ReduceOp]) -> dict[tuple[Any, ...], collectives.ReduceOp]:
-    """How the replicas' versions of each metric come together, by its path.
-
-    Raises:
-        StepError: names a metric whose class nothing is known of.
-    """
-    found: dict[tuple[Any, ...], collectives.ReduceOp] = {}
-    for path, node in nnx.iter_graph(objects):
-        if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):
-            continue
-        known = type(node) in (nnx.metrics.Average, nnx.metrics.Accuracy)
-        op: collectives.ReduceOp | None = ways.get(type(node))
-        if op is None and known:
-            op = "sum"
-        if op is None:
-            kind = type(node)
-            name = f"nnx.metrics.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
-            raise StepError(
-                f"metric {'.'.join(map(str, path))} is an {name}: how the states of several replicas become one is not "
-                f'known of it. If they add up, say `jdist.nnx.distribute(..., metrics={{{name}: "sum"}})`, or "max", "min", '
-                '"mean"; else use nnx.metrics.Average, or return the values as metrics of the step.'
-            )
-        found[path] = op
-    return found
-
-
-def _map_metrics(
-    change: Callable[[collectives.ReduceOp, Any], Any], ops: dict[tuple[Any, ...], collectives.ReduceOp], metrics: Any
-) -> Any:
-    """The variables of metrics with each array changed, as its metric's op says."""
-
-    def one(path: tuple[Any, ...], variable: Any) -> Any:
-        op: collectives.ReduceOp = next(ops[path[:n]] for n in range(len(path), 0, -1) if path[:n] in ops)
-        return jax.tree.map(lambda x: change(op, x), variable)
-
-    flat = nnx.to_flat_state(metrics)
-    return nnx.from_flat_state([(path, one(path, variable)) for path, variable in flat])
-
-
-@contextlib.contextmanager
-def _no_reading(objects: PyTree) -> Iterator[None]:
-    """Refuses `compute()` of a metric inside the step, where it knows of one replica's rows alone."""
-
-    def refuse() -> Any:
-        raise StepError(
-            "the step computes an nnx metric (`metrics.compute()`), which knows of one replica's rows there. Call it "
-            "outside of the step, where the rows of all replicas are in; a value for each step is a metric that the step "
-            "returns."
-        )
-
-    nodes = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Metric)]
-    for node in nodes:
-        object.__setattr__(node, "compute", refuse)
-    try:
-        yield
-    finally:
-        for node in nodes:
-            object.__delattr__(node, "compute")

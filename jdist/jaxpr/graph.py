@@ -152,29 +152,38 @@ def replaced(closed: Any, rule: Callable[[Any, list[Any], Any], list[Any] | None
     return jax.make_jaxpr(run)(*structs)
 
 
-def uses_primitive(eqn: Any, name: str) -> bool:
-    """Whether an equation, or one nested in it, applies the primitive of that name."""
-    return eqn.primitive.name == name or any(contains_primitive(j, name) for j in nested_jaxprs(eqn))
+def all_equations(closed: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, those of the functions and loops in it included."""
+    for eqn in body_of(closed).eqns:
+        yield eqn
+        for inner in nested_jaxprs(eqn):
+            yield from all_equations(inner)
 
 
-def contains_primitive(closed: Any, name: str) -> bool:
-    """Whether a jaxpr applies the primitive of that name anywhere."""
-    return any(uses_primitive(eqn, name) for eqn in body_of(closed).eqns)
+def uses_primitive(eqn: Any, *names: str) -> bool:
+    """Whether an equation, or one nested in it, applies one of these primitives."""
+    return eqn.primitive.name in names or any(contains_primitive(j, *names) for j in nested_jaxprs(eqn))
+
+
+def contains_primitive(closed: Any, *names: str) -> bool:
+    """Whether a jaxpr applies one of these primitives anywhere."""
+    return any(eqn.primitive.name in names for eqn in all_equations(closed))
 
 
 def nested_jaxprs(eqn: Any) -> list[Any]:
     """The closed jaxprs among an equation's parameters: a loop's body, the branches of a condition, a called function."""
-    return list(_nested(eqn.params.values()))
+    return list(jaxprs_in(eqn.params.values()))
 
 
-def _nested(params: Iterable[Any]) -> Iterator[Any]:
+def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
+    """The jaxprs among parameters of an equation, and in tuples and lists of them; closed."""
     for param in params:
         if isinstance(param, ClosedJaxpr):
             yield param
         elif isinstance(param, jex.Jaxpr):
             yield ClosedJaxpr(param, ())
         elif isinstance(param, tuple | list):
-            yield from _nested(param)
+            yield from jaxprs_in(param)
 
 
 def effects_of(closed: Any) -> list[Any]:

@@ -11,7 +11,6 @@ depends on no microbatch but through cuts is the *update part* and runs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -82,15 +81,6 @@ def split(
         closed = graph.replaced(closed, scattered)
     sizes = num_virtual[0] // num_microbatches, num_microbatches
     return _Analysis(graph.forwarded(closed), (state, batch, others), shapes, sizes, otherwise).split()
-
-
-@dataclass(frozen=True)
-class _PhaseFunctions:
-    """The functions of a `Phase`, and the variables that `prepare` reads or computes."""
-
-    prepare: Callable[..., list[jax.Array]]
-    run: Callable[..., tuple[list[list[jax.Array]], list[jax.Array], list[jax.Array]]]
-    reads: set[Any]
 
 
 class _Analysis:
@@ -171,21 +161,21 @@ class _Analysis:
             effects=self.early_effects,
         )
         combined: list[Any] = []
-        functions: list[_PhaseFunctions] = []
+        functions: list[tuple[Callable[..., Any], Callable[..., Any], set[Any]]] = []
         for each in contents:
             functions.append(self._phase_functions(each, carried_vars, combined))
             combined += [v for place in each.cuts for v in self.equations[place].outvars]
-        reads = {v for each in functions for v in each.reads}
+        reads = {v for _, _, reads_of_phase in functions for v in reads_of_phase}
         return Split(
             phases=tuple(
                 Phase(
-                    tuple(self._cut(place, reads) for place in each.cuts),
-                    each.carried,
-                    each.outputs,
-                    made.prepare,
-                    made.run,
+                    cuts=tuple(self._cut(place, reads) for place in each.cuts),
+                    carried=each.carried,
+                    outputs=each.outputs,
+                    prepare=prepare,
+                    run=run,
                 )
-                for each, made in zip(contents, functions, strict=True)
+                for each, (prepare, run, _) in zip(contents, functions, strict=True)
             ),
             carried=carried,
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
@@ -225,8 +215,14 @@ class _Analysis:
 
     def _phase_functions(
         self, contents: PhaseContents, carried_vars: Sequence[Any], combined: Sequence[Any]
-    ) -> _PhaseFunctions:
-        """The functions of a phase; `combined` are the results of the earlier ones' cuts."""
+    ) -> tuple[Callable[..., Any], Callable[..., Any], set[Any]]:
+        """Builds `(prepare, run, variables that prepare reads or computes)` of a phase.
+
+        Args:
+            contents: of the phase.
+            carried_vars: the leaves of the new state that phases write.
+            combined: the results of the earlier phases' cuts.
+        """
         operands = [self._operands(place) for place in contents.cuts]
         carried = [carried_vars[n] for n in contents.carried]
         outputs = [self.outputs[i] for i in contents.outputs]
@@ -253,7 +249,7 @@ class _Analysis:
             values = iter(inside([*prepared, *jax.tree.leaves(batch), microbatch]))
             return [_take(values, len(vs)) for vs in operands], _take(values, len(carried)), _take(values, len(outputs))
 
-        return _PhaseFunctions(prepare, run, needed_before | set(hoisted))
+        return prepare, run, needed_before | set(hoisted)
 
     def _in_order(self, variables: set[Any]) -> list[Any]:
         order = dict.fromkeys([*graph.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)])

@@ -83,7 +83,7 @@ def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
             if after == flags[first - carry : first]:
                 return results
             flags = [*flags[: first - carry], *after, *flags[first:]]
-    own = any(graph.uses_primitive(eqn, name) for name in _MAKE_OWN)
+    own = graph.uses_primitive(eqn, *_MAKE_OWN)
     return every if own or any(flags) else [False] * len(every)
 
 

@@ -122,7 +122,7 @@ class _HostStateStep:
             return new, late[:num_outputs], FiniteFlags(flags.names, finite, hidden=False)
 
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
-            return guarded(run, token, state, rest, self.spec.policy, self.spec.watched, (), self.spec.loss_scaling)
+            return guarded(run, token, state, rest, self.spec.policy, self.spec.flag_names, (), self.spec.loss_scaling)
 
         combined, carried = jax.eval_shape(gradients, state, batches, others)
         arguments = token, state, others, combined, carried

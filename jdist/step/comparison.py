@@ -21,11 +21,12 @@ from jdist.core.step_state import user_state
 from jdist.core.strategy import Strategy
 from jdist.data.batching import filled_up, full_mask_place
 from jdist.errors import JDistError, ReplicaDivergenceError
+from jdist.jaxpr import graph
 from jdist.reduction import psum
 from jdist.step import rounding, trace_causes
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.placement import compare_replicas
-from jdist.step.quiet import calls_the_host, draws, draws_until, equations, prints
+from jdist.step.quiet import calls_the_host, draws, draws_until, prints
 from jdist.step.rounding import Leaf
 from jdist.step.trace_causes import Evidence
 from jdist.step.trial import Result, Trial, named_leaves, on_host
@@ -399,7 +400,7 @@ def _are_apart(strategy: Strategy, state: PyTree) -> bool:
 
 def _eps(way: Trial) -> float:
     """The relative error of a rounding, of the least precise numbers that a step computes with."""
-    avals = (v.aval for eqn in equations(way.closed) for v in eqn.outvars)
+    avals = (v.aval for eqn in graph.all_equations(way.closed) for v in eqn.outvars)
     dtypes = {aval.dtype for aval in avals if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)}
     devices = way.step.strategy.devices
     multiplies = 0.0 if not devices or devices[0].platform == "cpu" else _MATMUL_EPS

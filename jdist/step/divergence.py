@@ -192,4 +192,4 @@ def check_averages_combined(
 
 
 def _is_by_hand(eqn: Any) -> bool:
-    return collective_of(eqn) is None and any(graph.uses_primitive(eqn, name) for name in _BY_HAND)
+    return collective_of(eqn) is None and graph.uses_primitive(eqn, *_BY_HAND)

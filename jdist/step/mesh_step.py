@@ -30,7 +30,7 @@ from jdist.step.non_finite import STEPS, VERDICT, new_token, non_finite_error
 from jdist.step.options import StepOptions, Verify
 from jdist.step.outputs import Traced, returned
 from jdist.step.placement import DonationGuard, shapes_in
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.same_program import check_same_of_processes
 from jdist.step.signature import Call, Others, Signature, Step, as_taken, is_same_state, split_states
 from jdist.step.tree_checks import check_not_traced
@@ -67,7 +67,7 @@ class DistributedStep(Distributed):
         self._residuals = None
         if strategy.keeps_residuals:
             self._residuals = ResidualSlot(self.__name__, step, lambda: self._newest.packed)
-        self._watched = FlagNames()
+        self._flag_names: list[str] = []
         self._window = Window(strategy, options.max_in_flight, self._inspect, lambda: self._newest.state)
         self._token = new_token(self.strategy, self.options.steps_per_call)
         self.verification: Any = None
@@ -398,14 +398,14 @@ class DistributedStep(Distributed):
             lineage.token = new_token(self.strategy, self.options.steps_per_call)
             step = lineage.steps_before + count
             lineage.steps_before = step + 1
-        raise non_finite_error(self.__name__, self._watched.names[code - 1], step)
+        raise non_finite_error(self.__name__, self._flag_names[code - 1], step)
 
     def program(self, call: Call) -> tuple[Program, Traced]:
         """The program of calls like this one, and what is known of its results."""
         entry = self._programs.get(call)
         if entry is None:
             traced = Traced()
-            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._watched, self.__name__)
+            spec = ProgramSpec(self._step, self.strategy, self.options, call, traced, self._flag_names, self.__name__)
             entry = self._programs[call] = self.backend.make_program(spec), traced
         return entry
 

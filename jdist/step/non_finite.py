@@ -15,7 +15,7 @@ from jdist.core.strategy import Strategy
 from jdist.errors import NonFiniteError
 from jdist.jaxpr import graph
 from jdist.step.options import NonFinite
-from jdist.step.program_spec import FiniteFlags, FlagNames, ProgramSpec, RunFn, StepFn
+from jdist.step.program_spec import FiniteFlags, ProgramSpec, RunFn, StepFn
 from jdist.support.arrays import put
 
 PyTree = Any
@@ -51,9 +51,18 @@ def finite_guarded(spec: ProgramSpec, run: RunFn) -> StepFn:
     axes = spec.strategy.bound_axes
 
     def step(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        return guarded(run, token, state, (batches, others), spec.policy, spec.watched, axes, spec.loss_scaling)
+        return guarded(run, token, state, (batches, others), spec.policy, spec.flag_names, axes, spec.loss_scaling)
 
     return step
+
+
+def add_names(flag_names: list[str], names: list[str]) -> int:
+    """Adds the names of one program, unless it was traced before; returns how many codes come before theirs."""
+    for start in range(len(flag_names) - len(names) + 1):
+        if flag_names[start : start + len(names)] == names:
+            return start
+    flag_names.extend(names)
+    return len(flag_names) - len(names)
 
 
 def step_done(token: jax.Array) -> jax.Array:
@@ -90,7 +99,7 @@ def guarded(
     state: PyTree,
     rest: tuple[PyTree, ...],
     policy: NonFinite,
-    watched: FlagNames,
+    flag_names: list[str],
     axes: tuple[str, ...] = (),
     loss_scaling: LossScaling | None = None,
 ) -> tuple[jax.Array, PyTree, PyTree]:
@@ -109,7 +118,7 @@ def guarded(
         state: the state before the step.
         rest: the step's other arguments.
         policy: "raise", "skip" or "apply".
-        watched: takes in the names that the token's codes stand for.
+        flag_names: takes in the names that the token's codes stand for.
         axes: the mesh axes that replicas are spread over, where they are bound.
         loss_scaling: how the loss scale in the state moves. A smaller one may mend what is not finite, so only at the
             smallest does "raise" take notice; the step is left out all the same.
@@ -146,7 +155,9 @@ def guarded(
         known.update(zip(stage.writes, stage.run([known[v] for v in stage.reads]), strict=True))
         if number == 0 and names:
             finite = [graph.value_of(v, known) for v in flag_vars]
-            token, keep, loss_scale = _decide(token, finite, watched.add(names), policy, loss_scale, loss_scaling)
+            token, keep, loss_scale = _decide(
+                token, finite, add_names(flag_names, names), policy, loss_scale, loss_scaling
+            )
         for v in stage.writes:
             if v in places:
                 known[v] = jnp.where(keep, known[v], old[places[v]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,21 +20,6 @@ from jdist.step.signature import Call, Others, Step
 from jdist.step.tree_checks import check_state
 
 PyTree = Any
-
-
-@dataclass
-class FlagNames:
-    """Names of the values that a step's programs look at; a token's code is a place in this list, from 1."""
-
-    names: list[str] = field(default_factory=list)
-
-    def add(self, names: list[str]) -> int:
-        """Takes in the names of one program; returns how many codes come before theirs."""
-        for start in range(len(self.names) - len(names) + 1):
-            if self.names[start : start + len(names)] == names:  # traced again, for other shapes
-                return start
-        self.names.extend(names)
-        return len(self.names) - len(names)
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ class ProgramSpec:
         options: the decorator's options.
         call: how the arguments of a call are laid out.
         traced: filled in while tracing.
-        watched: takes in the names that the token's codes stand for.
+        flag_names: names of the values that the step's programs look at; a token's code is a place in it, from 1.
         name: the step's, under which a state keeps its residuals.
     """
 
@@ -84,7 +69,7 @@ class ProgramSpec:
     options: StepOptions
     call: Call
     traced: Traced
-    watched: FlagNames
+    flag_names: list[str]
     name: str
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
+from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
-from jdist.step.quiet import equations
 from jdist.step.rounding import as_numbers
 
 _ONE_OPERAND = (
@@ -168,18 +168,18 @@ def _is_multiple(length: int, parts: int) -> bool:
 
 
 def _lengths(closed: Any) -> list[int]:
-    return [eqn.params["length"] for eqn in equations(closed) if eqn.primitive.name == "scan"]
+    return [eqn.params["length"] for eqn in graph.all_equations(closed) if eqn.primitive.name == "scan"]
 
 
 def _pairs(closed: Any, rows: int) -> bool:
     """Whether anything has two axes of rows."""
-    shapes = (getattr(v.aval, "shape", ()) for eqn in equations(closed) for v in eqn.outvars)
+    shapes = (getattr(v.aval, "shape", ()) for eqn in graph.all_equations(closed) for v in eqn.outvars)
     return rows > 1 and any(sum(size == rows for size in shape) > 1 for shape in shapes)
 
 
 def _cuts(closed: Any, rows: int) -> bool:
     """Whether an array of all rows is cut along them."""
-    for eqn in equations(closed):
+    for eqn in graph.all_equations(closed):
         if eqn.primitive.name not in ("slice", "dynamic_slice", "gather", "reshape", "split"):
             continue
         before = getattr(eqn.invars[0].aval, "shape", ())

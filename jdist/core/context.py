@@ -1,4 +1,4 @@
-"""Keeps the current strategy, and what is known while a step is traced under it.
+"""The current strategy, and what is known while a step is traced under it.
 
 Two kinds of context, and nothing else in jdist keeps any:
 
@@ -81,7 +81,7 @@ def tracing(trace: ReplicaTrace) -> Iterator[ReplicaTrace]:
 
 
 def current_trace() -> ReplicaTrace | None:
-    """The replica trace under way, or None outside a step."""
+    """Returns the replica trace under way, or None outside a step."""
     reference = _trace.value
     return None if reference is None else reference()
 
@@ -132,7 +132,7 @@ def set_process_wide(strategy: Strategy | None) -> None:
 
 
 def current_strategy() -> Strategy | None:
-    """The strategy of the innermost scope, else the process-wide one, else None."""
+    """Returns the strategy of the innermost scope, else the process-wide one, else None."""
     return _scoped.get() or (_process_wide[0] if _process_wide else None)
 
 

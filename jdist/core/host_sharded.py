@@ -98,7 +98,7 @@ class Layout:
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
-        """The layout of a strategy with a mesh.
+        """Makes the layout of a strategy with a mesh.
 
         Raises:
             DeviceError: the devices' hosts offer no memory that a program can address.
@@ -125,7 +125,7 @@ class Layout:
         return math.prod(shape) >= self.num_parts > 1 and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that an array is stored in: [rows, columns] where that needs little filling, else [elements].
+        """Chooses the shape to store an array in: [rows, columns] where that needs little filling, else [elements].
 
         Any array could be one row of elements. But on a TPU, making a row of a matrix whose sides are no multiples of
         its tiles takes long, to compile as well, while rows that fill their tiles stay where they are.
@@ -140,7 +140,7 @@ class Layout:
         return (size + -size % self.num_parts,)
 
     def store(self, x: jax.Array) -> jax.Array:
-        """An array in its stored shape."""
+        """Brings an array into its stored shape."""
         rows, *columns = self.stored_shape(x.shape)
         x = x.reshape(-1, *columns)
         return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * len(columns))
@@ -150,11 +150,11 @@ class Layout:
         return stored[: self._rows(shape)].reshape(shape)
 
     def gather(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The array of a stored one, both in the devices' memory and seen from outside of the replicas."""
+        """Gathers the array of a stored one, both in the devices' memory and seen from outside of the replicas."""
         return self.restore(jax.lax.with_sharding_constraint(stored, self.whole), shape)
 
     def real(self, stored: jax.Array, shape: tuple[int, ...], filling: Any) -> jax.Array:
-        """A stored array with `filling` in the rows that were filled up."""
+        """Writes `filling` into the rows of a stored array that were filled up."""
         rows = self._rows(shape)
         if rows == stored.shape[0]:
             return stored
@@ -173,17 +173,17 @@ class Layout:
 
 
 def restored(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The array of a stored one, on the host."""
+    """Restores the array of a stored one, on the host."""
     return stored.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def spread_like(array: np.ndarray, like: HostSharded) -> HostSharded:
-    """An array on the host, spread as another of its shape is."""
+    """Spreads an array on the host as another of its shape is."""
     stored = np.zeros(like.stored.shape, array.dtype)
     stored.reshape(-1)[: array.size] = array.reshape(-1)
     return HostSharded(jax.device_put(stored, like.stored.sharding), like.shape)
 
 
 def map_leaves(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """As `jax.tree.map`, with each `HostSharded` as one leaf."""
+    """Maps leaves as `jax.tree.map`, with each `HostSharded` as one leaf."""
     return jax.tree.map(change, tree, *rest, is_leaf=is_spread)

@@ -27,7 +27,7 @@ FACTOR = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """Moves a loss scale: doubles it after enough finite gradients in a row, halves it after one that is not.
+    """The rule of a loss scale: doubled after enough finite gradients in a row, halved after one that is not.
 
     Attributes:
         initial: the scale at first; a power of two, so that scaling rounds nothing.
@@ -57,11 +57,11 @@ class LossScaling:
         object.__setattr__(self, "growth_interval", steps)
 
     def begin(self) -> LossScale:
-        """The loss scale before the first step, on the host."""
+        """Makes the loss scale before the first step, on the host."""
         return LossScale(np.float32(self.initial), np.int32(0), np.int32(0))
 
     def after(self, now: LossScale, is_finite: jax.Array) -> LossScale:
-        """The loss scale after a step.
+        """Moves the loss scale after a step.
 
         Args:
             now: the one that the step was made with.
@@ -99,7 +99,7 @@ class Precision:
         return jnp.dtype(_DTYPES[self.name])
 
     def cast_to_compute(self, tree: PyTree, *, keep: Sequence[str] = ()) -> PyTree:
-        """Floating-point leaves that are wider in the compute dtype, all others as they are.
+        """Casts floating-point leaves that are wider to the compute dtype; leaves all others as they are.
 
         Integers, bools, complex numbers, PRNG keys, and entries under a name in `keep` stay. The cast is differentiable:
         gradients come back in the dtype that a leaf had.
@@ -126,7 +126,7 @@ class Precision:
         return unpack(jax.tree_util.tree_map_with_path(cast, pack(tree)))
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Leaves of the compute dtype as float32, all others as they are."""
+        """Casts leaves of the compute dtype to float32; leaves all others as they are."""
 
         def cast(x: Any) -> Any:
             is_half = isinstance(x, jax.Array) and x.dtype == self.compute_dtype
@@ -161,7 +161,7 @@ class Precision:
 def precision(
     name: str, *, keep: Sequence[str] = (), initial_scale: float | None = None, growth_interval: int | None = None
 ) -> Precision:
-    """The precision that a step computes in, for `jdist.distribute(..., precision=...)`.
+    """Makes the precision that a step computes in, for `jdist.distribute(..., precision=...)`.
 
     The batch, but for its "mask", reaches the step in the compute dtype, and what `jdist.value_and_grad` differentiates by the
     loss function. What a step computes of the batch elsewhere, such as a metric, is computed from rounded values: `keep` names

@@ -87,7 +87,7 @@ class StepState:
 
 
 def _rewrapping(state: StepState, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the user's state, whose results of the state's own type become a `StepState` again."""
+    """Wraps a method of the user's state: its results of the state's own type become a `StepState` again."""
     user = state.user
     structure = jax.tree.structure(user)
 
@@ -110,37 +110,37 @@ def _rewrapping(state: StepState, method: Callable[..., Any]) -> Callable[..., A
 
 
 def user_state(state: PyTree) -> PyTree:
-    """The user's own state, without what steps carry beside it."""
+    """Returns the user's own state, without what steps carry beside it."""
     return state.user if isinstance(state, StepState) else state
 
 
 def user_states(tree: PyTree) -> PyTree:
-    """A tree of states, each without what steps carry beside it."""
+    """Strips each state of a tree of what steps carry beside it."""
     return jax.tree.map(user_state, tree, is_leaf=lambda x: isinstance(x, StepState))
 
 
 def with_user_state(around: PyTree, state: PyTree) -> PyTree:
-    """A user's state with what steps carry beside `around`."""
+    """Puts what steps carry beside `around` beside another user's state."""
     return dataclasses.replace(around, user=state) if isinstance(around, StepState) else state
 
 
 def carrying(state: PyTree, **carried: Any) -> StepState:
-    """The state with these of a `StepState`'s fields beside it, in place of those that it has."""
+    """Puts these of a `StepState`'s fields beside a state, in place of those that it has."""
     return dataclasses.replace(state if isinstance(state, StepState) else StepState(state), **carried)
 
 
 def loss_scale_of(state: PyTree) -> LossScale | None:
-    """The loss scale that a state comes with, if any."""
+    """Returns the loss scale beside a state, if any."""
     return state.loss_scale if isinstance(state, StepState) else None
 
 
 def residuals_of(state: PyTree) -> PyTree:
-    """The residuals that a state comes with, if any."""
+    """Returns the residuals beside a state, if any."""
     return state.residuals if isinstance(state, StepState) else None
 
 
 def map_residuals(fn: Callable[[jax.Array], Any], state: PyTree) -> PyTree:
-    """The state with `fn` applied to the residuals' leaves, if it has any."""
+    """Applies `fn` to the leaves of a state's residuals, if it has any."""
     if residuals_of(state) is None:
         return state
     return carrying(state, residuals=jax.tree.map(fn, state.residuals))
@@ -231,7 +231,7 @@ def has_static(tree: PyTree) -> bool:
 
 
 def with_static_leaves(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step as jdist calls it: takes and returns packed trees."""
+    """Makes a step take and return packed trees."""
 
     @functools.wraps(step)
     def packed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Describes a step in phases, and assigns what it computes of its microbatches to them.
+"""The phases of a step, and what it computes of its microbatches in each.
 
 A phase is a loop over the microbatches. A cut that reads another cut's result needs a later one; what no other cut reads
 goes where a gradient is taken, so that a total of what the forward pass gives needs no forward pass of its own.
@@ -101,7 +101,7 @@ class StepJaxpr:
         return lambda *values: run(jax.tree.leaves(values))
 
     def read_by(self, wanted: Sequence[Any]) -> tuple[int, ...]:
-        """Numbers of the state's leaves that `piece(wanted)` reads."""
+        """Finds the numbers of the state's leaves that `piece(wanted)` reads."""
         _, reads = graph.needed(self.closed, wanted, set(self._behind_phases))
         return tuple(i for i, v in enumerate(self.state) if v in reads)
 
@@ -111,7 +111,7 @@ class StepJaxpr:
         return [*self.state, *self.others, *self.combined, *self.carried]
 
     def depends(self, sources: Sequence[Any]) -> set[Any]:
-        """Every variable that depends on one of `sources`, by way of collectives too."""
+        """Finds the variables that depend on one of `sources`, by way of collectives too."""
         return graph.dependents(self.closed, sources)
 
 
@@ -199,7 +199,7 @@ def schedule(
     last = max(level_of_cut.values(), default=0)
 
     def phase_of(*variables: Var) -> int:
-        """That of the first gradient for which all they need is known, so that one forward pass serves both."""
+        """Finds the first gradient for which all that they need is known, so that one forward pass serves both."""
         level = level_of(variables)
         return next((g for g in gradients if g >= level), max(level, last))
 
@@ -207,7 +207,7 @@ def schedule(
     _, read_in_phases = graph.needed(closed, ends, set())
 
     def phase_of_cut(place: int) -> int:
-        """As soon as its operands are known where a phase reads its result, else where a gradient is taken."""
+        """Puts a cut where its operands are known if a phase reads its result, else where a gradient is taken."""
         level, eqn = level_of_cut[place], cuts[place]
         if _is_gradient(eqn) or any(v in read_in_phases for v in eqn.outvars):
             return level
@@ -229,7 +229,7 @@ def schedule(
 
 
 def _levels(equations: Sequence[Any], cuts: AbstractSet[int]) -> dict[Var, int]:
-    """Of each variable, how many of the cuts, one behind the other, come before it; `cuts` are places of equations."""
+    """Counts for each variable the cuts, one behind the other, that come before it; `cuts` are places of equations."""
     levels: dict[Var, int] = {}
     for place, eqn in enumerate(equations):
         level = max((levels.get(v, 0) for v in eqn.invars if not graph.is_literal(v)), default=0)

@@ -1,4 +1,4 @@
-"""Splits a step into what each microbatch computes, what is combined over them, and what is computed once from that.
+"""The split of a step: what each microbatch computes, what is combined over them, what is computed once from that.
 
 Microbatches are replicas in time: `accumulate=k` on N replicas is the step on k x N replicas. A traced step holds its
 collectives (`jdist.value_and_grad`, `all_reduce`, `mean` with a mask, ...) as equations (`core/collective_marks.py`). Each that
@@ -70,7 +70,7 @@ def split(
     closed = variation.flat_collectives(closed)
 
     def scattered(eqn: Any, operands: list[Any], microbatch: Any) -> list[Any] | None:
-        """The transpose of a gather: the sum over all, of which each takes the rows that it gave."""
+        """Computes the transpose of a gather: each takes the rows that it gave of the sum over all."""
         if not variation.is_transposed_gather(eqn):
             return None
         with tracing(ReplicaTrace(strategy, num_microbatches=num_microbatches, microbatch=microbatch)):
@@ -84,7 +84,7 @@ def split(
 
 
 class _Analysis:
-    """Sorts the equations of a traced step into phases and the update part.
+    """The equations of a traced step, to be sorted into phases and the update part.
 
     Args:
         closed: `(state, batch, others, microbatch) -> (state, outputs)`, of leaves.
@@ -205,7 +205,7 @@ class _Analysis:
         return Cut(collective, tuple(map(_struct, results)), is_read_again=any(v in reads for v in results))
 
     def _operands(self, place: int) -> list[Any]:
-        """The operands of a cut, one for each result."""
+        """Lists the operands of a cut, one for each result."""
         eqn = self.equations[place]
         if len(eqn.invars) == len(eqn.outvars):
             return list(eqn.invars)
@@ -258,7 +258,7 @@ class _Analysis:
     def _update(
         self, early: Sequence[bool], combined: Sequence[Any], carried_vars: Sequence[Any]
     ) -> Callable[..., Any]:
-        """`Split.update`."""
+        """Builds `Split.update`."""
         late = [v for v, is_early in zip(self.outputs, early, strict=True) if not is_early]
         known = [*self.state, *self.others, *combined, *carried_vars]
         wanted = [*self.new_state, *late]
@@ -313,7 +313,7 @@ class _Analysis:
 
 
 def own_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """This replica's rows of an array of all replicas' rows; `shape` is what it gave."""
+    """Takes this replica's rows of an array of all replicas' rows; `shape` is that of its own."""
     axis = next((i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b), 0)
     return jax.lax.dynamic_slice_in_dim(x, collectives.replica_id() * shape[axis], shape[axis], axis)
 

@@ -41,7 +41,7 @@ class _Variables(NamedTuple):
 def value_and_grad(
     f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
 ) -> Callable[..., Any]:
-    """As `nnx.value_and_grad`, with value and gradient averaged over the replicas.
+    """Differentiates as `nnx.value_and_grad`, and averages value and gradient over the replicas.
 
     Args:
         f: a function of the model (and more) that returns a scalar loss, or `(loss, aux)`.
@@ -82,7 +82,7 @@ def value_and_grad(
 def grad(
     f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False, op: gradients.GradientOp = "mean"
 ) -> Callable[..., Any]:
-    """As `nnx.grad`, averaged over the replicas; see `value_and_grad` for the arguments."""
+    """Differentiates as `nnx.grad`, and averages over the replicas; see `value_and_grad` for the arguments."""
     both = value_and_grad(f, argnums=argnums, has_aux=has_aux, op=op)
 
     def grad_of_all(*args: Any, **kwargs: Any) -> Any:

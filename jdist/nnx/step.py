@@ -123,13 +123,13 @@ class NNXStep(Distributed):
         self._distributed.wait()
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The pure state of the objects as a call of the step keeps it; see `DistributedStep.prepare`."""
+        """Returns the objects' pure state as a call of the step keeps it; see `DistributedStep.prepare`."""
         args, kwargs = self._by_position(args, kwargs)
         static, state, rest, _ = split(args)
         return self._distributed.prepare(static, with_user_state(self._around, state), *rest, **kwargs)
 
     def over(self, objects: PyTree) -> ObjectsStep:
-        """This step over some objects as a step over their pure state, as a loop takes it.
+        """Makes a step over the pure state of some objects, as a loop takes it.
 
         Args:
             objects: the step's arguments before the batch: a tuple of them, or the only one.
@@ -194,7 +194,7 @@ class NNXStep(Distributed):
             nnx.update(objects, nnx.merge_state(*user_state(state)))
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, those that are named by position where they can be."""
+        """Puts arguments that are named by position where they can be."""
         kwargs = dict(kwargs)
         while len(args) < len(self._positional) and self._positional[len(args)] in kwargs:
             args = (*args, kwargs.pop(self._positional[len(args)]))
@@ -239,15 +239,15 @@ class ObjectsStep(Distributed):
         self.strategy, self.options, self.__name__ = step.strategy, step.options, step.__name__
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, ...]:
-        """The new state and what the step returns."""
+        """Runs the step; returns the new state and what the step returns."""
         return self._step.run(self._static, state, (batch,), {}, self._objects)
 
     def prepare(self, state: PyTree, batch: PyTree) -> PyTree:
-        """The state as a call takes and returns it."""
+        """Returns the state as a call takes and returns it."""
         return self._step._distributed.prepare(self._static, state, batch)
 
     def preview(self, state: PyTree, batch: PyTree) -> Preview:
-        """What a call would do, known with nothing compiled."""
+        """Describes what a call would do, with nothing compiled."""
         return self._step._distributed.preview(self._static, state, batch)
 
     def count_left_out(self, state: PyTree) -> Any:
@@ -263,7 +263,7 @@ class ObjectsStep(Distributed):
         self._step.wait()
 
     def of_state(self, function: Callable[[Any, PyTree], Any]) -> Callable[[PyTree, PyTree], Any]:
-        """A function `(objects, batch) -> results` as one of the objects' state."""
+        """Makes of a function `(objects, batch) -> results` one of the objects' state."""
 
         @functools.wraps(function)
         def of_state(state: PyTree, batch: PyTree) -> Any:
@@ -273,6 +273,6 @@ class ObjectsStep(Distributed):
         return of_state
 
     def with_state(self, state: PyTree) -> PyTree:
-        """The objects as they were given, which have this state now."""
+        """Gives the objects this state; returns them as they were passed."""
         nnx.update(self._objects, nnx.merge_state(*user_state(state)))
         return self._given

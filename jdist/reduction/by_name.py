@@ -26,7 +26,7 @@ AllReduce = str | Mapping[str, Any] | Reduction
 
 
 def make_reduction(all_reduce: AllReduce) -> Reduction:
-    """An all-reduce algorithm by name, by name and options, or the given one.
+    """Makes an all-reduce algorithm of a name, or of a name and options; returns a given one.
 
     Args:
         all_reduce: a name; a mapping with "name" and that algorithm's options; or a `Reduction` of your own.

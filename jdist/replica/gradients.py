@@ -29,7 +29,7 @@ def value_and_grad(
     op: GradientOp = "mean",
     using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """As `jax.value_and_grad`, with value and gradient averaged over the replicas.
+    """Differentiates as `jax.value_and_grad`, and averages value and gradient over the replicas.
 
     This is the boundary at which strategies differ; nothing else in a step knows of them.
 
@@ -123,7 +123,7 @@ def grad(
     op: GradientOp = "mean",
     using: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """As `jax.grad`, with the gradient averaged over the replicas; see `value_and_grad` for the arguments.
+    """Differentiates as `jax.grad`, and averages the gradient over the replicas; see `value_and_grad` for the arguments.
 
     Returns:
         A function that returns `grads` or `(grads, aux)`.
@@ -215,7 +215,7 @@ def scale_loss(result: Any, has_aux: bool, precision: Precision, loss_scale: jax
 
 
 def _unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
-    """A loss and its gradient divided by the loss scale; leaves without a gradient as they are."""
+    """Divides a loss and its gradient by the loss scale; leaves without a gradient stay."""
 
     def divided(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -227,7 +227,7 @@ def _unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
 
 
 def _own_part(x: jax.Array) -> jax.Array:
-    """This replica's share of an array that all hold; the last shares overlap where it does not divide."""
+    """Takes this replica's share of an array that all hold; the last shares overlap where it does not divide."""
     size = -(-x.size // num_replicas())
     return jax.lax.dynamic_slice_in_dim(x.reshape(-1), replica_id() * size, size)
 

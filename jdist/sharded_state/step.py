@@ -1,4 +1,4 @@
-"""Runs a step over a state in host memory: gathers parameters on the devices, reduces gradients by parts, updates on hosts."""
+"""A step over a state in host memory: parameters gathered on the devices, gradients reduced by parts, the update on hosts."""
 
 from __future__ import annotations
 

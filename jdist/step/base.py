@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Preview:
-    """Describes what a call of a step would do.
+    """The results and effects of a call, known before it is made.
 
     Attributes:
         results: what it returns, by role, of `jax.ShapeDtypeStruct`s.
@@ -35,7 +35,7 @@ class Preview:
 
     @classmethod
     def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
-        """Reads it off a traced program.
+        """Reads a preview off a traced program.
 
         Args:
             program: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
@@ -70,7 +70,7 @@ class Distributed(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it; nothing of the step is run."""
+        """Returns the state as a call takes and returns it; runs nothing of the step."""
 
     def preview(self, *args: Any, **kwargs: Any) -> Preview | None:
         """Describes what a call would do, with nothing compiled; None where only a call shows it."""
@@ -92,7 +92,7 @@ class Distributed(abc.ABC):
         """Waits for every call in flight."""
 
     def pure(self, args: tuple[Any, ...]) -> tuple[Distributed, tuple[Any, ...]]:
-        """The step over arrays that a call with these arguments runs, and its arguments; of most steps the same."""
+        """Returns the step over arrays that a call with these arguments runs, and its arguments; for most steps itself."""
         return self, args
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:

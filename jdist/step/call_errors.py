@@ -1,4 +1,4 @@
-"""Explains why a call of a step failed, better than JAX does."""
+"""Explanations of why a call of a step failed, where JAX's are hard to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries what a compressed all-reduce leaves out of a gradient from step to step, beside the user's state."""
+"""Error feedback: what a compressed all-reduce leaves out of a gradient, carried beside the user's state to the next step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ErrorFeedback:
 
     @classmethod
     def of(cls, strategy: Strategy, name: str, state: PyTree) -> tuple[PyTree, ErrorFeedback]:
-        """The state without its residuals, and what hands these out."""
+        """Takes the residuals out of a state: `(state, feedback)`."""
         return carrying(state, residuals=None), cls(strategy, name, residuals_of(state))
 
     def sum(self, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
@@ -54,7 +54,7 @@ class ErrorFeedback:
         return total
 
     def close(self, state: PyTree) -> StepState:
-        """The state that the step returned, with what is left out now."""
+        """Puts what is left out now beside the state that the step returned."""
         return carrying(state, residuals={**self.all, self.name: tuple(self.after)})
 
 
@@ -83,7 +83,7 @@ class ResidualSlot:
         after: Callable[[PyTree], StepState],
         make: Callable[[Any], Any] | None,
     ) -> StepState:
-        """The state with residuals of this step: those it came with, else new ones.
+        """Gives a state residuals for this step, unless it has some.
 
         Args:
             call: of what kind the call is.

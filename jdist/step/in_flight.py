@@ -1,4 +1,4 @@
-"""Bounds the steps that were started and not yet waited for, and keeps the newest state of each.
+"""The calls of a step that were started and not yet waited for, and its newest state.
 
 Without a bound, steps dispatched over several virtual CPU devices end in an abort ("rendezvous ... Expected N
 threads"); on any device they pile up inputs. Each call returns a small token that is never donated, so it can
@@ -207,7 +207,7 @@ class NewestState:
             )
 
     def look(self) -> PyTree:
-        """The state of the results, where they hold one that was not taken yet; else the one taken last."""
+        """Returns the newest state, that of results which were not taken yet included."""
         return unpack(self.results[0][1]) if self.results and self.results_hold_state else self.state
 
     def take(self) -> None:
@@ -219,7 +219,7 @@ class NewestState:
 
 
 def _value(token: jax.Array) -> np.ndarray:
-    """The token's value, from one device: on eight that takes less than half the time of asking the whole array."""
+    """Reads a token from one device: with eight that takes less than half the time of reading the whole array."""
     return np.asarray(token.addressable_data(0))
 
 

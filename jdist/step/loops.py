@@ -74,7 +74,7 @@ def _was_left_out(before: jax.Array, after: jax.Array, old: PyTree, new: PyTree)
 
 
 def scan(strategy: Strategy, body: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any) -> tuple[Any, Any]:
-    """As `lax.scan`; unrolled where XLA's CPU backend would run convolutions more than 20 times slower inside a loop.
+    """Runs `lax.scan`, unrolled where XLA's CPU backend would run convolutions more than 20 times slower in a loop.
 
     `benchmarks/loops_on_cpu.py` measures it.
     """

@@ -1,4 +1,4 @@
-"""Compiles what a replica runs to one program over the mesh: by `shard_map`, `pmap` or `jit`, or on no mesh at all."""
+"""One program over the mesh, made of what a replica runs by `shard_map`, `pmap` or `jit`; or on no mesh at all."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _shard_map(function: StepFn, strategy: Strategy, options: StepOptions, trace
 
 
 def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Traced) -> Function:
-    """`pmap` wants a leading axis of replicas, so batches are reshaped on the way in and rows on the way out."""
+    """Maps by `pmap`, which wants a leading axis of replicas: batches are reshaped on the way in, rows on the way out."""
     assert strategy.mesh is not None  # every strategy with a transform has a mesh
     (axis,) = strategy.axes
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
@@ -185,7 +185,7 @@ def _join(same: list[PyTree], own: list[PyTree], rows: list[PyTree], traced: Tra
 
 @dataclass(frozen=True)
 class Backend:
-    """Lays out states and compiles steps for a kind of strategy.
+    """The layout of states and the compilation of steps for a kind of strategy.
 
     Attributes:
         adopt_state: `(strategy, state) -> state` in the strategy's layout.

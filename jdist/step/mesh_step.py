@@ -147,7 +147,7 @@ class DistributedStep(Distributed):
 
     @without_own_frames
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it: in its place, with a loss scale or residuals where a step keeps them.
+        """Returns the state as a call does: in its place, with a loss scale or residuals where a step keeps them.
 
         To restore a checkpoint into, which holds these too.
 
@@ -185,17 +185,17 @@ class DistributedStep(Distributed):
         return Preview.of(jax_traced, traced, arguments)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, PyTree]:
-        """The arguments of a call by role: `(call, state, batches, (replicated arguments, keyword arguments))`."""
+        """Sorts the arguments of a call by role: `(call, state, batches, others)`."""
         return self._signature.bind(args, kwargs)
 
     def _bind_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, PyTree, PyTree, Others]:
-        """As `bind`, of arguments that may be shapes; the state comes packed, with a loss scale if the step has one."""
+        """Sorts arguments that may be shapes; the state is packed, with a loss scale if the step has one."""
         call, state, batches, others = self._signature.bind(args, kwargs)
         placement.check_stacking(batches, self.strategy, self.options, call.batch_axes)
         return call, self._with_loss_scale(pack(state)), batches, others
 
     def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
-        """The same function under another strategy that keeps the state on its devices, with some other options."""
+        """Distributes the same function under another strategy that keeps the state on its devices, with some other options."""
         return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
@@ -210,7 +210,7 @@ class DistributedStep(Distributed):
         self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
 
     def _with_loss_scale(self, state: PyTree) -> PyTree:
-        """The state with the loss scale that it came with, else, if the step scales its loss, with the first one."""
+        """Gives a state the first loss scale, if the step scales its loss and the state has none."""
         scaling = self.options.loss_scaling
         if scaling is None or loss_scale_of(state) is not None:
             return state
@@ -219,7 +219,7 @@ class DistributedStep(Distributed):
     def _with_residuals(
         self, call: Call, state: PyTree, batches: PyTree, others: Others, *, shapes_alone: bool = False
     ) -> StepState:
-        """The state with residuals for this step's gradients: those it came with, else zeros, or shapes of them."""
+        """Gives a state residuals of zeros for this step's gradients, or shapes of them, unless it has some."""
         assert self._residuals is not None  # every caller asks the strategy whether it keeps any
         program, _ = self.program(call)
 
@@ -232,7 +232,7 @@ class DistributedStep(Distributed):
         return self._residuals.filled(call, state, state_shapes, after, zeros)
 
     def _as_returned(self, state: PyTree) -> PyTree:
-        """A state as a call returns it; of a step of several states a tuple of them."""
+        """Splits a state as a call returns it: into a tuple, if the step has several."""
         return state if self.options.num_states < 2 else split_states(state, self.options.num_states)
 
     def _take_results(self) -> None:
@@ -353,7 +353,7 @@ class DistributedStep(Distributed):
         return box[0], newest.state, traced, original, call.batch_axes
 
     def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
-        """Further arguments on every device, copied where the call donates their buffers with the state.
+        """Puts further arguments on every device, copies of those whose buffers the call donates with the state.
 
         Raises:
             DonatedStateError: an earlier call has consumed one.
@@ -401,7 +401,7 @@ class DistributedStep(Distributed):
         raise non_finite_error(self.__name__, self._flag_names[code - 1], step)
 
     def program(self, call: Call) -> tuple[Program, Traced]:
-        """The program of calls like this one, and what is known of its results."""
+        """Makes the program of calls like this one, once: `(program, what is known of its results)`."""
         entry = self._programs.get(call)
         if entry is None:
             traced = Traced()

@@ -218,12 +218,12 @@ def all_reduced(strategy: Strategy) -> Combine:
 
 
 def gathered(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """The rows of all replicas, along the axis on which the shapes differ."""
+    """Gathers the rows of all replicas, along the axis on which the shapes differ."""
     return collectives.all_gather(x, axis_of_rows(x.shape, shape.shape))
 
 
 def axis_of_rows(part: tuple[int, ...], whole: tuple[int, ...]) -> int:
-    """The axis along which parts were joined."""
+    """Finds the axis along which parts were joined."""
     return next((i for i, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b), 0)
 
 
@@ -241,7 +241,7 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
 def _over_microbatches(
     plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
 ) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
-    """One phase on one replica.
+    """Runs one phase on one replica, over its microbatches.
 
     Args:
         plan: the step.
@@ -304,11 +304,11 @@ SUMMED = ("sum", "mean")
 
 
 def _joined(rows: jax.Array, axis: int) -> jax.Array:
-    """Stacked arrays, end to end along one of their axes."""
+    """Joins stacked arrays end to end along one of their axes."""
     rows = jnp.moveaxis(rows, 0, axis)
     return rows.reshape(*rows.shape[:axis], rows.shape[axis] * rows.shape[axis + 1], *rows.shape[axis + 2 :])
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype to add up in: float32 for half precision, which would lose small microbatches."""
+    """Chooses the dtype to add up in: float32 for half precision, which would lose small microbatches."""
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,4 +1,4 @@
-"""Keeps the state as it was where a gradient is NaN or infinite, and tells the host by a token."""
+"""The guard against gradients that are NaN or infinite: the state stays as it was, and a token tells the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERDICT, STEPS, STEP_ENTRIES = 0, 1, 2
 
 
 def new_token(strategy: Strategy, steps_per_call: int) -> Any:
-    """The token of a first call; its shape where the devices are not here, as `lower` needs no more."""
+    """Makes the token of a first call; its shape where the devices are not here, as `lower` needs no more."""
     size = STEP_ENTRIES + (steps_per_call if steps_per_call > 1 else 0)
     if strategy.topology is not None:
         return jax.ShapeDtypeStruct((size,), np.int32)
@@ -36,7 +36,7 @@ def new_token(strategy: Strategy, steps_per_call: int) -> Any:
 
 
 def non_finite_error(step_name: str, name: str, step: int) -> NonFiniteError:
-    """The error of a step that met a NaN or infinite value of that name."""
+    """Makes the error of a step that met a NaN or infinite value of that name."""
     return NonFiniteError(
         f"step {step}: {name} is NaN or infinite. The state is kept as it was before this step (`{step_name}.last_state`), "
         "later calls changed nothing. Lower the learning rate, clip gradients, look at the batch; or choose "
@@ -66,7 +66,7 @@ def add_names(flag_names: list[str], names: list[str]) -> int:
 
 
 def step_done(token: jax.Array) -> jax.Array:
-    """The token after a step with nothing to report; computed, as a token that is merely passed on cannot be waited for."""
+    """Counts a step with nothing to report in the token: one that is merely passed on could not be waited for."""
     return token + jnp.array([0, 1], jnp.int32)
 
 
@@ -179,7 +179,7 @@ def _decide(
     now: LossScale | None,
     loss_scaling: LossScaling | None,
 ) -> tuple[jax.Array, jax.Array, LossScale | None]:
-    """As `decide`, with the loss scale before the step; the third result is the one after it."""
+    """Decides as `decide`, and moves the loss scale, the third result."""
     if loss_scaling is None or now is None:
         return *decide(token, finite, base, policy), now
     fits = jnp.stack(finite).all()
@@ -192,7 +192,7 @@ def _decide(
 
 
 def _flags_of_state(old: PyTree, new: PyTree, flags: FiniteFlags, axes: tuple[str, ...]) -> FiniteFlags:
-    """The flags with one more for each leaf of the state that the step changed: what was not finite before may stay so.
+    """Adds a flag for each leaf of the state that the step changed: what was not finite before may stay so.
 
     Replicas agree on them, so that none keeps a state that another leaves, also where the leaves themselves differ.
     """

@@ -164,7 +164,7 @@ def spelling_keywords(function: F) -> F:
 
 
 def make_options(**options: Any) -> StepOptions:
-    """`StepOptions` from keyword arguments; lists become tuples, a lone string a tuple of one.
+    """Makes `StepOptions` of keyword arguments; lists become tuples, a lone string a tuple of one.
 
     Raises:
         StepError: an unknown option, or a value that is not allowed.

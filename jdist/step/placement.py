@@ -1,4 +1,4 @@
-"""Puts state and batches on a strategy's devices, and gets state back whole."""
+"""The places of state and batches on a strategy's devices, and the way back to the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Compute = Callable[[Callable[[list[Any]], list[jax.Array]], list[Any], list[Any]
 def init(
     strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], compute: Compute | None = None
 ) -> PyTree:
-    """`Strategy.init`: shapes by `eval_shape`, then every leaf computed in its own sharding.
+    """Makes a state: shapes by `eval_shape`, then every leaf in its own sharding. `Strategy.init`.
 
     Args:
         strategy: where.
@@ -73,7 +73,7 @@ def init(
 
 
 def _strong(x: Any) -> jax.Array:
-    """As an array whose dtype does not depend on what it meets; a weakly typed leaf would compile a step twice."""
+    """Makes a strongly typed array; a weakly typed leaf would compile a step twice."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, x.dtype)
 
@@ -89,7 +89,7 @@ def _onto(x: Any, sharding: Sharding | None) -> jax.Array:
 
 
 def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
-    """A state as a step wants it: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
+    """Lays out a state for a step: every leaf a strongly typed array in its place, no buffer twice; residuals by replica.
 
     Raises:
         DonatedStateError: a leaf was consumed by an earlier call.
@@ -122,7 +122,7 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
-    """The shapes and dtypes of a tree's leaves, all in one sharding."""
+    """Describes a tree's leaves by shape and dtype, all in one sharding."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         aval = x if isinstance(x, jax.ShapeDtypeStruct | HostSharded) else jax.typeof(x)
@@ -132,7 +132,7 @@ def shapes_in(tree: PyTree, sharding: Sharding | None) -> PyTree:
 
 
 def batch_shapes(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """The shapes of a call's batches, each in the sharding in which a program takes it."""
+    """Describes a call's batches, each in the sharding in which a program takes it."""
     if strategy.mesh is None:
         return shapes_in(batches, None)
     if not axes:
@@ -155,7 +155,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
 
 
 def fetch(strategy: Strategy, state: PyTree) -> PyTree:
-    """`Strategy.fetch`: waits for the steps in flight, compares the replicas, copies to the host."""
+    """Waits for the steps in flight, compares the replicas, copies to the host: `Strategy.fetch`."""
     check(strategy, state)
     return unpack(jax.tree.map(to_host, user_states(pack(state))))
 
@@ -164,13 +164,13 @@ _checks: weakref.WeakKeyDictionary[Strategy, Any] = weakref.WeakKeyDictionary()
 
 
 def check(strategy: Strategy, state: PyTree) -> None:
-    """`Strategy.check`: waits for the steps in flight, then compares the replicas."""
+    """Waits for the steps in flight, then compares the replicas: `Strategy.check`."""
     check_no_parts(strategy, state)
     check_in_parts(strategy, state)
 
 
 def check_in_parts(strategy: Strategy, state: PyTree) -> None:
-    """As `check`, of a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
+    """Checks a state that may hold arrays in parts, of which there is one copy and nothing to compare."""
     check_not_donated(state)
     in_flight.wait_for(strategy, state)
     compare_replicas(strategy, state)
@@ -230,13 +230,13 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: 
 
 
 def rows_sharding(strategy: Strategy, *, lead: int) -> NamedSharding:
-    """Of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
+    """Makes the sharding of batches whose rows are spread over the replicas, with `lead` axes before the rows."""
     assert strategy.mesh is not None
     return NamedSharding(strategy.mesh, PartitionSpec(*(None,) * lead, strategy.axes))
 
 
 def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """`rows_sharding` of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
+    """Makes the sharding of each leaf of a call's batches, whose rows are on these axes; empty: the first."""
     lead, treedef = options.num_step_axes, jax.tree.structure(batches)
     axes = axes or (0,) * treedef.num_leaves
     return jax.tree.unflatten(treedef, [rows_sharding(strategy, lead=lead + axis) for axis in axes])
@@ -284,7 +284,7 @@ def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axe
 
 
 def share_of(strategy: Strategy) -> ProcessShard:
-    """The share of a batch that this process feeds: the rows of its devices, which lie together in the mesh."""
+    """Finds the share of a batch that this process feeds: the rows of its devices, which lie together in the mesh."""
     if strategy.batch_sharding is None or strategy.batch_sharding.is_fully_addressable:
         return WHOLE
     processes = list(dict.fromkeys(device.process_index for device in strategy.devices))
@@ -292,7 +292,7 @@ def share_of(strategy: Strategy) -> ProcessShard:
 
 
 class DonationGuard:
-    """Copies what of a call's arguments shares a buffer with the call's state.
+    """A guard for arguments that share a buffer with the state that their call donates: it copies them.
 
     JAX refuses such a call on one device, and ends the process on several. An array that shares no buffer with a state
     shares none with the states that come of it, so each is looked at once for as long as it is passed in.
@@ -306,7 +306,7 @@ class DonationGuard:
         self._known.clear()
 
     def of(self, tree: PyTree, state: PyTree) -> PyTree:
-        """The tree with a copy of each array that shares a buffer with `state`.
+        """Copies each array of a tree that shares a buffer with `state`.
 
         Args:
             tree: arguments of a call.
@@ -341,6 +341,6 @@ def _share(a: jax.Array, b: jax.Array) -> bool:
 
 
 def first_buffer(x: jax.Array) -> int:
-    """The address of an array's buffer on the first of its devices; of an array without elements its own id."""
+    """Finds the address of an array's buffer on the first of its devices; of an array without elements its id."""
     data = jax.random.key_data(x) if is_key(x) else x
     return data.addressable_data(0).unsafe_buffer_pointer() if data.size else id(x)

@@ -1,4 +1,4 @@
-"""Describes what a program is made of, and the types of the functions that it is made from."""
+"""The parts of a step's program, and the types of the functions that make it up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FiniteFlags:
 
     @classmethod
     def of(cls, trace: ReplicaTrace) -> FiniteFlags:
-        """The flags that a trace has gathered."""
+        """Takes the flags that a trace has gathered."""
         return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
 
 
@@ -108,14 +108,14 @@ class ProgramSpec:
         return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)
 
     def _loss_scale(self, state: PyTree, others: Others) -> Any:
-        """The factor of losses, if any: from the state, or from the place where a parameter server's worker puts it."""
+        """Finds the factor of losses, if any: in the state, or where a parameter server's worker puts it."""
         if self.options.loss_scaling is None:
             return None
         loss_scale = loss_scale_of(state)
         return others.loss_scale if loss_scale is None else loss_scale.scale
 
     def splittable(self, seen: list[FiniteFlags]) -> Pure:
-        """The step as `microbatches.make_plan` takes it, the flags behind the outputs; appends them to `seen`, too."""
+        """Makes the step that `microbatches.make_plan` takes, with flags behind the outputs; appends them to `seen`, too."""
 
         def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)

@@ -1,4 +1,4 @@
-"""Takes out of a traced step what makes two runs of it differ on purpose: random draws, and calls of the host.
+"""Traced steps without what makes two runs differ on purpose: random draws, and calls of the host.
 
 A replica draws for its own rows, and from a key of its own: no draw of N replicas can equal that of one. With one constant in
 the place of every draw, whatever still differs is not the draws' doing.
@@ -44,12 +44,12 @@ def calls_the_host(closed: Any) -> bool:
 
 
 def quiet(closed: Any) -> Any:
-    """The same jaxpr with one constant for every draw, and without prints."""
+    """Rewrites a jaxpr with one constant for every draw, and without prints."""
     return _rewritten(closed, _quiet, {})
 
 
 def shaken(closed: Any, eps: float) -> Any:
-    """The same jaxpr with errors of rounding, relative to `eps`, in all that is summed.
+    """Rewrites a jaxpr with errors of rounding, relative to `eps`, in all that is summed.
 
     A bias of zero has a gradient that may be zero but for the order of its sum. Errors in the arguments alone do not
     show that where the sum's terms do not depend on numbers with a fraction.
@@ -114,7 +114,7 @@ def _shaken(eqn: Any, eps: float) -> list[Any] | None:
 
 
 def _replaced(eqn: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[int, Any]) -> list[Any]:
-    """The equations in the place of one."""
+    """Rewrites one equation, into none or several."""
     rewritten = rewrite(eqn)
     if rewritten is not None:
         return rewritten
@@ -136,7 +136,7 @@ def _param(value: Any, rewrite: Callable[[Any], list[Any] | None], known: dict[i
 
 
 def _constant(eqn: Any) -> list[Any]:
-    """The equations that give a constant in the place of a draw."""
+    """Makes the equations of a constant in the place of a draw."""
     (out,) = eqn.outvars
     shape, dtype = out.aval.shape, out.aval.dtype
     value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))

@@ -1,4 +1,4 @@
-"""Builds what one replica computes in one call: the user's step, accumulated, guarded and repeated as the options say."""
+"""The program of one replica in one call: the user's step, accumulated, guarded and repeated as the options say."""
 
 from __future__ import annotations
 

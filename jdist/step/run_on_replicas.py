@@ -1,4 +1,4 @@
-"""Runs any function once on every replica: `strategy.run(fn, ...)`."""
+"""Functions run once on every replica: `strategy.run(fn, ...)`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PyTree = Any
 
 
 def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-    """`Strategy.run`; compiles at every call, so a loop belongs in a distributed step."""
+    """Runs a function on every replica: `Strategy.run`. Compiles at every call, so a loop belongs in a distributed step."""
     check_not_mixed(strategy)
     if not callable(fn):
         raise StepError(f"strategy.run needs a function to call on every replica, it got a {type(fn).__name__}.")

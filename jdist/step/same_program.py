@@ -1,4 +1,4 @@
-"""Checks before anything is compiled that the processes of a job run one program on one state.
+"""A check, before anything is compiled, that the processes of a job run one program on one state.
 
 Processes that trace different programs, as one of them was started with another learning rate, would train apart without
 a word, or wait for each other's collectives for ever.
@@ -102,7 +102,7 @@ _NUMBER = re.compile(r"(?<==)\S+")
 
 
 def _lines(closed: Any) -> Iterator[tuple[str, str]]:
-    """An equation of a traced function, those inside of it too, each with its place in the user's program."""
+    """Writes the equations of a traced function, nested ones too, each with its place in the user's program."""
     jaxpr = graph.body_of(closed)
     for const in closed.consts:
         yield f"constant {_value(const)}", ""
@@ -125,7 +125,7 @@ def _lines(closed: Any) -> Iterator[tuple[str, str]]:
 
 
 def _value(x: Any) -> str:
-    """A constant's value, in letters; of a large one its hash."""
+    """Writes a constant's value; of a large one its hash."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
         return f"{x.dtype}{list(x.shape)}"
     x = np.asarray(jax.random.key_data(x) if is_key(x) else x)
@@ -135,7 +135,7 @@ def _value(x: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """An option of an equation, if it is the same text for the same program in every process."""
+    """Writes an option of an equation, if it is the same text for the same program in every process."""
     if isinstance(value, bool | int | float | complex | str | np.dtype | enum.Enum | type(None)):
         return str(value).replace(" ", "")
     if isinstance(value, tuple | list):
@@ -150,7 +150,7 @@ def _has_value(text: str) -> bool:
 
 
 def _place(eqn: Any) -> str:
-    """The user's own line that an equation comes from, as far as JAX tells; else nothing."""
+    """Finds the user's own line that an equation comes from, as far as JAX tells; else nothing."""
     frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
     own = next((frame for frame in frames if not frame.file_name.startswith((*_PACKAGES, "<"))), None)
     return "" if own is None else f"{Path(own.file_name).name}:{own.line_num}"

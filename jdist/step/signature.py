@@ -1,4 +1,4 @@
-"""Sorts the arguments of a call by their roles, and puts them back in order."""
+"""The arguments of a call by role, and back in the step's own order."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Call:
 
 
 def join_states(states: Sequence[PyTree]) -> PyTree:
-    """One state of those that a step takes or returns: the only one itself, several as a tuple.
+    """Joins the states that a step takes or returns: several as a tuple, the only one itself.
 
     What a step keeps beside its state (a loss scale, residuals) is there once, round all of them together; a caller has it
     round the first.
@@ -118,7 +118,7 @@ def take_parts(state: PyTree, parts: tuple[int, ...] | None) -> PyTree:
 
 
 def put_parts(state: PyTree, parts: tuple[int, ...] | None, new: PyTree) -> PyTree:
-    """A state with new values of the parts that a step takes."""
+    """Replaces the parts of a state that a step takes."""
     if parts is None:
         return new
     replaced = dict(zip(parts, split_states(new, len(parts)), strict=True))
@@ -137,7 +137,7 @@ def is_same_state(a: PyTree, b: PyTree) -> bool:
 
 
 def _own_entry(argument: PyTree) -> PyTree:
-    """A replica's entry of an argument that leads with an axis of replicas."""
+    """Takes a replica's entry of an argument that leads with an axis of replicas."""
 
     def own(path: Any, x: Any) -> Any:
         if x.shape[0] != 1:
@@ -153,7 +153,7 @@ def _own_entry(argument: PyTree) -> PyTree:
 
 
 def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """The results of a step with "per_replica" arguments, which returns such values as it takes them: [replicas, ...]."""
+    """Unwraps results of a step with "per_replica" arguments, which returns values as it takes them: [replicas, ...]."""
     return tuple(x.value if is_per_replica(x) else x for x in outputs)
 
 
@@ -369,7 +369,7 @@ def _has_rows(x: Any, batch: tuple[int, ...]) -> bool:
 
 
 def _likely_roles(parameters: Sequence[str]) -> tuple[str, ...]:
-    """Roles of parameters of which one is called `batch` or `state`, as an example to write."""
+    """Suggests roles for parameters of which one is called `batch` or `state`."""
     if "state" in parameters:
         return tuple(name if name in ("state", "batch") else "replicated" for name in parameters)
     before = parameters.index("batch")

@@ -1,4 +1,4 @@
-"""Finds why a step of many replicas differs from that of one, in both programs and in what differs."""
+"""The likely causes of differences between one replica and many, read from both programs and from what differs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Evidence:
 
 
 def of_step(evidence: Evidence, names: list[str]) -> Cause:
-    """The likely cause of differences that reach the state, or a metric that shows no cause of its own.
+    """Finds the likely cause of differences that reach the state, or a metric that shows no cause of its own.
 
     Args:
         evidence: what is known.
@@ -136,7 +136,7 @@ def of_step(evidence: Evidence, names: list[str]) -> Cause:
 
 
 def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | None:
-    """The cause of a metric's difference that its value or its computation shows; None: the step's.
+    """Finds the cause of a metric's difference in its value or its computation; None: the step's.
 
     Args:
         evidence: what is known of the step.
@@ -154,7 +154,7 @@ def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | No
 
 
 def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
-    """The cause of a result whose shape follows the rows that a replica sees."""
+    """Names the cause of a result whose shape follows the rows that a replica sees."""
     return Cause(
         f"its shape follows a replica's rows: {one} as one replica, {many} distributed, where what is in one place belongs to "
         "different rows",
@@ -196,7 +196,7 @@ def _cuts(closed: Any, rows: int) -> bool:
 
 
 def _last_reduction(closed: Any, wanted: Any) -> str:
-    """The primitive that a result comes from, past what changes its form or scales it; "" if it comes from none."""
+    """Finds the primitive that a result comes from, past what changes its form or scales it; "" if it comes from none."""
     jaxpr = getattr(closed, "jaxpr", closed)
     made_by = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
     while not isinstance(wanted, jex.Literal) and wanted in made_by:

@@ -1,4 +1,4 @@
-"""Checks the trees that go in and out of a step; every error names the leaf."""
+"""Checks of the trees that go in and out of a step; every error names the leaf."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None
 
 
 def check_state(state: PyTree, what: str = "the state") -> None:
-    """As `check_arrays`, of a packed state, which may have constants.
+    """Refuses leaves of a packed state that are no arrays or numbers; constants are allowed.
 
     Raises:
         StepError: names the leaf and its type.
@@ -159,7 +159,7 @@ def check_state(state: PyTree, what: str = "the state") -> None:
 
 
 def kind_of(leaf: Any) -> str:
-    """A leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
+    """Describes a leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return f"{leaf.dtype}{list(leaf.shape)}"
     if isinstance(leaf, np.ndarray | np.generic):
@@ -168,7 +168,7 @@ def kind_of(leaf: Any) -> str:
 
 
 def summary(tree: PyTree) -> str:
-    """The first leaves of a tree, each with its kind."""
+    """Lists the first leaves of a tree, each with its kind."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         return f"no leaves ({type(tree).__name__})"

@@ -1,4 +1,4 @@
-"""Runs a step aside, on copies: without its random draws and prints, and unknown to the step's own calls."""
+"""Trial runs of a step, on copies: without random draws and prints, and unknown to the step's own calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Trial:
         self._treedef: Any = None
 
     def shaken(self, eps: float) -> Trial:
-        """The same trial with errors of rounding in all that is summed; after a run."""
+        """Copies the trial, after a run, with errors of rounding in all that is summed."""
         trial = copy.copy(self)
         trial._run = self._evaluates(shaken(quiet(self.closed), eps))
         return trial
@@ -111,7 +111,7 @@ def _runs(program: Program) -> Run:
 
 
 def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:
-    """The leaves of `(token, state, outputs)`, without what each replica has of its own."""
+    """Lists the leaves of `(token, state, outputs)`, without what each replica has of its own."""
     _, state, outputs, *_ = results
     roles = [role for role in returns if role != "state"]
     trees = [("state", state if "state" in returns else None)]

@@ -1,4 +1,4 @@
-"""Verifies that a step computes on many replicas what it computes on one with the whole batch."""
+"""The verification that a step computes on many replicas what it computes on one with the whole batch."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def parameter_server(
     times: Times | None = None,
     axis: str = "replica",
 ) -> Strategy:
-    """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
+    """Keeps parameters and the optimiser's state on servers; workers pull, compute gradients, and push, each at its own pace.
 
     The calling process is the coordinator: the chief of the cluster, or the only process of yours. Workers and parameter
     servers run `jdist serve`, and hold none of your code.

@@ -59,7 +59,7 @@ class AffineRule:
         ]
 
     def of_program(self) -> float | jax.ShapeDtypeStruct | None:
-        """Finds the slope: a number of the program, 0 where the old value plays no part; the shape of one that is computed; None."""
+        """Finds the slope: a number of the program, 0 where the old value plays no part; the shape of a computed one; None."""
         if graph.is_literal(self._new) or self._new not in self._depends:
             return 0
         slopes: list[Slope] = []

@@ -35,13 +35,7 @@ class Preview:
 
     @classmethod
     def of(cls, program: Any, traced: Traced, arguments: tuple[PyTree, ...]) -> Preview:
-        """Reads a preview off a traced program.
-
-        Args:
-            program: JAX's `Traced`, of `(token, state, batches, others) -> (token, state, outputs)`.
-            traced: what is known of its results.
-            arguments: those that it was traced for.
-        """
+        """Reads a preview off a program that JAX has traced for these arguments."""
         _, state, outputs, *_ = program.out_info
         results = dict(zip(traced.output_roles, outputs, strict=True))
         if "state" in traced.returns:

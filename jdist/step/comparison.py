@@ -120,12 +120,7 @@ class NotComparableError(Exception):
 
 
 class Comparison:
-    """A step and a batch to compare it on.
-
-    Args:
-        step: the step.
-        args: of a call.
-        kwargs: of the call.
+    """A step and the arguments of a call to compare it on.
 
     Raises:
         NotComparableError: there is nothing to compare.

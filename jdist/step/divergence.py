@@ -47,9 +47,6 @@ def hash_leaf(leaf: jax.Array) -> jax.Array:
     A plain sum misses two elements that changed places, so each word is first mixed with its position (by the finaliser
     of MurmurHash3, public domain, which is one-to-one): one changed word always changes the sum.
 
-    Args:
-        leaf: array of any shape and dtype, PRNG keys included.
-
     Returns:
         uint32 scalar.
     """
@@ -65,11 +62,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def make_check(strategy: Strategy) -> Any:
-    """Compiles the function that hashes every leaf on every replica.
-
-    Returns:
-        `(leaves) -> uint32 [num_replicas, num_leaves]`.
-    """
+    """Compiles the function that hashes every leaf on every replica: `leaves -> uint32 [num_replicas, num_leaves]`."""
 
     def hashes(leaves: list[jax.Array]) -> jax.Array:
         return jnp.stack([hash_leaf(leaf) for leaf in leaves])[None]

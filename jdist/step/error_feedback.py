@@ -86,25 +86,25 @@ class ResidualSlot:
         """Gives a state residuals for this step, unless it has some.
 
         Args:
-            call: of what kind the call is.
+            call: its kind decides what gradients there are.
             state: a state.
             state_shapes: of the state, with no residuals.
-            after: from shapes of a state to those that the step returns.
+            after: maps shapes of a state to those of the state that the step returns.
             make: makes an array of a shape; None leaves the shapes.
 
         Raises:
-            StepError: the residuals there do not fit, or are of another step of that name.
+            StepError: the residuals in the state do not fit, or are of another step of that name.
         """
         key = (call, jax.tree.structure(state_shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(state_shapes)))
         if key not in self._shapes:
             self._shapes[key] = after(state_shapes).residuals[self._name]
-        there, wanted = residuals_of(state) or {}, self._shapes[key]
-        if self._name in there:
-            check_fit(self._name, there[self._name], wanted)
+        residuals, shapes = residuals_of(state) or {}, self._shapes[key]
+        if self._name in residuals:
+            check_fit(self._name, residuals[self._name], shapes)
             self._check_own(state)
             return state
-        residuals = wanted if make is None else jax.tree.map(make, wanted)
-        return carrying(state, residuals={**there, self._name: residuals})
+        new = shapes if make is None else jax.tree.map(make, shapes)
+        return carrying(state, residuals={**residuals, self._name: new})
 
     def _check_own(self, state: PyTree) -> None:
         if self._has_namesake(state):
@@ -120,11 +120,6 @@ class ResidualSlot:
         """Whether the state comes from another step of the same name."""
         others = [slot for slot in list(_slots) if slot._name == self._name and slot._step is not self._step]
         return any(is_newest(slot._newest(), state) for slot in others)
-
-
-def has_residuals(state: PyTree, name: str) -> bool:
-    """Whether a state comes with the residuals of the step of that name."""
-    return name in (residuals_of(state) or {})
 
 
 def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
@@ -146,13 +141,13 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
             )
 
 
-def check_fit(name: str, there: PyTree, wanted: PyTree) -> None:
-    """Refuses residuals in a state that do not fit the gradients of the step of that name.
+def check_fit(name: str, residuals: PyTree, wanted: PyTree) -> None:
+    """Refuses residuals in a state that differ in number or shape from what the gradients of the step need.
 
     Raises:
-        StepError: the residuals in the state and the wanted ones differ in number or shape.
+        StepError: names both.
     """
-    shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (there, wanted)]
+    shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (residuals, wanted)]
     if shapes[0] != shapes[1]:
         raise StepError(
             f"the state's residuals for a step named {name!r} have shapes {shapes[0]}, this step's gradients need "

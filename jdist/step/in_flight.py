@@ -74,12 +74,8 @@ class Window:
     def add(self, token: jax.Array, lineage: Lineage | None = None) -> None:
         """Takes in the newest token; waits for the older half if there are too many.
 
-        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile.
-
-        Args:
-            token: the newest.
-            lineage: of its call; None: the present one. Only its own tokens are inspected: an error of another state is
-                raised where that is used.
+        Half, because every wait costs a switch of threads; the newer half keeps the devices busy meanwhile. Only tokens of
+        the call's own lineage are inspected, None for the present one: an error of another state is raised where that is used.
         """
         lineage = self.lineage if lineage is None else lineage
         with self.lock:

@@ -162,9 +162,6 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
         batches: one replica's rows.
         others: further arguments.
         combine: brings a cut's arrays together from the replicas.
-
-    Returns:
-        The combined arrays, and what else the phases give.
     """
     parts, micro = plan.parts, microbatches(plan.strategy, batches, plan.k)
     old = jax.tree.leaves(state)
@@ -173,8 +170,8 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
     outputs: dict[int, jax.Array] = {}
     for phase in parts.phases:
         prepared = phase.prepare(state, others, combined)
-        begun = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
-        operands, leaves, results = _over_microbatches(plan, phase, prepared, begun, micro)
+        initial = {n: old[parts.carried[n].leaf] for n in phase.carried if parts.carried[n].adds_up}
+        operands, leaves, results = _over_microbatches(plan, phase, prepared, initial, micro)
         carried.update(leaves)
         outputs.update(results)
         # Metrics go with the sums of the phase, in one all-reduce.
@@ -239,7 +236,7 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
 
 
 def _over_microbatches(
-    plan: Plan, phase: Phase, prepared: list[jax.Array], begun: dict[int, jax.Array], micro: PyTree
+    plan: Plan, phase: Phase, prepared: list[jax.Array], initial: dict[int, jax.Array], micro: PyTree
 ) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
     """Runs one phase on one replica, over its microbatches.
 
@@ -247,22 +244,22 @@ def _over_microbatches(
         plan: the step.
         phase: of it.
         prepared: what all microbatches share.
-        begun: the old values of the leaves that microbatches add to, by place.
+        initial: the old values of the leaves that microbatches add to, by place.
         micro: the microbatches, stacked.
 
     Returns:
-        What the microbatches give together: the operands of each cut, the carried leaves, the outputs, both by place.
+        The operands of each cut over all microbatches; the carried leaves and the outputs, by place.
     """
     k = plan.k
     ways: list[Way] = [cut.collective.op for cut in phase.cuts for _ in cut.shapes]
-    ways.extend("sum" if n in begun else "mean" for n in phase.carried)
+    ways.extend("sum" if n in initial else "mean" for n in phase.carried)
     of_kind: dict[OutputKind, Way] = {METRIC: "mean", LOCAL: "stack", ROWS: "gather"}
     ways.extend(of_kind[plan.kinds[i]] for i in phase.outputs)
     wholes = [shape.shape for cut in phase.cuts for shape in cut.shapes]
 
     def one(number: jax.Array, batch: PyTree) -> list[jax.Array]:
         operands, carried, outputs = phase.run(prepared, batch, number)
-        added = [new - begun[n] if n in begun else new for n, new in zip(phase.carried, carried, strict=True)]
+        added = [new - initial[n] if n in initial else new for n, new in zip(phase.carried, carried, strict=True)]
         return [jnp.asarray(x) for x in (*(x for each in operands for x in each), *added, *outputs)]
 
     first = jax.tree.map(lambda x: x[0], micro)
@@ -294,7 +291,7 @@ def _over_microbatches(
                 values.append(rows if way == "stack" else rows.max(0) if way == "max" else rows.min(0))
     rest = iter(values)
     operands = [[next(rest) for _ in cut.shapes] for cut in phase.cuts]
-    carried = {n: begun[n] + next(rest) if n in begun else next(rest) for n in phase.carried}
+    carried = {n: initial[n] + next(rest) if n in initial else next(rest) for n in phase.carried}
     return operands, carried, {i: next(rest) for i in phase.outputs}
 
 

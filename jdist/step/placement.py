@@ -102,8 +102,8 @@ def adopt_state(strategy: Strategy, state: PyTree) -> PyTree:
     residuals = residuals_of(state)
     if residuals is not None:
         check_residuals(strategy, residuals)
-        own = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), residuals)
-        return carrying(adopt_state(strategy, carrying(state, residuals=None)), residuals=own)
+        residuals = jax.tree.map(lambda x: _onto(x, strategy.batch_sharding), residuals)
+        return carrying(adopt_state(strategy, carrying(state, residuals=None)), residuals=residuals)
     check_state(state)
     check_whole(state)
     sharding = strategy.replicated_sharding
@@ -210,13 +210,7 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
 
 
 def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
-    """Refuses global batches whose rows do not divide among replicas and microbatches.
-
-    Args:
-        batches: the batches.
-        strategy: its replicas divide them.
-        options: the decorator's options.
-        axes: of each leaf the axis of its rows; empty: the first.
+    """Refuses global batches whose rows, each leaf's on its axis, do not divide among replicas and microbatches.
 
     Raises:
         BatchError: with the numbers and the remedy.
@@ -306,12 +300,7 @@ class DonationGuard:
         self._known.clear()
 
     def of(self, tree: PyTree, state: PyTree) -> PyTree:
-        """Copies each array of a tree that shares a buffer with `state`.
-
-        Args:
-            tree: arguments of a call.
-            state: the state of the same call.
-        """
+        """Copies each array of a call's arguments that shares a buffer with the state of the call."""
         arrays = [x for x in jax.tree.leaves(tree, is_leaf=is_spread) if isinstance(x, jax.Array)]
         new = [x for x in arrays if (known := self._known.get(id(x))) is None or known() is not x]
         if not new:

@@ -91,18 +91,18 @@ class ProgramSpec:
         """Calls the step under the current trace: the new state, the outputs by role, what was seen of the gradients."""
         trace = current_trace()
         assert trace is not None  # every caller traces under one
-        own, precision = user_state(state), self.options.precision
+        user, precision = user_state(state), self.options.precision
         if precision is not None:
-            precision.check_names((own, batches))
+            precision.check_names((user, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
         # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
-        argument, batches, others = jax.tree.map(lambda x: x, (own, batches, others))
+        argument, batches, others = jax.tree.map(lambda x: x, (user, batches, others))
         with tracing(dataclasses.replace(trace, precision=precision, loss_scale=self._loss_scale(state, others))):
             results = self.call.apply(self.step, argument, batches, others)
-            new_state, outputs = sort_results(results, own, self.options, self.traced)
+            new_state, outputs = sort_results(results, user, self.options, self.traced)
             check_state(new_state, "the state that the step returned")
             if self.options.may_update_state:
-                self.traced.changes_state |= differs(jax.tree.leaves(own), jax.tree.leaves(new_state))
+                self.traced.changes_state |= differs(jax.tree.leaves(user), jax.tree.leaves(new_state))
         if precision is not None:
             outputs = jax.tree.map(precision.cast_to_output, outputs)
         return with_user_state(state, new_state), outputs, FiniteFlags.of(trace)

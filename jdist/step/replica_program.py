@@ -12,7 +12,7 @@ from jdist.core.step_state import residuals_of
 from jdist.jaxpr import graph, variation
 from jdist.replica import collectives
 from jdist.step.divergence import check_averages_combined
-from jdist.step.error_feedback import ErrorFeedback, has_residuals
+from jdist.step.error_feedback import ErrorFeedback
 from jdist.step.loops import repeated
 from jdist.step.microbatches import microbatched
 from jdist.step.non_finite import finite_guarded
@@ -102,7 +102,7 @@ def shaping_residuals(spec: ProgramSpec, run: RunFn, step: StepFn) -> StepFn:
     """Has a state without this step's residuals run once, unguarded: it is traced alone, for the shapes that they take."""
 
     def either(token: jax.Array, state: PyTree, batches: PyTree, others: Others) -> Any:
-        if has_residuals(state, spec.name):
+        if spec.name in residuals_of(state):
             return step(token, state, batches, others)
         first = batches if spec.options.steps_per_call == 1 else jax.tree.map(lambda x: x[0], batches)
         state, outputs, _ = run(state, first, others)
@@ -115,11 +115,11 @@ def averaged_metrics(closed: Any, shapes: Any, arguments: Any, kinds: list[Outpu
     """Finds the outputs of a traced step that are metrics and differ from replica to replica.
 
     Args:
-        closed: `(state, batches, others) -> (state, outputs, flags)`.
+        closed: the step, `(state, batches, others) -> (state, outputs, flags)`.
         shapes: what it returns.
         arguments: the tree of its arguments.
         kinds: of the outputs' leaves.
-        rows: the number of rows of the batch.
+        rows: the number of rows of the batch; None: it does not matter.
 
     Raises:
         StepError: one of them has no mean.

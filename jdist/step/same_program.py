@@ -38,13 +38,7 @@ _PACKAGES = tuple({str(Path(p)) for p in (*site.getsitepackages(), sysconfig.get
 
 
 def check_same_of_processes(strategy: Strategy, name: str, closed: Any, state: Any | None) -> None:
-    """Compares a step with that of the other processes, before it is compiled, or run.
-
-    Args:
-        strategy: of several processes.
-        name: the step's.
-        closed: the traced step.
-        state: its first state, which is compared before the step; None compares none.
+    """Compares a traced step, and its first state unless it is None, with those of the other processes.
 
     Raises:
         ClusterError: a process has traced another step.

@@ -62,14 +62,7 @@ class Call:
     parts: tuple[int, ...] | None = None
 
     def apply(self, step: Step, state: PyTree, batches: PyTree, others: Others) -> Any:
-        """Calls `step` with every argument in its place.
-
-        Args:
-            step: the user's step.
-            state: the state; a tuple of them if the step takes several, or parts of one.
-            batches: the batches, each leaf with its rows first.
-            others: the arguments that are neither.
-        """
+        """Calls `step` with every argument in its place; the batches come with their rows first."""
         state = take_parts(state, self.parts)
         sources = {
             "state": iter(split_states(state, self.roles.count("state"))),

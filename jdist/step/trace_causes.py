@@ -112,12 +112,7 @@ class Evidence:
 
 
 def of_step(evidence: Evidence, names: list[str]) -> Cause:
-    """Finds the likely cause of differences that reach the state, or a metric that shows no cause of its own.
-
-    Args:
-        evidence: what is known.
-        names: the leaves that differ.
-    """
+    """Finds the likely cause of differences that reach the state, or a metric that shows no cause of its own."""
     own = evidence.rows // evidence.parts
     if evidence.padded:
         return PADDING
@@ -136,13 +131,13 @@ def of_step(evidence: Evidence, names: list[str]) -> Cause:
 
 
 def of_metric(evidence: Evidence, one: Any, many: Any, place: int) -> Cause | None:
-    """Finds the cause of a metric's difference in its value or its computation; None: the step's.
+    """Finds the cause of a metric's difference in its values or its computation; None: the step's.
 
     Args:
-        evidence: what is known of the step.
+        evidence: of the step.
         one: the metric as one replica.
         many: the metric as it is distributed.
-        place: which result of the step's jaxpr it is.
+        place: of the metric among the results of the step's jaxpr.
     """
     value, other = as_numbers(one).ravel(), as_numbers(many).ravel()
     last = _last_reduction(evidence.one, evidence.one.jaxpr.outvars[place])

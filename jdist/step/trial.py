@@ -67,15 +67,10 @@ class Trial:
         return {leaf.name: leaf for leaf in named_leaves(results, traced.returns)}
 
     def trace(self, state: PyTree, batches: PyTree, others: PyTree) -> tuple[tuple[PyTree, ...], Traced]:
-        """Traces the step if it has not been.
-
-        Args:
-            state: on the host, as the arguments behind it.
-            batches: those of one step.
-            others: the further arguments.
+        """Traces the step for arguments on the host, if it has not been.
 
         Returns:
-            The arguments in their places, of which the step's own calls know nothing; what tracing told of the results.
+            The arguments in their places, of which the step's own calls know nothing; what is known of the results.
 
         Raises:
             JDistError: what a call with them would raise before it runs.

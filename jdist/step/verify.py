@@ -67,20 +67,14 @@ def _verified(train_step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 def verify_first(
     step: DistributedStep, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, pads: bool = False
 ) -> Verification:
-    """Verifies a step before its first call, and warns or raises where it differs.
+    """Verifies a step before its first call, and warns where it differs.
 
     Args:
         step: the step.
         args: of the call.
         kwargs: of the call.
-        strict: whether a difference is an error.
+        strict: raises a VerificationError instead, also where nothing could be compared.
         pads: whether a later batch will be filled up, so that the step is verified on such a one as well.
-
-    Raises:
-        VerificationError: something differs, or nothing could be compared, and `strict` is set.
-
-    Warns:
-        VerificationWarning: something differs.
     """
     try:
         verification = _verified(step, args, kwargs, pads=pads)

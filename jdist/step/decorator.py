@@ -119,8 +119,3 @@ def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
 def _check_job(strategy: Strategy) -> None:
     if strategy.cluster.num_processes == 1 and (job := unused_job(os.environ)) is not None:
         warnings.warn(f"{strategy.name}: {job}", stacklevel=3)
-
-
-def distribute_locally(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
-    """Makes a step of a strategy whose replicas this process drives: `Operations.distribute`."""
-    return DistributedStep(step, strategy, options)

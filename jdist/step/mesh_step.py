@@ -51,7 +51,7 @@ class DistributedStep(Distributed):
         verification: the result of verifying the step before its first call; None if it was not verified.
     """
 
-    def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
+    def __init__(self, strategy: Strategy, step: Step, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__, self.__wrapped__ = "the step", step
         functools.update_wrapper(self, step)
         self.strategy, self.options, self.backend = strategy, options, backend
@@ -196,7 +196,7 @@ class DistributedStep(Distributed):
 
     def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
         """Distributes the same function under another strategy that keeps the state on its devices, with some other options."""
-        return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
+        return DistributedStep(strategy, self._step, dataclasses.replace(self.options, **options))
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""

@@ -69,15 +69,14 @@ def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: di
     else:
         eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
         same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
-        # Without effects: those of the prints are gone, and only they were there.
-        result = opened if same else opened.replace(eqns=eqns, effects=_effects(opened, eqns))
+        if same:
+            result = opened
+        else:  # without the effects of prints that are gone
+            kept = {effect for eqn in eqns for effect in eqn.effects}
+            effects = type(opened.effects)(effect for effect in opened.effects if effect in kept)
+            result = opened.replace(eqns=eqns, effects=effects)
     known[id(jaxpr)] = result
     return result
-
-
-def _effects(jaxpr: Any, eqns: list[Any]) -> Any:
-    kept = {effect for eqn in eqns for effect in eqn.effects}
-    return type(jaxpr.effects)(effect for effect in jaxpr.effects if effect in kept)
 
 
 def _quiet(eqn: Any) -> list[Any] | None:

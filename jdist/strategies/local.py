@@ -10,7 +10,7 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement
-from jdist.step.decorator import distribute_locally
+from jdist.step.mesh_step import DistributedStep
 from jdist.step.run_on_replicas import run
 
 
@@ -39,7 +39,7 @@ LOCAL = Operations(
     run=run,
     feed_batches=feed.feed_batches,
     feed_pipelines=feed.feed_pipelines,
-    distribute=distribute_locally,
+    distribute=DistributedStep,
     describe=describe,
 )
 

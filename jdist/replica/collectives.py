@@ -29,7 +29,7 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 def replica_axes() -> tuple[str, ...] | None:
     """Returns the mesh axes that replicas are spread over, for `BatchNorm(axis_name=...)` and collectives of your own.
 
-    It is known inside of a step alone, where a linen model makes its layers. An nnx layer is made before: it takes
+    They are known inside a step alone, where a linen model makes its layers. An nnx layer is made before that: it takes
     `axis_name=strategy.axes`, as with None it would normalise each replica's rows by themselves.
 
     Returns:

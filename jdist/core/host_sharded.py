@@ -19,7 +19,7 @@ from jdist.errors import DeviceError
 PyTree = Any
 
 _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
-_MOST_FILLING = 1 / 32  # of an array that is stored in rows, with what its last tiles leave empty
+_MOST_FILLING = 1 / 32  # of an array stored in rows, the empty rest of its last tiles included
 
 
 @jax.tree_util.register_dataclass

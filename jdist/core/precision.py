@@ -21,7 +21,7 @@ from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-SMALLEST = 1.0  # what does not fit at this scale is no overflow that a smaller one would mend
+SMALLEST = 1.0  # a smaller scale would mend no overflow that remains at this one
 FACTOR = 2.0
 
 

@@ -20,7 +20,7 @@ from jdist.core.collective_marks import collective_of
 # Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
 ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-# What lays the elements of an array out anew.
+# Primitives that lay out the elements of an array anew.
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing

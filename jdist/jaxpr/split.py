@@ -232,8 +232,7 @@ class _Analysis:
         equations, _ = graph.needed(self.closed, wanted, {*self.batch, self.microbatch, *whole}, contents.effects)
         elsewhere = [eqn for eqn in self.early_effects if not _is_among(eqn, contents.effects)]
         self._check_called_once(equations, elsewhere)
-        # What is the same for all microbatches is computed before their loop: variables that own equations, or results,
-        # read.
+        # Hoisted out of the loop: variables that are the same for all microbatches, and that the loop reads or returns.
         looped = [eqn for eqn in equations if any(map(self._is_own, eqn.invars)) or _is_among(eqn, contents.effects)]
         in_loop = {v for v in (*(v for eqn in looped for v in eqn.invars), *wanted) if not graph.is_literal(v)}
         constants = set(graph.body_of(self.closed).constvars)

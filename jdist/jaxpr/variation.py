@@ -10,7 +10,7 @@ from jdist.jaxpr import graph
 
 Var = graph.Var
 
-# JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
+# JAX's collectives that give every replica the same, and those that give each replica its own of equal values.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 

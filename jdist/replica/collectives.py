@@ -133,7 +133,7 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
         if collective.op in ("max", "min"):
             operands = tuple(map(without_gradient, operands))
         dtypes = [x.dtype for x in operands]
-        if collective.op == "mean":  # whose sum float16 may not be able to hold
+        if collective.op == "mean":  # float16 may not hold the sum
             operands = tuple(x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in operands)
         if axes is None or mesh_size == 1:
             operands = tuple(alone(*operands))
@@ -167,7 +167,7 @@ def _total(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Sequence[jax.A
     trace = context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
-    # One that is not exact is for gradients.
+    # An algorithm that is not exact serves gradients alone.
     reduction = strategy.reduction if strategy.reduction.exact else psum()
     carry = reduction.init(list(leaves))
     if jax.tree.leaves(carry):

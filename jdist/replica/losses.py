@@ -69,7 +69,9 @@ def compute_average_loss(
     total = losses.sum()
     if not isinstance(rows, jax.Array):
         return total / max(rows, 1)
-    return jnp.where(rows == 0, 0, total / jnp.where(rows == 0, 1, rows))  # two, for the gradient's sake
+    return jnp.where(
+        rows == 0, 0, total / jnp.where(rows == 0, 1, rows)
+    )  # both, as the gradient of the branch not taken must be finite
 
 
 def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Array:

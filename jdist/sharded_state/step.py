@@ -41,7 +41,7 @@ def make_program(spec: ProgramSpec) -> Program:
             return token, state, (outputs, hashes)
 
         token, state, (outputs, hashes) = repeat(spec, once, token, state, batches)
-        # The loop over steps is outside of the replicas here; their axis leads all the same.
+        # Here the loop over steps is outside the replicas; the axis of replicas leads all the same.
         outputs = jax.tree.map(
             lambda x: jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), x) if is_per_replica(x) else x,
             outputs,
@@ -197,7 +197,7 @@ class _SplitStep:
             outputs = {i: x for i, x in enumerate(part.outputs) if x is not None}
             varying = {i: x for i, x in outputs.items() if plan.kinds[i] in (LOCAL, ROWS)}
             shared = {i: x for i, x in outputs.items() if i not in varying}
-            # Afterwards, with a part on each replica, a difference between them cannot be found.
+            # Hashed now: once each replica keeps only its part, a difference could not be found.
             hashes = [hash_leaf(x)[None] for x in part.carried] if self.options.check_replicas else []
             carried = [self.local_part(x) for x in part.carried]
             return *self.sorted(combined, cut_shapes), *self.sorted(carried, carried_shapes), shared, varying, hashes

@@ -27,7 +27,7 @@ def explain(
         exc.add_note(
             "The mask says which rows are real; `strategy.distribute_dataset(...)` adds it to batches that are dicts."
         )
-    if not isinstance(exc, RuntimeError):  # those tell of devices and memory
+    if not isinstance(exc, RuntimeError):  # a RuntimeError tells of devices and memory
         exc.add_note(signature.taken_as(call, state, batches))
 
 

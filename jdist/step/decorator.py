@@ -111,7 +111,7 @@ def _distribute(step: Step, strategy: Strategy, options: StepOptions) -> Any:
 
 
 def _verify_first(step: DistributedStep, *args: Any, **kwargs: Any) -> Any:
-    from jdist.step.verify import verify_first  # which runs steps itself
+    from jdist.step.verify import verify_first  # imported late, as it makes steps itself
 
     return verify_first(step, *args, **kwargs)
 

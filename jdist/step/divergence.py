@@ -24,7 +24,7 @@ from jdist.jaxpr.affine import AffineRule
 
 PyTree = Any
 
-# With these a step may bring values together in a way of its own, which cannot be seen.
+# With these a step may combine values in a way of its own, which the check cannot see.
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -163,7 +163,7 @@ def check_averages_combined(
         return
     (name, slope), *others = moving
     more = f", and {len(others)} more like it," if others else ""
-    # Parameters that differ as well are those of an optimiser whose gradients differ: it keeps moving averages of these.
+    # If parameters differ as well, the optimiser's gradients do: it keeps moving averages of these.
     if len(moving) < len(own):
         remedy = (
             "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "

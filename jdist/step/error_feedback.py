@@ -72,7 +72,7 @@ class ResidualSlot:
 
     def __init__(self, name: str, step: Callable[..., Any], newest: Callable[[], PyTree]):
         self._name, self._step, self._newest = name, step, newest
-        self._shapes: dict[Any, PyTree] = {}  # by what they depend on
+        self._shapes: dict[Any, PyTree] = {}  # by kind of call and shapes of the state
         _slots.add(self)
 
     def filled(
@@ -108,7 +108,7 @@ class ResidualSlot:
 
     def _check_own(self, state: PyTree) -> None:
         if self._has_namesake(state):
-            gc.collect()  # of a cell that was run again the old step is of no interest
+            gc.collect()  # a notebook's cell that ran again has left the old step behind
             if self._has_namesake(state):
                 raise StepError(
                     f"the state has residuals from another step named {self._name!r}: each would add what compression has "

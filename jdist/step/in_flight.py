@@ -88,7 +88,7 @@ class Window:
                 oldest = self._pop()
         if oldest is not None:
             oldest.block_until_ready()
-        # Not at every wait: reading takes time, and a token tells of all before it.
+        # Not at every wait: reading takes time, and a token covers all calls before it.
         if lineage.since_read >= self.limit:
             self._read(lineage)
 

@@ -116,7 +116,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
     (axis,) = strategy.axes
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
     lead = options.num_step_axes
-    traces: list[StepFn] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
+    traces: list[StepFn] = []  # holds `function` while it is traced: JAX keeps what `pmap` maps for ever
 
     def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
         token, state, outputs = traces[-1](token, state, own[0], others)
@@ -138,7 +138,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        # The numbers are for a step without a batch: `pmap` counts its replicas by an argument that is mapped.
+        # The numbers are for a step without a batch: `pmap` counts its replicas by a mapped argument.
         parts = jax.tree.map(by_replica, batches), jnp.arange(n)
         traces.append(function)
         try:

@@ -75,7 +75,7 @@ class DistributedStep(Distributed):
         self._verify_pads = False
         self.verifier: Callable[..., Any] | None = None
         self._has_peers = strategy.cluster.num_processes > 1
-        self._is_alone = isinstance(strategy.cluster, Alone)  # asked once, as an empty step takes 16 us in all
+        self._is_alone = isinstance(strategy.cluster, Alone)  # looked up once, as an empty step takes 16 us in all
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
@@ -205,7 +205,7 @@ class DistributedStep(Distributed):
             self._verify = how
 
     def _verify_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.verifier is not None  # `jdist.distribute` has given it one
+        assert self.verifier is not None  # `jdist.distribute` sets it
         how, self._verify = self._verify, "off"
         self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
 
@@ -220,7 +220,7 @@ class DistributedStep(Distributed):
         self, call: Call, state: PyTree, batches: PyTree, others: Others, *, shapes_alone: bool = False
     ) -> StepState:
         """Gives a state residuals of zeros for this step's gradients, or shapes of them, unless it has some."""
-        assert self._residuals is not None  # every caller asks the strategy whether it keeps any
+        assert self._residuals is not None  # callers ask `strategy.keeps_residuals` first
         program, _ = self.program(call)
 
         def after(state: PyTree) -> PyTree:
@@ -264,7 +264,7 @@ class DistributedStep(Distributed):
         check_not_mixed(self.strategy)
         if self._verify != "off":
             self._verify_first(args, kwargs)
-        with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
+        with self._window.lock:  # of several calling threads each goes on from the token of the one before
             results, newest, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0
             lineage = self._window.lineage
@@ -343,7 +343,7 @@ class DistributedStep(Distributed):
                     raise
                 program.run_into(box, self._token, state, self._donation_guard.of(batches, state), others)
         except Exception as exc:
-            if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
+            if isinstance(exc, TypeError):  # perhaps from text among the arguments, whose leaf JAX does not name
                 placement.check_rows(original, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
             explain(exc, self.strategy, self._signature, call, state, original, others)

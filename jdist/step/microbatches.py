@@ -23,7 +23,7 @@ from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
 
 PyTree = Any
-# (cuts of a phase, what this replica's microbatches gave together for each) -> what all replicas gave
+# (cuts of a phase, the arrays of this replica for each) -> those of all replicas
 Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
 
 

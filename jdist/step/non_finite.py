@@ -148,7 +148,7 @@ def guarded(
     taken = {*known, *before_flags}
     places = {v: i for i, v in enumerate(new_vars) if not graph.is_literal(v) and v not in taken}
     places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
-    if not names or graph.effects_of(closed):  # in parts, prints and the like would come in another order
+    if not names or graph.effects_of(closed):  # in stages, prints and the like would come in another order
         places = {}
     keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
     for number, stage in enumerate(graph.stages(closed, places)):

@@ -128,7 +128,7 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
             f"the step returned {len(result)} values; say what they are, for example "
             '`returns=("state", "metrics", "metrics")`. Roles: "state", "metrics", "examples", "per_replica".'
         )
-    # Neither the state's tree nor a pair: most likely a state that lost its form; this says where.
+    # Neither the state's tree nor a pair: most likely a state of another form; this says where they differ.
     check_same_state(state, result)
     raise AssertionError("unreachable: trees that differ are refused above")
 

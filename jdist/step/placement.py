@@ -145,7 +145,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
     whole = strategy.replicated_sharding
 
     def put_whole(x: Any) -> Any:
-        if is_spread(x):  # parameters of a state in parts, for an evaluation
+        if is_spread(x):  # parameters in parts, passed to an evaluation
             return jax.device_put(np.asarray(x), whole)
         if isinstance(x, jax.Array) and x.sharding != whole:
             return put(x, whole)
@@ -218,7 +218,7 @@ def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: 
     n, lead = strategy.num_replicas, options.num_step_axes
     if axes:
         batches = rows_first(batches, axes, lead=lead, shapes_only=True)
-    # One batch is the usual case; its leaves are then named without the place among several.
+    # Of a single batch, the usual case, leaves are named without its place among several.
     batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
     check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=options.accumulate, lead=lead)
 
@@ -318,7 +318,7 @@ def _share(a: jax.Array, b: jax.Array) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         if is_key(a) == is_key(b):
             return False
-        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # these are the key's own buffers
+        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # one may be the key data of the other
         return _share(a, b)
     if is_key(a):
         return _share(jax.random.key_data(a), jax.random.key_data(b))

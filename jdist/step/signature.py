@@ -186,7 +186,7 @@ class Signature:
                 )
         for i, name in enumerate(self.positional):
             role = options.args[i] if i < len(options.args) else None
-            # What is declared replicated or static is meant to be; what is not declared at all has been overlooked.
+            # An argument declared replicated or static is meant so; one that is not declared at all was overlooked.
             misplaced = name in ("state", "batch") and role in {"state", "batch", None} - {name}
             if misplaced and name not in options.static_argnames:
                 raise StepError(

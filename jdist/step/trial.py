@@ -74,7 +74,7 @@ class Trial:
         Raises:
             JDistError: what a call with them would raise before it runs.
         """
-        with warnings.catch_warnings():  # the step's own call warns of the same
+        with warnings.catch_warnings():  # the step's own call warns as well
             warnings.simplefilter("ignore")
             strategy, options = self.step.strategy, self.step.options
             others = replicate(strategy, others)

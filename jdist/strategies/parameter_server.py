@@ -126,7 +126,7 @@ def parameter_server(
     spec, options = arguments.resolve()
     if options is None:
         return mirrored(axis=axis)
-    # Errors of a cluster are heard of here; processes of this machine can wait.
+    # A cluster's errors are raised here; local processes start when they are needed.
     servers = (
         functools.partial(
             _local_servers,

@@ -136,7 +136,7 @@ def nearest(name: str) -> str:
     if not known:
         return ""
     meant = f"{known[0]}:{rest}"
-    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or close: a shape that it has
+    if not re.fullmatch(_FORM, meant) or meant == name:  # only the chip was right, or close: suggest one of its shapes
         meant = next((example for example in EXAMPLES if example.startswith(known[0])), f"{known[0]}:2x2")
     return f" Did you mean {meant!r}?"
 
@@ -170,7 +170,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
             )
     except (RuntimeError, NotImplementedError) as exc:
         reason = str(exc).partition("\n")[0]
-        if not reason.startswith("INVALID_ARGUMENT: "):  # the topology was not looked at
+        if not reason.startswith("INVALID_ARGUMENT: "):  # it did not get as far as the topology
             raise DeviceError(
                 f"libtpu, which holds the TPU compiler, cannot be loaded: {reason}. Install it again, pip install "
                 "--force-reinstall 'jdist[plan-tpu]', and unset TPU_LIBRARY_PATH if it is set."

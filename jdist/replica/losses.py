@@ -69,9 +69,7 @@ def compute_average_loss(
     total = losses.sum()
     if not isinstance(rows, jax.Array):
         return total / max(rows, 1)
-    return jnp.where(
-        rows == 0, 0, total / jnp.where(rows == 0, 1, rows)
-    )  # both, as the gradient of the branch not taken must be finite
+    return jnp.where(rows == 0, 0, total / jnp.where(rows == 0, 1, rows))  # twice, so that the gradient stays finite
 
 
 def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Array:

@@ -326,7 +326,7 @@ class DistributedStep(Distributed):
                     break
             if call is not self._plain_call:
                 others = self._placed(call, state, batches, others)
-            if self.strategy.keeps_residuals and not is_newest:
+            if self._residuals is not None and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self.program(call)
             if self._has_peers and call not in self._agreed:

@@ -130,17 +130,13 @@ def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
 _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a dataclass."
 
 
-def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT) -> None:
-    """Refuses leaves that are no arrays or numbers.
+def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT, *, constants: bool = False) -> None:
+    """Refuses leaves that are no arrays or numbers; of a packed tree constants too, unless these are allowed.
 
     Raises:
         StepError: names the tree by `what`, the leaf and its type, and the remedy.
     """
-    _check_leaves(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_static), what, remedy)
-
-
-def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None:
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=None if constants else is_static):
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
         if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
             raise StepError(
@@ -150,12 +146,12 @@ def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None
 
 
 def check_state(state: PyTree, what: str = "the state") -> None:
-    """Refuses leaves of a packed state that are no arrays or numbers; constants are allowed.
+    """Refuses leaves of a state that are no arrays or numbers; it may have constants.
 
     Raises:
         StepError: names the leaf and its type.
     """
-    _check_leaves(jax.tree_util.tree_leaves_with_path(state), what, _KEEP_OUT)
+    check_arrays(state, what, constants=True)
 
 
 def kind_of(leaf: Any) -> str:

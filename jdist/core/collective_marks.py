@@ -79,11 +79,7 @@ def collective_of(eqn: Any) -> Collective | None:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Returns a maximum or minimum over replicas as it is, and refuses to be differentiated.
-
-    Raises:
-        StepError: it is differentiated.
-    """
+    """Returns a maximum or minimum over replicas as it is; raises StepError where it is differentiated."""
     return x
 
 

@@ -112,11 +112,7 @@ def outside_scopes() -> Iterator[None]:
 
 
 def check_not_mixed(strategy: Strategy) -> None:
-    """Refuses to use `strategy` within the scope, or in a step, of another one.
-
-    Raises:
-        StrategyError: names both.
-    """
+    """Raises StrategyError for a strategy within the scope, or in a step, of another one."""
     outer = _scoped.get()
     if outer is None or outer is strategy or outer.name == "default":
         return

@@ -98,11 +98,7 @@ class Layout:
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
-        """Makes the layout of a strategy with a mesh.
-
-        Raises:
-            DeviceError: the devices' hosts offer no memory that a program can address.
-        """
+        """Makes the layout of a strategy with a mesh; raises DeviceError where its hosts offer no memory to programs."""
         mesh, parts = strategy.mesh, PartitionSpec(strategy.axes)
         assert mesh is not None  # a strategy that spreads has one
         offered = [memory.kind for memory in strategy.devices[0].addressable_memories()]

@@ -156,11 +156,7 @@ def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., 
 
 
 def _ops_by_path(objects: PyTree, metric_ops: MetricOps) -> dict[tuple[Any, ...], collectives.ReduceOp]:
-    """Finds how the replicas' versions of each metric come together, by the metric's path.
-
-    Raises:
-        StepError: names a metric of a class that is not known.
-    """
+    """Finds how the replicas' versions of each metric come together, by path; raises StepError for an unknown class."""
     ops: dict[tuple[Any, ...], collectives.ReduceOp] = {}
     for path, node in nnx.iter_graph(objects):
         if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):

@@ -98,11 +98,7 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
-    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves and the replicas that differ.
-    """
+    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction."""
     placement.compare_replicas(strategy, state)
     _, _, _, hashes = results
     if hashes:

@@ -79,12 +79,7 @@ def make_check(strategy: Strategy) -> Any:
 
 
 def compare(hashes: np.ndarray, paths: list[str]) -> None:
-    """Refuses hashes, uint32 [num_replicas, num_leaves], that differ between replicas.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves, and of each the replicas that differ from the majority (all of them
-            where there is none).
-    """
+    """Raises ReplicaDivergenceError if hashes, uint32 [num_replicas, num_leaves], differ between replicas; names these."""
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
     if not differing.size:
         return

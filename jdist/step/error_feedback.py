@@ -123,11 +123,7 @@ class ResidualSlot:
 
 
 def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
-    """Refuses residuals where the strategy keeps none, and those of another number of replicas.
-
-    Raises:
-        StepError: says what the strategy does, and names both numbers.
-    """
+    """Raises StepError for residuals where the strategy keeps none, and for those of another number of replicas."""
     if not strategy.keeps_residuals:
         raise StepError(
             f"the state has residuals, from steps whose all-reduce compresses gradients; {strategy.name} keeps none. Pass "
@@ -142,11 +138,7 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
 
 
 def check_fit(name: str, residuals: PyTree, wanted: PyTree) -> None:
-    """Refuses residuals in a state that differ in number or shape from what the gradients of the step need.
-
-    Raises:
-        StepError: names both.
-    """
+    """Raises StepError for residuals that differ in number or shape from what the step's gradients need."""
     shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (residuals, wanted)]
     if shapes[0] != shapes[1]:
         raise StepError(

@@ -186,11 +186,7 @@ class NewestState:
         self._has_constants = has_static(packed)
 
     def check_nothing_lost(self, name: str, state: PyTree) -> None:
-        """Refuses a state that was made of this one, without what this one carries beside it.
-
-        Raises:
-            StepError: names the step, says what is lost, and how to change a state.
-        """
+        """Raises StepError for a state that was made of this one, without what this one carries beside it."""
         lost = carried_by(self.state) - carried_by(state)
         if not lost:
             return

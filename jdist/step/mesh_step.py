@@ -353,11 +353,7 @@ class DistributedStep(Distributed):
         return box[0], newest.state, traced, original, call.batch_axes
 
     def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
-        """Puts further arguments on every device, copies of those whose buffers the call donates with the state.
-
-        Raises:
-            DonatedStateError: an earlier call has consumed one.
-        """
+        """Puts further arguments on every device, copies of those whose buffers the call donates with the state."""
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
         if self.options.donates_state:

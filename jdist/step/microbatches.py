@@ -44,11 +44,7 @@ class Plan:
     kinds: list[OutputKind]
 
     def check_averages_combined(self) -> None:
-        """Refuses replicas that would keep moving averages of their own rows.
-
-        Raises:
-            ReplicaDivergenceError: names the leaves.
-        """
+        """Raises ReplicaDivergenceError for replicas that would keep moving averages of their own rows."""
         traced = self.parts.traced
         state = jax.tree.unflatten(self.parts.state_treedef, traced.new_state)
         sizes = self.strategy.num_replicas, self.k

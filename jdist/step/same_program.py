@@ -150,11 +150,7 @@ def _place(eqn: Any) -> str:
 
 
 def _check_same_state(strategy: Strategy, name: str, state: PyTree) -> None:
-    """Compares the state that the processes begin with.
-
-    Raises:
-        ReplicaDivergenceError: on all of them; names the leaves, with the values of scalars.
-    """
+    """Raises ReplicaDivergenceError, on all of them, if the processes begin with different states."""
     if (hashed := hash_replicas(strategy, state)) is None:
         return
     hashes, paths, leaves = hashed

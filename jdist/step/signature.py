@@ -261,11 +261,7 @@ class Signature:
         check_no_batch(self.name, values, batches, call.batch_axes, options, self._strategy, remedy)
 
     def check_others(self, call: Call, others: Others) -> None:
-        """Refuses text and objects among the replicated arguments.
-
-        Raises:
-            StepError: names the argument, the leaf and its type.
-        """
+        """Raises StepError for text and objects among the replicated arguments."""
         places = [i for i, role in enumerate(call.roles) if role == "replicated"]
         named = [(self._name_of(i), value) for i, value in zip(places, others.replicated, strict=True)]
         for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others.named.items())]:
@@ -276,11 +272,7 @@ class Signature:
             )
 
     def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
-        """Refuses arguments whose buffers an earlier call has consumed.
-
-        Raises:
-            DonatedStateError: names the argument and the leaf.
-        """
+        """Raises DonatedStateError for an argument whose buffers an earlier call has consumed."""
         values = {"batch": iter(batches), "replicated": iter(others.replicated)}
         named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
         by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]

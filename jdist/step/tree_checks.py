@@ -84,11 +84,7 @@ def _tree_difference(before: PyTree, after: PyTree) -> str:
 
 
 def check_not_traced(arguments: PyTree) -> None:
-    """Refuses a call from inside a JAX transformation.
-
-    Raises:
-        StepError: an argument is a tracer.
-    """
+    """Raises StepError for tracers: the call is made inside a JAX transformation."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         raise StepError(
             "a distributed step was called while JAX traces (inside `jax.jit`, `lax.scan`, ...); it is compiled "
@@ -97,11 +93,7 @@ def check_not_traced(arguments: PyTree) -> None:
 
 
 def check_whole(state: PyTree) -> None:
-    """Refuses leaves of which each device holds another part: a state replicated by hand for `pmap`, or sharded.
-
-    Raises:
-        StepError: names the first such leaf.
-    """
+    """Raises StepError for leaves of which each device holds another part: a state replicated for `pmap`, or sharded."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             raise StepError(
@@ -113,11 +105,7 @@ def check_whole(state: PyTree) -> None:
 
 
 def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
-    """Refuses arrays in parts in host memory, which only the strategy that made them can put together.
-
-    Raises:
-        StepError: names the first such leaf, and what to pass instead.
-    """
+    """Raises StepError for arrays in parts in host memory, which only the strategy that made them can put together."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, HostSharded)):
         if isinstance(leaf, HostSharded):
             raise StepError(
@@ -131,11 +119,7 @@ _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a da
 
 
 def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT, *, constants: bool = False) -> None:
-    """Refuses leaves that are no arrays or numbers; of a packed tree constants too, unless these are allowed.
-
-    Raises:
-        StepError: names the tree by `what`, the leaf and its type, and the remedy.
-    """
+    """Raises StepError for leaves that are no arrays or numbers; for constants of a packed tree too, unless allowed."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=None if constants else is_static):
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
         if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
@@ -146,11 +130,7 @@ def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT, *, constants:
 
 
 def check_state(state: PyTree, what: str = "the state") -> None:
-    """Refuses leaves of a state that are no arrays or numbers; it may have constants.
-
-    Raises:
-        StepError: names the leaf and its type.
-    """
+    """Raises StepError for leaves of a state that are neither arrays or numbers nor constants."""
     check_arrays(state, what, constants=True)
 
 

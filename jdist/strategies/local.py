@@ -79,21 +79,13 @@ def strategy_over(
 
 
 def check_axis(axis: str) -> None:
-    """Refuses what is no name of a mesh axis.
-
-    Raises:
-        StrategyError: it shows the value.
-    """
+    """Raises StrategyError for what is no name of a mesh axis."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
 
 
 def check_reduction(reduction: Reduction, transform: Transform) -> None:
-    """Refuses an all-reduce algorithm that a transform would leave out.
-
-    Raises:
-        StrategyError: it is not `psum`, and the compiler places the all-reduces.
-    """
+    """Raises StrategyError for an all-reduce algorithm that a transform would leave out."""
     if transform == "jit" and reduction.name != "psum":
         raise StrategyError(
             f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '

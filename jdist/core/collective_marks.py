@@ -50,9 +50,8 @@ def emit(
 
     Args:
         collective: what it does.
-        body: does it; a result for each operand. None of the operands must be returned as it is, or JAX leaves the
-            equation out.
-        leaves: its operands.
+        body: returns a result for each operand, but never an operand itself, or JAX leaves the equation out.
+        leaves: the operands.
     """
     if not leaves:
         return []
@@ -93,11 +92,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_batching.custom_vmap
 def gradient_of(value: jax.Array, parameter: jax.Array) -> jax.Array:
-    """Notes which parameters a loss is differentiated by, so that `jax.vmap` of it alone is refused.
-
-    Args:
-        value: the loss; scalar.
-        parameter: a leaf of what it is differentiated by.
+    """Notes that a scalar loss is differentiated by a parameter, so that `jax.vmap` over examples alone is refused.
 
     Raises:
         StepError: `jax.vmap` maps over examples and not over parameters.

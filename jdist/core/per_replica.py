@@ -146,7 +146,7 @@ def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
     Args:
         x: anything.
         by_replica: the sharding of such an array; None where there is no mesh.
-        call: who asks, for the error.
+        call: the caller's name, for the error.
 
     Raises:
         StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.

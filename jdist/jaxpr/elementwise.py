@@ -49,11 +49,6 @@ def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
 
     Calls are entered, conditions become selections, and sums over the replicas products where all of them have the
     same, as they mostly do in an update part.
-
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        arguments: of it; arrays or `ShapeDtypeStruct`s.
-        num_replicas: how many replicas there are.
     """
 
     own: set[Any] = set()

@@ -35,14 +35,9 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
 
 
 def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Finds what differs from replica to replica.
+    """Finds the variables that differ from replica to replica if the arguments `sources` do.
 
-    Args:
-        closed: a traced function.
-        sources: arguments of it that differ.
-
-    Returns:
-        Variables of it; one too many where a nested function cannot be looked into.
+    One too many where a nested function cannot be looked into.
     """
     variables = set(sources)
     _propagate(graph.body_of(closed), variables)

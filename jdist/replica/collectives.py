@@ -112,15 +112,9 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
 
 
 def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy: bool = False) -> list[jax.Array]:
-    """Combines arrays over all replicas and microbatches, by an equation of the step that is found again.
+    """Combines arrays over all replicas and microbatches, by an equation of the step that can be found again.
 
-    Args:
-        collective: what is wanted.
-        leaves: this replica's arrays.
-        by_strategy: whether sums and means are made by the strategy's own all-reduce, if that is exact.
-
-    Returns:
-        The combined arrays.
+    With `by_strategy` sums and means are made by the strategy's own all-reduce, if that is exact.
     """
     axes, trace = replica_axes(), context.current_trace()
     k = 1 if trace is None else trace.num_microbatches

@@ -128,9 +128,9 @@ def check_averages_combined(
 
     Args:
         closed: the traced step.
-        old: the arguments of it that are the state's leaves.
+        old: its arguments that are the state's leaves.
         new: its results that are the new state's leaves.
-        batch: the arguments that are a replica's rows.
+        batch: its arguments that are a replica's rows.
         state: the new state, arrays or shapes.
         sizes: the number of replicas, and of microbatches of each.
 

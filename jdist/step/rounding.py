@@ -84,7 +84,7 @@ def beyond_rounding(
     Args:
         one: the results as one replica.
         other: the results to compare.
-        among: which to look at.
+        among: the places to look at.
         run: the step as one replica, with a function applied to each of its arguments' leaves on the host.
         eps: the relative error of a rounding, of the least precise numbers that the step computes with.
     """

@@ -153,11 +153,6 @@ def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
 class Signature:
     """A step's parameters and their roles.
 
-    Args:
-        step: the user's step.
-        options: its roles.
-        strategy: what it runs under; None: there is none to ask how batches lie.
-
     Raises:
         StepError: a name in `static_argnames` is no parameter of the step, or a parameter named `state` or `batch` does
             not have that role.
@@ -314,13 +309,10 @@ def check_no_batch(
         name: the step's.
         values: the arguments, by what they are called in the message.
         batches: the declared ones.
-        batch_axes: see `Call`.
+        batch_axes: the axis of the rows of each of their leaves, as in `Call`.
         options: the decorator's options.
         strategy: what the step runs under.
         remedy: what to write instead.
-
-    Raises:
-        StepError: names the argument.
     """
     lead = options.num_step_axes
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]

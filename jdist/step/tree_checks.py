@@ -159,11 +159,11 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: in
         batches: pytree of arrays [rows, ...], or [steps, rows, ...] with `lead=1`.
         parts: among how many the rows are divided.
         explanation: who these are, for the message.
-        accumulate: into how many microbatches each divides its rows again.
+        accumulate: the number of microbatches of each.
         lead: number of axes before the rows.
 
     Raises:
-        BatchError: with the numbers and the remedy; or a leaf is text, an object or another thing without numbers.
+        BatchError: with the numbers and the remedy; or a leaf holds no numbers.
     """
     rows: int | None = None
     first = ""

@@ -297,16 +297,7 @@ class DistributedStep(Distributed):
         try:
             if state is not newest.state:
                 check_not_traced((state, batches))
-                newest.check_nothing_lost(self.__name__, state)
-                if self.options.non_finite == "raise" and newest.state is not None:
-                    self._window.go_on_from(state)
-                    if self._token is None:
-                        self._token = new_token(self.strategy, self.options.steps_per_call)
-                state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
-                newest.begin_with(state)
-                doubt_newest_states()
-                self._donation_guard.forget()
-                is_newest = False
+                state, is_newest = self._adopt(state), False
             else:
                 state, is_newest = newest.packed, True
                 if self._window.is_doubted:
@@ -325,7 +316,7 @@ class DistributedStep(Distributed):
                     batches = placement.place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if call is not self._plain_call:
-                others = self._placed(call, state, batches, others)
+                others = self._place_others(call, state, batches, others)
             if self._residuals is not None and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self.program(call)
@@ -352,7 +343,20 @@ class DistributedStep(Distributed):
         self._take_results()
         return box[0], newest.state, traced, original, call.batch_axes
 
-    def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
+    def _adopt(self, state: PyTree) -> PyTree:
+        """Takes in a state that this step's newest call did not return: in its place, packed, with a loss scale if need be."""
+        self._newest.check_nothing_lost(self.__name__, state)
+        if self.options.non_finite == "raise" and self._newest.state is not None:
+            self._window.go_on_from(state)
+            if self._token is None:
+                self._token = new_token(self.strategy, self.options.steps_per_call)
+        state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+        self._newest.begin_with(state)
+        doubt_newest_states()
+        self._donation_guard.forget()
+        return state
+
+    def _place_others(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
         """Puts further arguments on every device, copies of those whose buffers the call donates with the state."""
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)

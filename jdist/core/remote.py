@@ -31,6 +31,7 @@ class Coordinator(Protocol):
         self, fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> PyTree:
         """Schedules a call of a function on a worker."""
+        ...
 
     def create_per_worker_dataset(
         self,
@@ -41,27 +42,34 @@ class Coordinator(Protocol):
         prefetch: int = 2,
     ) -> Iterable[Any]:
         """Makes a dataset of which each worker reads its own share."""
+        ...
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until everything that was scheduled is done."""
+        ...
 
     @property
     def done(self) -> bool:
         """Whether everything that was scheduled is done."""
+        ...
 
     @property
     def num_workers(self) -> int:
         """How many workers there are."""
+        ...
 
     @property
     def local_workers(self) -> tuple[int, ...]:
         """Process ids of the workers of this machine."""
+        ...
 
     def fetch(self, tree: PyTree) -> PyTree:
         """Replaces each `RemoteValue` in a tree by its array."""
+        ...
 
     def close(self) -> None:
         """Ends the connections, and the processes that the strategy has started."""
+        ...
 
 
 def fetched(tree: PyTree) -> PyTree:

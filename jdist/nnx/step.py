@@ -75,7 +75,7 @@ def distribute(
             'alone: `args=("batch", "batch")`.'
         )
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    metric_ops = dict(metrics or {})
+    metric_ops: dict[type, collectives.ReduceOp] = dict(metrics or {})
     allowed = get_args(collectives.ReduceOp)
     for kind, op in metric_ops.items():
         if op not in allowed:

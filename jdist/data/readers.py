@@ -1,4 +1,4 @@
-"""Reads a dataset's source in a process: global batches, of which it keeps its rows, or batches of its rows alone."""
+"""Readers of a dataset's source: of global batches, from which a process keeps its rows, or of its own rows alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import hashlib
 import itertools
 import json
 import os
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jdist.data.batching import padded_rows
 from jdist.data.leaves import count_rows, to_numpy
-from jdist.data.lockstep import LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
+from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
 from jdist.data.prefetch import Stop
 from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
@@ -28,12 +27,12 @@ Source = Iterable[PyTree] | RandomAccessSource
 
 
 class GlobalReader:
-    """Reads global batches, as every process does, and keeps this process's rows of each.
+    """A reader of global batches, which every process makes; keeps this process's rows of each.
 
     Args:
         source: of global batches.
         share: which rows.
-        num_replicas: how many replicas all processes have.
+        num_replicas: over all processes.
         peers: the processes, which agree in each step on the batches of an iterable; None: they cannot.
     """
 
@@ -51,7 +50,7 @@ class GlobalReader:
 
     @property
     def full(self) -> tuple[int, ...] | None:
-        """How many rows of a full batch each process has; None: the first batch tells."""
+        """Rows of a full batch by process; None: known from the first batch on."""
         rows = _full_rows(self.source)
         return None if rows is None else self._share.sizes(rows)
 
@@ -60,25 +59,19 @@ class GlobalReader:
         return self.parts(0, Stop())
 
     def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
-        """Reads this process's parts of the batches from `start` on, with the position after each.
+        """Reads this process's parts of the batches from position `start` on, with the position after each.
 
-        Args:
-            start: a position; 0 for an iterable.
-            stop: whether to stop waiting for other processes; None is yielded then.
+        None is yielded where `stop` ends a wait for the other processes. An iterable starts at 0.
         """
-        if self.resumable is not None:  # arithmetic and a fingerprint say that all have the same
-            return self._from(self.source, start)
+        if isinstance(self.source, RandomAccessSource):  # arithmetic and a fingerprint say that all have the same
+            source, share = self.source, self._share
+            rows = padded_rows(share.sizes(source.global_batch), num_replicas=self._num_replicas)
+            return ((number + 1, read_part(source, number, share, rows)) for number in steps_from(source, start))
         batches = _numpys(self.source)
-        if self._peers is None:
-            return self._of_iterable(batches)
-        channel = self._peers.channel(f"pass {next(self._passes)}", stop)
-        parts = self._of_iterable(batches_in_step(batches, channel, bounded=self._peers.bounded))
-        weakref.finalize(parts, channel.leave).atexit = False  # by itself it leaves only if it was begun
-        return parts
-
-    def _from(self, source: Any, start: int) -> Iterator[NumberedPart]:
-        rows = padded_rows(self._share.sizes(source.global_batch), num_replicas=self._num_replicas)
-        return ((number + 1, read_part(source, number, self._share, rows)) for number in steps_from(source, start))
+        if self._peers is not None:
+            channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
+            batches = channel.over(batches_in_step(batches, channel))
+        return self._of_iterable(batches)
 
     def _of_iterable(self, batches: Iterator[PyTree | None]) -> Iterator[NumberedPart | None]:
         full, number = self.full, 0
@@ -102,7 +95,7 @@ class JointSource:
 
 
 class LocalReader:
-    """Reads batches that are this process's rows; the processes agree in each step on what they have together.
+    """A reader of this process's own rows; the processes agree in each step on what they have together.
 
     Args:
         source: of this process's rows.
@@ -137,10 +130,8 @@ class LocalReader:
     def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
         """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
         local = LocalBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
-        channel = self._peers.channel(f"pass {next(self._passes)}", stop)
-        parts = parts_in_step(local, channel, start=start, bounded=self._peers.bounded)
-        weakref.finalize(parts, channel.leave).atexit = False  # by itself it leaves only if it was begun
-        return parts
+        channel = Channel(self._peers, f"pass {next(self._passes)}", stop)
+        return channel.over(parts_in_step(local, channel, start=start))
 
     def _last(self) -> PyTree | None:
         if not isinstance(self.source, RandomAccessSource) or self.source.num_steps is None:

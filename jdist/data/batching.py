@@ -1,4 +1,4 @@
-"""Shapes of batches: checks a global batch, fills it up, masks the filling, and remembers which rows are real."""
+"""Shapes of batches: checks, padding and masks, and which rows of a batch are real."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class BatchLayout:
     """The shape of every batch of a dataset, by its first batch and the options.
 
     Attributes:
-        full: how many rows of a full batch each process has.
+        full: rows of a full batch by process.
         rows: rows of every batch as the step receives it; a multiple of `num_replicas`.
         num_replicas: how many replicas share the rows.
         partial: what happens to a batch of fewer than `global_batch` rows.
         with_mask: whether trees that are not dicts become `(batch, mask)`.
+        tree: what the source's batches look like but for their rows.
+        is_dict: whether the tree is a dict at its top, which the mask becomes a leaf of.
         share: this process's part of a batch.
-        tree: what the source's batches look like, but for their rows.
-        is_dict: whether the tree is a dict at its top and so carries its mask in itself.
     """
 
     full: tuple[int, ...]
@@ -71,11 +71,11 @@ def plan_layout(
     with_mask: bool,
     share: ProcessShard = WHOLE,
 ) -> BatchLayout:
-    """Makes the layout of a dataset's batches from one of them, as the source gives it; see `BatchLayout` for the others.
+    """Makes the layout of a dataset's batches from the first one of its source; see `BatchLayout` for the arguments.
 
     Raises:
-        BatchError: the batch is not a tree of arrays, or a full one does not divide by `num_replicas` where
-            `partial` leaves no room for padding.
+        BatchError: the batch is no tree of arrays, or a full one does not divide by `num_replicas` where `partial` allows no
+            padding.
     """
     batch = to_numpy(batch)
     is_dict = isinstance(batch, dict)
@@ -103,7 +103,7 @@ def plan_layout(
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
-    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows of each process.
+    """Counts the rows of every batch as the replicas of all processes receive it; `full` are the rows by process.
 
     Example:
         >>> from jdist.data.batching import padded_rows
@@ -115,11 +115,7 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
 
 
 def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partial) -> None:
-    """Refuses full batches that need padding, which `partial` rules out; `full` are the rows of each process.
-
-    Raises:
-        BatchError: with the nearest sizes that do.
-    """
+    """Raises a `BatchError` for full batches that need padding, which `partial` rules out; `full` are the rows by process."""
     global_batch = sum(full)
     below = global_batch // num_replicas * num_replicas
     if below != global_batch:
@@ -136,7 +132,7 @@ def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partia
 
 
 def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
-    """Brings this process's part of a batch into the shape that the step receives.
+    """Fills this process's part of a batch up to the shape that the step receives.
 
     Args:
         layout: of the dataset's batches.
@@ -144,10 +140,9 @@ def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
         copy: copy leaves that would otherwise share memory with those of `part`.
 
     Returns:
-        The batch with leaves [layout.local_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it
-        under `with_mask`. Padding rows repeat the real rows in turn, so that they bring no NaN, and are
-        masked False; a `mask` that the batch brought itself is filled up with zeros. None for a batch
-        without rows, and for one that `partial="drop"` leaves out.
+        The batch with leaves [layout.local_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it under
+        `with_mask`. Padding repeats the real rows in turn, which brings no NaN, and is masked False; a `mask` of the batch's
+        own is filled up with zeros. None for a batch without rows, and for one that `partial="drop"` leaves out.
 
     Raises:
         BatchError: the batch differs from the layout, or is short where that is not allowed.
@@ -194,10 +189,9 @@ def stack(batches: Sequence[PyTree]) -> PyTree:
 
 
 def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
-    """Describes what the step receives, over all replicas; `steps_per_call` above 1 adds a leading axis of that size.
+    """Describes what the step receives, over all replicas, with dtypes as on a device (float64 only with JAX's x64).
 
-    Returns:
-        A pytree of `jax.ShapeDtypeStruct`; dtypes are those on a device (float64 only if jax has x64 enabled).
+    `steps_per_call` above 1 adds a leading axis of that size.
     """
     head = (layout.rows,) if steps_per_call == 1 else (steps_per_call, layout.rows)
 
@@ -227,12 +221,12 @@ _real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
 
 
 def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None = None) -> None:
-    """Remembers how many of the rows that each process feeds are real; those that fill up come behind.
+    """Remembers how many of the rows that each process feeds are real; padding comes behind them.
 
     Args:
         batch: what `fit` returned, perhaps on devices now; without a mask it has no padding.
-        sizes: how many rows the source gave to each process.
-        rows: how many each process feeds, those that fill up too; None: the mask's first axis tells.
+        sizes: the real rows of each process.
+        rows: the rows that each process feeds, padding included; None: the mask's first axis tells.
     """
     mask = _mask_of(batch)
     if mask is not None:
@@ -242,7 +236,7 @@ def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None =
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
-    """Copies what is remembered of a batch to the one made from it, on its way to the devices."""
+    """Remembers of a batch what is known of the one that it was made from, on its way to the devices."""
     if (known := _known(before)) is not None:
         _, sizes, rows = known
         remember_real_rows(after, sizes, rows)
@@ -253,11 +247,11 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
 
     Args:
         batch: leaves [rows, ...], or with rows where `turn` knows.
-        turn: gives a batch with its rows first.
+        turn: moves a batch's rows to its first axis.
 
     Returns:
-        bool [rows]: False where `distribute_dataset` has filled up. Without a mask from there it is False where the
-        batch's own mask is zero, as nothing else tells. None without any mask: there is no padding.
+        bool [rows], False for padding of `distribute_dataset`; without a mask from there, where the batch's own mask is
+        zero. None without any mask: there is no padding.
     """
     rows = filled_up(batch)
     if rows is not None:
@@ -267,17 +261,15 @@ def real_rows(batch: PyTree, turn: Callable[[PyTree], PyTree] = lambda batch: ba
 
 
 def filled_up(batch: PyTree) -> np.ndarray | None:
-    """Finds the real rows of a batch that `distribute_dataset` made; None of any other, whatever its mask."""
-    known = _known(batch)
-    if known is None:
+    """Finds the real rows of a batch that `distribute_dataset` made; None for any other, whatever its mask."""
+    if (known := _known(batch)) is None:
         return None
-    _, sizes, each = known
-    numbers = np.arange(each)
-    return np.concatenate([numbers < size for size in sizes])
+    _, sizes, rows = known
+    return np.concatenate([np.arange(rows) < size for size in sizes])
 
 
 def full_mask_place(batch: PyTree) -> int | None:
-    """Finds which leaf of a batch is the mask of `distribute_dataset`, if all of its rows are real."""
+    """Finds the number of the leaf that is the mask of `distribute_dataset`, if all rows are real."""
     if (known := _known(batch)) is None:
         return None
     mask, _, _ = known

@@ -1,4 +1,4 @@
-"""Makes the dataset that its consumer iterates over: batches, and the position to go on at."""
+"""The dataset that feeds replicas: batches, and the position of its consumer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DistributedDataset:
 
     @property
     def num_steps(self) -> int | None:
-        """How many batches one pass has; None: without end, or a plain iterable."""
+        """Batches of one pass; None: without end, or a plain iterable."""
         return None if self._reader.resumable is None else self._reader.resumable.num_steps
 
     @property
@@ -83,7 +83,7 @@ class DistributedDataset:
 
     @property
     def steps_per_pass(self) -> int | None:
-        """How many steps a whole pass makes; None: not known. Of an iterable its `len()`."""
+        """Steps of a whole pass, of an iterable by its `len()`; None: not known."""
         reads_global, drops = isinstance(self._reader, GlobalReader), self._options.partial == "drop"
         if self._reader.resumable is not None:
             # An `ArraySource` counts the batches that are left, see `distributed_dataset`.
@@ -129,15 +129,13 @@ class DistributedDataset:
 
     @property
     def position(self) -> int:
-        """Steps of the source that were handed to the consumer in this pass; never counts prefetched ones."""
+        """Steps that the consumer has received in this pass; prefetched ones do not count."""
         return self._position
 
     @property
     @without_own_frames
     def element_spec(self) -> PyTree:
-        """Shapes and dtypes of what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`.
-
-        Of batches that a strategy puts on its devices with their shardings.
+        """Describes what a step receives, over all replicas: a pytree of `jax.ShapeDtypeStruct`, with shardings under a mesh.
 
         Makes one batch if none was made yet; a plain iterable loses nothing by it. Where each process has an iterable of
         its own, all have to ask.
@@ -152,7 +150,7 @@ class DistributedDataset:
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
 
     def state(self) -> dict[str, Any]:
-        """Gives the position as a dict that JSON can hold: steps handed to the consumer, and of which data.
+        """Saves the position as a dict that JSON can hold: the steps that the consumer has received, and of which data.
 
         Raises:
             DatasetError: the source is a plain iterable.
@@ -188,10 +186,7 @@ class DistributedDataset:
             self._position, self._finished = 0, False
 
     def skip(self, count: int) -> None:
-        """Has the next loop leave out the first `count` batches of a plain iterable, which are read.
-
-        The loop raises a `DatasetError` if there are fewer.
-        """
+        """Has the next loop read and leave out `count` batches of a plain iterable; fewer are a `DatasetError`."""
         self._skip = count
 
     def close(self) -> None:
@@ -278,9 +273,12 @@ class DistributedDataset:
             self._skip = 0
             if self._skipped:
                 numbered = skip_batches(numbered, self._skipped, type(self._source).__name__)
+        if self._layout is None:  # resumed at the end: there was no batch to learn it from
+            return iter(())
+        prepared = prepare(numbered, layout=self._layout, options=self._options)
         if not isinstance(self._source, Iterator):
-            return self._prepared(numbered)
-        self._stream = PushBack(self._prepared(numbered))
+            return prepared
+        self._stream = PushBack(prepared)
         return self._stream
 
     def _parts(self, start: int) -> Iterator[NumberedPart | None]:
@@ -291,7 +289,7 @@ class DistributedDataset:
         return self._reader.resumable or resumable(self._source)
 
     def _learn(self, numbered: Iterator[NumberedPart | None], *, start: int) -> Iterator[NumberedPart | None]:
-        """Learns the layout from the first batch; gives the batches with that one still in front."""
+        """Learns the layout from the first batch; returns the batches with that one still in front."""
         learned = learn_layout(numbered, full=lambda: self._reader.full, options=self._options)
         if learned is not None:
             self._layout, numbered = learned
@@ -302,11 +300,6 @@ class DistributedDataset:
             f"the dataset is empty: the {type(self._source).__name__} gave no batch with rows; check its "
             "files and filters, and if it is a generator or an iterator, that nothing has used it up before"
         )
-
-    def _prepared(self, numbered: Iterator[NumberedPart | None]) -> Iterator[Numbered | None]:
-        if self._layout is None:  # resumed at the end: there was no batch to learn it from
-            return iter(())
-        return prepare(numbered, layout=self._layout, options=self._options)
 
     def _end_active(self, reason: str | None) -> None:
         iterator = None if self._active is None else self._active()
@@ -377,9 +370,6 @@ def distributed_dataset(
         share: which rows of each global batch this process makes; `place` gets these alone.
         autoshard: how several processes share the source, see `jdist.InputOptions`.
         peers: by which several processes agree on what each has; None: they all read the same.
-
-    Returns:
-        The dataset.
 
     Raises:
         DatasetError: the source is empty or not a source, an option is out of range, or the processes' sources do

@@ -1,4 +1,4 @@
-"""Prepares batches for the devices, in generators that a prefetch thread or the consumer runs, and iterates over them."""
+"""From a reader's batches to those of the devices: generators that a prefetch thread or the consumer runs, and a pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PipelineOptions:
 def learn_layout(
     numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: PipelineOptions
 ) -> tuple[BatchLayout, Iterator[NumberedPart | None]] | None:
-    """Learns the layout from the first batch with rows; gives it, and the batches from that one on, or None without one."""
+    """Learns the layout from the first batch with rows; returns it with the batches from that one on, None without one."""
     for position, part in filter(None, numbered):
         if (rows := sum(part.sizes)) > 0:
             layout = plan_layout(
@@ -64,10 +64,10 @@ def learn_layout(
 def prepare(
     numbered: Iterator[NumberedPart | None], *, layout: BatchLayout, options: PipelineOptions
 ) -> Iterator[Numbered | None]:
-    """Fits batches, stacks them `steps_per_call` at a time and places them; gives each with the position after it.
+    """Fits batches, stacks them `steps_per_call` at a time and places them; yields each with the position after it.
 
-    None comes where it stopped waiting for other processes; the next one goes on. It holds nothing of its consumer, so that
-    a thread that runs it keeps no consumer alive.
+    None comes where a wait for other processes was stopped; the next item goes on. The generator holds nothing of its
+    consumer, so a thread that runs it keeps no consumer alive.
     """
     group: list[PyTree] = []
     position, sizes = 0, (0,)
@@ -122,7 +122,7 @@ class DatasetIterator(Iterator[PyTree]):
 
     Args:
         batches: prepared batches with the position after each, from a prefetch thread or made when asked for.
-        hand_over: maps each batch when the consumer takes it; None: batches are handed out as they are.
+        hand_over: maps each batch when the consumer takes it; or None.
         handed: called with the position after each batch that the consumer receives.
         came_to_end: called with the number of batches handed out, when there are no more.
         close: what `close` calls while the pass is under way.

@@ -68,7 +68,7 @@ class RandomAccessReplicaBatches:
 
     @property
     def num_steps(self) -> int | None:
-        """Counts the batches until every pipeline has ended; None: one never does."""
+        """Batches until every pipeline has ended; None: one never does."""
         steps = [source.num_steps for source in self._pipelines]
         return None if None in steps else max(-(-count // self._turns) for count in steps if count is not None)
 
@@ -110,7 +110,7 @@ class ReplicaBatches(Iterable[PyTree]):
 
     @property
     def global_batch(self) -> int | None:
-        """The rows of a full batch; None before the first element with rows was read."""
+        """Rows of a full batch; None before the first element with rows was read."""
         return None if self._rows is None else self._rows * self._turns * len(self._pipelines)
 
     def __iter__(self) -> Iterator[PyTree]:

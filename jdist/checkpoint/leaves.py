@@ -1,4 +1,4 @@
-"""Describes the leaves of a state for a checkpoint, copies them to the host, compares them, and places them again."""
+"""Leaves of a state in a checkpoint: their description, copy to the host, comparison and placement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALARS = (bool, int, float, complex)
 
 
 def flatten(tree: PyTree) -> dict[str, Any]:
-    """Gives the leaves of a tree by their paths; those of a user's state without what steps keep beside it."""
+    """Lists the leaves of a tree by path; those of a `StepState` as of the user's state, with the others beside them."""
     if isinstance(tree, StepState):
         carried = ((_LOSS_SCALE, tree.loss_scale), (_RESIDUALS, tree.residuals), (_KEPT, tree.kept))
         beside = {f"{prefix}{path}": leaf for prefix, beside in carried for path, leaf in flatten(beside).items()}
@@ -34,7 +34,7 @@ def flatten(tree: PyTree) -> dict[str, Any]:
 
 
 def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
-    """Describes a leaf for the manifest and for comparing; the dtype of a Python number is "python int" or the like."""
+    """Describes a leaf as the manifest does; the dtype of a Python number is "python int" or the like."""
     if type(leaf) in SCALARS:
         return {"path": path, "shape": [], "dtype": f"python {type(leaf).__name__}"}
     if isinstance(leaf, (jax.Array, HostSharded, jax.ShapeDtypeStruct, np.ndarray, np.generic)):
@@ -49,7 +49,7 @@ def describe_leaf(path: str, leaf: Any) -> dict[str, Any]:
 
 
 def check_savable(path: str, leaf: Any, num_processes: int) -> None:
-    """Refuses a leaf that cannot be saved, by name."""
+    """Raises a `CheckpointError`, or a `DonatedStateError`, for a leaf that cannot be saved."""
     describe_leaf(path, leaf)
     if is_spread(leaf):
         leaf = leaf.stored
@@ -111,11 +111,11 @@ def _host_copy(leaf: Any) -> np.ndarray:
 
 
 def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
-    """Finds each wanted leaf among the saved ones; refuses a tree that is not the saved one.
+    """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
-    Residuals that were not saved, or for another number of replicas, are None: they begin anew, as a run may go on with
-    another all-reduce or on another number of devices. So do a loss scale, after a run in another precision, and values
-    kept beside the state, where they were not saved.
+    None stands for what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
+    with another all-reduce or on other devices; a loss scale, after a run in another precision; and values kept beside the
+    state, where they were not saved.
     """
     places = {leaf["path"]: i for i, leaf in enumerate(saved)}
     names = {leaf["path"] for leaf in wanted}
@@ -150,17 +150,17 @@ def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict
 
 
 def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
-    """Makes a leaf like `like` of the saved value."""
+    """Makes a leaf like `like` of a saved value; `key` is its kind, of a PRNG key."""
     if type(like) in SCALARS:
-        return type(like)(cast(path, array, np.array(like).dtype).item())
+        return type(like)(_cast(path, array, np.array(like).dtype).item())
     if is_spread(like):
-        return spread_like(cast(path, array, like.dtype), like)
+        return spread_like(_cast(path, array, like.dtype), like)
     # A leaf that JAX may place stays so: on a fixed device the first two steps would compile.
     is_free = isinstance(like, jax.Array) and not like.committed
     sharding = None if is_free or isinstance(like, np.ndarray | np.generic) else like.sharding
     if key is not None:
         return put(jax.random.wrap_key_data(jnp.asarray(array), impl=key), sharding)
-    array = cast(path, array, like.dtype)
+    array = _cast(path, array, like.dtype)
     if isinstance(like, (np.ndarray, np.generic)):
         return array if isinstance(like, np.ndarray) else array[()]
     if like.weak_type and array.shape == ():
@@ -171,7 +171,7 @@ def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     return put(array, sharding)
 
 
-def cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+def _cast(path: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     """Converts a saved Python number, or the value for one; a float is rounded, as JAX does with one."""
     converted = array.astype(dtype, copy=False)
     rounded = jnp.issubdtype(array.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)

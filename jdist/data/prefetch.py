@@ -1,4 +1,4 @@
-"""Runs an iterator ahead of its consumer, in a thread that ends with the consumer."""
+"""An iterator that runs ahead of its consumer, in a thread that ends with the consumer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stop:
 
 
 class PushBack(Iterator[T]):
-    """An iterator that takes items back, and gives them out again before new ones."""
+    """An iterator that takes items back, and returns them again before new ones."""
 
     def __init__(self, items: Iterator[T]):
         self._items = items
@@ -52,7 +52,7 @@ class PushBack(Iterator[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to give out."""
+        """Whether nothing is left."""
         return self._over and not self._back and self._error is None
 
     def push_back(self, items: Sequence[T], error: BaseException | None) -> None:
@@ -63,16 +63,16 @@ class PushBack(Iterator[T]):
 
 
 class Prefetcher(Iterator[T]):
-    """Runs an iterator in a background thread, at most `depth` items ahead of the consumer.
+    """An iterator that a background thread runs, at most `depth` items ahead of the consumer.
 
     The thread holds the iterator and this object, never the consumer, which has `close` or `abandon` called when it
     goes away.
 
     Args:
-        items: what to run; only the thread calls it, until the thread has ended.
+        items: the iterator; only the thread calls it, until the thread has ended. None among its items is left out.
         depth: how many items may wait, at least 1.
-        keep_unused: keep what was made and not taken for `unused`, instead of freeing it at the stop.
-        stop: by which the iterator knows that it is to stop waiting; it gives None then.
+        keep_unused: keep items that were not taken for `unused`, instead of freeing them at the stop.
+        stop: asks the iterator to stop waiting, which it answers by None.
     """
 
     def __init__(self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: Stop | None = None):
@@ -138,10 +138,7 @@ class Prefetcher(Iterator[T]):
             self._changed.release()
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Stops the thread and waits until it has ended, at most `timeout_s`.
-
-        An iterator that blocks cannot be interrupted: its thread then ends once the iterator returns.
-        """
+        """Stops the thread and waits at most `timeout_s` for its end, which an iterator that blocks puts off."""
         with self._changed:
             self._stopped = self._stop.asked = True
             if not self._keep_unused:
@@ -150,7 +147,7 @@ class Prefetcher(Iterator[T]):
         self._thread.join(timeout_s)
 
     def unused(self) -> tuple[list[T], BaseException | None]:
-        """Takes away what was made and not taken, and the error after it, once the thread has ended."""
+        """Hands over the items that were not taken, and the error after them, once the thread has ended."""
         with self._changed:
             items, error = list(self._ready), self._error
             self._ready.clear()

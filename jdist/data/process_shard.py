@@ -32,7 +32,7 @@ class ProcessShard:
     count: int = 1
 
     def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Counts the rows of each process."""
+        """Divides rows among the processes."""
         least, more = divmod(num_rows, self.count)
         return tuple(least + (i < more) for i in range(self.count))
 

@@ -1,4 +1,4 @@
-"""Makes batches from arrays in memory, in an order that depends on the seed and the epoch alone."""
+"""Batches from arrays in memory, in an order that depends on the seed and the epoch alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def from_arrays(
 
 
 class _EpochOrder:
-    """Remembers the order of one epoch.
+    """The order of an epoch's rows, kept until another epoch is asked for.
 
     Any thread may ask: the pair is replaced as a whole, so a race can only compute an order twice.
     """
@@ -127,15 +127,11 @@ class ArraySource:
         return min(self.global_batch, self.num_rows - within * self.global_batch)
 
     def batch_at(self, step: int, part: slice | np.ndarray = slice(None)) -> PyTree:
-        """Makes batch number `step`.
+        """Makes a batch, a pytree of arrays [rows, ...] that share no memory with the source.
 
         Args:
-            step: from 0, counted over all epochs.
-            part: which of its rows; all.
-
-        Returns:
-            A new pytree of arrays [rows, ...] that share no memory with the source; rows is `global_batch`,
-            or fewer at the end of an epoch.
+            step: its number, from 0, counted over all epochs.
+            part: which of its rows; all of them: `global_batch`, or fewer at the end of an epoch.
 
         Raises:
             DatasetError: there is no such step.

@@ -1,4 +1,4 @@
-"""Makes batches from files: reads one file at a time, and cuts its rows into batches."""
+"""Batches from files, one of which is in memory at a time."""
 
 from __future__ import annotations
 

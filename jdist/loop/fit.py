@@ -1,4 +1,4 @@
-"""Training from first step to last, with everything that usually goes with it."""
+"""`jdist.fit`: training with evaluation, metrics, logs and callbacks."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def fit(
     progress: bool = True,
     verify: Verify = "first",
 ) -> tuple[PyTree, History]:
-    """Trains a state: the loop over a decorated step, with evaluation, metrics, logs and callbacks.
+    """Trains a state by a step, with evaluation, metrics, logs and callbacks.
 
     Args:
         step: `(state, batch) -> (state, metrics)` of one replica's slice of the batch; or that step distributed already,
             which is how other options of `jdist.distribute` are given; or a `jdist.tasks.Task`.
         state: laid out by the strategy (`strategy.init(...)`), or on the host. It is consumed, as by a call of the step.
-        data: what to train on: numpy arrays (a dict, a tuple or one array, [rows, ...]); a source of global batches
+        data: to train on: numpy arrays (a dict, a tuple or one array, [rows, ...]); a source of global batches
             (`jdist.data.from_arrays`, `from_files`, any iterable of numpy trees); a function from a `jdist.InputContext` to
             a source, as for `strategy.distribute_datasets_from_function`; or a dataset that was distributed already.
         strategy: where the step runs; None: the step's own, else the current one.
@@ -76,7 +76,7 @@ def fit(
             filled up and masked.
         shuffle_seed: draws a new order each epoch, if `data` is arrays; None keeps theirs.
         steps_per_call: how many steps are compiled into one call; None: the step's own, else 1.
-        eval_data: what to evaluate on, as `data`; arrays in batches of `global_batch`.
+        eval_data: to evaluate on, as `data`; arrays in batches of `global_batch`.
         eval_step: `(state, batch) -> metrics`, distributed or not; None: the task's.
         eval_every: how many steps lie between evaluations; None: an epoch. At the end as well, unless it was stopped before.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
@@ -97,7 +97,7 @@ def fit(
 
     Raises:
         StepError: the step, its results or an option is not valid.
-        DatasetError: the data is nothing to train on, or ends before `steps`.
+        DatasetError: `data` is not data, or ends before `steps`.
         NonFiniteError: a gradient was NaN or infinite, and the step's `non_finite` is "raise".
         VerificationError: the first step is another than on one replica, and `verify` is "strict".
         SystemExit: the process was asked to end (SIGTERM); callbacks have saved, the code is 143.
@@ -222,7 +222,7 @@ def _evaluation(
 def _callbacks(
     callbacks: Sequence[Callback | Callable[[Moment], Any]], *, log_to: str | os.PathLike[str] | None, progress: bool
 ) -> list[Callback]:
-    """Lists the callbacks given, then those that report."""
+    """Checks a user's callbacks and adds those that report."""
     if isinstance(callbacks, Callback) or callable(callbacks):
         raise StepError("`callbacks` is one callback; give a list: `callbacks=[...]`.")
     if not isinstance(callbacks, Sequence):
@@ -235,7 +235,7 @@ def _callbacks(
 
 
 def _on_step(function: Any) -> Callback:
-    """A function of a moment as a callback."""
+    """Makes a callback of a function of a moment."""
     if callable(function) and function in vars(ready_made).values():
         raise StepError(
             f"`callbacks` has `jdist.callbacks.{function.__name__}` itself. Call it: `{function.__name__}(...)` makes the "
@@ -268,12 +268,9 @@ def _count(name: str, value: Any) -> int:
 
 
 def _which(exc: Exception, step: Any, first: int) -> str:
-    """Says which step of the run an error means that counts from 0.
+    """Translates the step that an error names, which counts from 0, into that of the run.
 
-    Args:
-        exc: the error.
-        step: what `fit` was given; a plain function has been distributed for this run.
-        first: how many steps the run had behind it when it began, or went on.
+    A plain `step` has been distributed for this run, which had `first` steps behind it when it began.
     """
     if not isinstance(exc, NonFiniteError) or isinstance(exc, NonFiniteClosureError):
         return ""

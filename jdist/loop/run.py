@@ -1,16 +1,16 @@
-"""The training loop: `jdist.fit` and `jdist run` make a `Run`, and `Run.train` trains."""
+"""The training loop of `jdist.fit` and `jdist run`."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
-from jdist.callbacks.callback import Callback, Keeps, Moment, Resume, Return, Stop
+from jdist.callbacks.callback import Callback, Event, Keeps, Moment, Resume, Return, Stop
 from jdist.checkpoint import CheckpointWarning
 from jdist.cluster.stop import Preemption
 from jdist.core.strategy import Strategy
@@ -27,7 +27,6 @@ from jdist.step.base import Distributed
 from jdist.step.options import Verify
 
 PyTree = Any
-Event = Literal["resume", "start", "step", "eval", "epoch", "row", "save", "end"]
 
 
 class Run:
@@ -36,16 +35,16 @@ class Run:
     Args:
         strategy: where it trains.
         train_step: makes the steps.
-        feed: gives the batches.
-        metrics: which of the step's results are contributions of metrics, as for `MetricTotals`.
+        feed: the batches.
+        metrics: as for `MetricTotals`.
         callbacks: called as the run goes on, in this order.
         steps: how many steps to make; None: as many as `passes` have.
         passes: how often to go through the data; None: as often as `steps` takes, or until the data ends.
         log_every: how many steps lie between logged rows.
-        evaluate: what measures a state; None: there is nothing to evaluate on.
-        eval_every: at the multiples of these steps is evaluated; none: at the end of each epoch.
-        measures_epochs: whether each epoch's means and metrics are worked out, and logged in a row.
-        length: what the number of steps was asked for by, for errors.
+        evaluate: evaluates a state; None: there is no data for it.
+        eval_every: evaluates at the multiples of these steps; empty: at the end of each epoch.
+        measures_epochs: whether each epoch's means and metrics are computed, and logged in a row.
+        length: the argument that the number of steps comes from, for errors.
 
     Attributes:
         state: the newest state.
@@ -81,9 +80,8 @@ class Run:
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
         self._kept = _by_name(callbacks)
-        events: tuple[Event, ...] = ("resume", "start", "step", "eval", "epoch", "row", "save", "end")
-        self._functions = {
-            event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in events
+        self._functions: dict[Event, list[Any]] = {
+            event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in get_args(Event)
         }
         self.state: PyTree = None
         self.step = self.epoch = self._before = 0
@@ -95,11 +93,11 @@ class Run:
         self._meter = Meter(step=0, total=None)
 
     def train(self, state: PyTree, *, stop: Preemption, verify: Verify, depth: int) -> None:
-        """Trains from a state, or from where a callback finds that an earlier process left off, to the end.
+        """Trains to the end, from a state or from where an earlier process left off, as a callback finds out.
 
         Args:
             state: laid out by the strategy, or on the host; it is consumed.
-            stop: says when the process, or another of its job, was asked to stop.
+            stop: says when this process, or another of its job, was asked to stop.
             verify: as for `jdist.fit`.
             depth: how many calls below the user's own this one is, for the place that warnings name.
         """
@@ -130,7 +128,7 @@ class Run:
             self._end(interrupted=stop.reason is not None)
 
     def _preflight(self, state: PyTree, depth: int) -> None:
-        """Refuses what the traced steps show to be wrong, before anything is compiled."""
+        """Checks the run against the traced steps, before anything is compiled."""
         trained = names_of(self._train_step, state, self._feed, self._metrics, depth=depth + 1)
         evaluated = frozenset() if self._evaluate is None else self._evaluate.names(state, depth=depth + 1)
         check_returned(self._metrics, trained, evaluated)
@@ -149,7 +147,7 @@ class Run:
         return self._passes is not None and self.epoch >= self._passes
 
     def _start(self, state: PyTree, depth: int) -> None:
-        """Begins with a state, or where a callback says that an earlier run left off."""
+        """Begins with a state, or where a callback resumes an earlier run."""
         self.state = state
         for keeps in self._kept.values():
             keeps.begin(state)
@@ -178,7 +176,7 @@ class Run:
             raise
 
     def _go_on(self, notes: Mapping[str, Any], depth: int) -> None:
-        """Takes up what `Moment.notes` has noted."""
+        """Restores what `_notes` has saved."""
         before, now = notes.get("steps_per_epoch"), self._feed.steps_per_epoch
         self.epoch = int(notes.get("epoch", self.step // now if now else 0))
         if "steps_per_epoch" in notes and before != now:
@@ -205,7 +203,7 @@ class Run:
         }
 
     def _call(self, batch: PyTree) -> None:
-        """Makes the step, or the steps, of one call, and whatever is due after it."""
+        """Makes the steps of one call, and what is due after it."""
         count = 1 if self._per_call == 1 else np.shape(jax.tree.leaves(batch)[0])[0]
         self.state, measured = self._train_step(self.state, batch)
         self._before, self.step = self.step, self.step + count
@@ -225,14 +223,14 @@ class Run:
             self._after_call(range(self._before // per_epoch, self.step // per_epoch))
 
     def _end_pass(self) -> None:
-        """Ends a pass over the data; where each pass is an epoch, that as well."""
+        """Ends a pass over the data, and the epoch where each pass is one."""
         self._feed.end_pass()
         if self._feed.steps_per_epoch is None:
             self._before = self.step  # callbacks hear of each step once
             self._after_call((self.epoch,))
 
     def _end(self, *, interrupted: bool) -> None:
-        """Evaluates what is left to evaluate, and calls back that it is over."""
+        """Evaluates the last state unless that is done, and calls `on_end`."""
         self._interrupted = interrupted
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
@@ -245,7 +243,7 @@ class Run:
         self._call_back("end", None)
 
     def _after_call(self, ended: Sequence[int]) -> None:
-        """Does what is due after a call, or at the end of a pass, with which these epochs have ended."""
+        """Does what is due after a call, or at the end of a pass, which has ended these epochs."""
         for epoch in ended[:-1]:  # of a call that spans several
             self._end_early(epoch)
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
@@ -268,7 +266,7 @@ class Run:
         self._save(row)
 
     def _row_of_step(self) -> dict[str, Any]:
-        """A row with what the newest step has measured."""
+        """Makes a row of the newest step's metrics."""
         if self._strategy.coordinator is None:  # workers are not kept waiting for each other
             self._train_step.wait()  # a step that was not finite is known before its row is written
         with self._cluster.blocked():
@@ -282,7 +280,7 @@ class Run:
             return self._evaluate(self.state)
 
     def _end_early(self, epoch: int) -> None:
-        """An epoch has ended within a call, which goes on in a later one: it has a row of its own."""
+        """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""
         self.epoch = epoch + 1
         measured, _ = self._totals.take(epoch, self._strategy.cluster)
         row = self._with(None, "epoch", measured)
@@ -299,7 +297,7 @@ class Run:
         return row
 
     def _with(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
-        """The row, a new one if there is none yet, with what was measured."""
+        """Adds what was measured to the row, a new one if there is none yet."""
         row = self._row({}) if row is None else row
         row["epoch"] = self.epoch
         row.update({f"{event}/{name}": value for name, value in measured.items()})
@@ -352,7 +350,7 @@ class Run:
 
 
 def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the history; a list was an array."""
+    """Reads a row of the history; a list was an array."""
     return {name: np.asarray(x) if isinstance(x, list) else x for name, x in from_plain(dict(row)).items()}
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from jdist.errors import StepError
-from jdist.report.history import OF_ROWS, History
+from jdist.report.history import History
+from jdist.report.metrics_file import OF_ROWS
 from jdist.support.checks import is_number
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Rows for TensorBoard and Weights & Biases."""
+"""Logged rows for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from jdist.data.batching import Masked
 from jdist.data.leaves import MASK
 from jdist.errors import StepError
 from jdist.metrics import Metric
-from jdist.report.history import OF_ROWS, PREFIXES
+from jdist.report.metrics_file import OF_ROWS, PREFIXES
 from jdist.report.plain import from_plain, to_plain, tree_from_plain, tree_to_plain
 from jdist.step.tree_checks import kind_of
 from jdist.support.arrays import local_rows

@@ -11,12 +11,11 @@ from jdist.checkpoint import CheckpointWarning
 from jdist.errors import StepError
 from jdist.loop.data import Feed
 from jdist.loop.metric_totals import Metrics, MetricTotals
-from jdist.report.history import PREFIXES
+from jdist.report.metrics_file import EPOCH, EVAL
 from jdist.step.base import Distributed
 from jdist.support.suggest import did_you_mean
 
 PyTree = Any
-_EVAL, _EPOCH = PREFIXES
 
 
 def names_of(
@@ -108,8 +107,8 @@ def check_watched(
         StepError: lists what will be measured.
     """
     logged = _logged(callbacks)
-    measured = {prefix + name for prefix in ("", _EPOCH) for name in trained or ()}
-    measured |= {_EVAL + name for name in evaluated or ()}
+    measured = {prefix + name for prefix in ("", EPOCH) for name in trained or ()}
+    measured |= {EVAL + name for name in evaluated or ()}
     for callback in callbacks:
         for name in callback.logs or ():
             if name in measured:
@@ -117,7 +116,7 @@ def check_watched(
                     f"{callback.name}: it logs {name!r}, which a step returns already. Choose another name."
                 )
         for metric in callback.watches:
-            is_eval = metric.startswith(_EVAL)
+            is_eval = metric.startswith(EVAL)
             if is_eval and not evaluates:
                 # Checkpoints go by an evaluation's metric alone.
                 other = "" if callback.on_save is not None else ", or take a metric of training, such as 'epoch/loss'"
@@ -128,7 +127,7 @@ def check_watched(
             names = evaluated if is_eval else trained
             if names is None or logged is None or metric in logged:
                 continue
-            prefix = _EVAL if is_eval else _EPOCH if metric.startswith(_EPOCH) else ""
+            prefix = EVAL if is_eval else EPOCH if metric.startswith(EPOCH) else ""
             name = metric.removeprefix(prefix)
             if name not in names and name.partition("/")[0] not in names:
                 there = sorted(prefix + each for each in names)

@@ -1,4 +1,4 @@
-"""How often the label is predicted, or is among the first k."""
+"""Accuracy, and top-k accuracy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PyTree = Any
 
 
 def accuracy(threshold: float | None = None) -> Metric:
-    """The part of the rows whose label is predicted.
+    """Measures the fraction of rows whose label is predicted.
 
     `update(predictions, labels, mask=None)`, with integer labels of any shape [...]; every element counts as a row.
 
@@ -64,7 +64,7 @@ def accuracy(threshold: float | None = None) -> Metric:
 
 
 def top_k(k: int) -> Metric:
-    """The part of the rows whose label has one of the `k` highest scores; of equal scores the later class goes first.
+    """Measures the fraction of rows whose label has one of the `k` highest scores; of equal scores the later class goes first.
 
     `update(predictions, labels, mask=None)`, with logits or probabilities [..., classes] and integer labels [...]. A label that
     is no class, or whose score is NaN, is never among them.
@@ -76,7 +76,7 @@ def top_k(k: int) -> Metric:
         The metric; its result is a float, of no rows NaN with a warning.
 
     Raises:
-        StepError: `k` is none, or when traced, larger than the number of classes.
+        StepError: `k` is not a positive integer; when traced: it is larger than the number of classes.
 
     Example:
         >>> import jdist, jax.numpy as jnp

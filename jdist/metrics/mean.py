@@ -17,7 +17,7 @@ ZERO = {"total": 0, "weight": 0}
 
 
 def mean() -> Metric:
-    """The weighted mean of values, `sum(mask * values) / sum(mask)`.
+    """Averages values, weighted by a mask: `sum(mask * values) / sum(mask)`.
 
     `update(values, mask=None)`, with values of shape [rows, ...] and a mask of bools or weights whose shape is the beginning of
     that. Bools are counted exactly; other values are added up in float32 (or wider, if they are) within a batch and in float64
@@ -42,7 +42,7 @@ def mean() -> Metric:
 
 
 def mean_sums(call: str, values: Any, mask: Any) -> PyTree:
-    """The sums that `quotient` divides: of the weighted values and of the weights."""
+    """Sums the weighted values and the weights, which `quotient` divides."""
     values = real_numbers(call, "`values`", values)
     weight = weights(call, mask, values.shape)
     values = values.astype(jnp.int32 if values.dtype == jnp.bool_ else jnp.promote_types(values.dtype, jnp.float32))
@@ -50,7 +50,7 @@ def mean_sums(call: str, values: Any, mask: Any) -> PyTree:
 
 
 def quotient(name: str, total: dict[str, np.ndarray]) -> float:
-    """The mean, from its sums."""
+    """Divides the sums of `mean_sums`; warns where no row counts."""
     if total["weight"] == 0:
         undefined(name, "no row counts")
         return float("nan")

@@ -1,4 +1,4 @@
-"""A run's rows, one JSON object a line, appended as it goes on: `metrics.jsonl`, and `history.jsonl` beside checkpoints."""
+"""Rows of a run, one JSON object a line, appended as it goes on: `metrics.jsonl`, `eval.jsonl`, `history.jsonl`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
 
 Row = dict[str, Any]
+# The names in rows that are no metrics, and the prefixes of what is measured once an evaluation or epoch, not once a step.
+OF_ROWS = ("step", "epoch", "time_s", "examples")
+EVAL, EPOCH = "eval/", "epoch/"
+PREFIXES = (EVAL, EPOCH)
 
 
 @dataclass
 class MetricsFile:
-    """A file of rows, open for appending.
+    """A file of rows, open for appending once `open` or `begin` has made it.
 
     Attributes:
         path: the file.
@@ -33,7 +37,7 @@ class MetricsFile:
 
     @classmethod
     def open(cls, path: Path, *, step: int) -> MetricsFile:
-        """Open the file of a run that goes on after `step`; what was written later is dropped.
+        """Opens the file of a run that goes on after `step`, and drops what was written later.
 
         Args:
             path: the file; made if it is not there.
@@ -46,7 +50,7 @@ class MetricsFile:
 
     @classmethod
     def begin(cls, path: Path, rows: list[Row]) -> MetricsFile:
-        """Open a file that holds these rows and no others.
+        """Opens a file that holds these rows and no others.
 
         Raises:
             ConfigError: the file system refuses.
@@ -59,7 +63,7 @@ class MetricsFile:
             return cls(path, rows, path.open("a", encoding="utf-8"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row; it is in the file, whole, when this returns.
+        """Appends one row; it is in the file, whole, when this returns.
 
         Args:
             step: the number of steps done.
@@ -77,7 +81,7 @@ class MetricsFile:
         self.rows.append(row)
 
     def sync(self) -> None:
-        """Bring what was written to the disk.
+        """Flushes the file to the disk.
 
         Raises:
             ConfigError: the file system refuses.
@@ -87,7 +91,7 @@ class MetricsFile:
                 os.fsync(self._handle.fileno())
 
     def close(self) -> None:
-        """Bring everything to the disk and close the file."""
+        """Flushes the file to the disk and closes it."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             with writing(self.path), handle:
@@ -95,7 +99,7 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a last line torn by a kill is left out.
+    """Reads the rows of a file; a last line torn by a kill is left out.
 
     Args:
         path: the file; one that is not there has no rows.
@@ -134,7 +138,7 @@ def _line(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Makes a value plain JSON: numpy's becomes Python's, and what is not finite, within an array too, null."""
+    """Converts a value to plain JSON: of numpy to Python, and what is not finite, within an array too, to null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Measured values as JSON holds them: numpy's as Python's, and what is no finite number, which JSON lacks, as text."""
+"""Measured values as plain JSON: NumPy's as Python's, and NaN and infinities, which JSON lacks, as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def to_plain(value: Any) -> Any:
-    """A value of numbers, arrays, dicts and lists for `json.dumps`; `from_plain` gives it back, arrays as lists.
+    """Converts numbers, arrays, dicts and lists for `json.dumps`; `from_plain` inverts it, but for arrays, which become lists.
 
     Example:
         >>> to_plain({"loss": float("nan"), "counts": np.arange(2)})
@@ -27,7 +27,7 @@ def to_plain(value: Any) -> Any:
 
 
 def tree_to_plain(tree: Any) -> dict[str, Any]:
-    """A tree of dicts, tuples, lists and arrays for `json.dumps`, of which `tree_from_plain` gives back all, types too.
+    """Converts a tree of dicts, tuples, lists and arrays for `json.dumps`; `tree_from_plain` inverts it, types included.
 
     Example:
         >>> tree_to_plain((np.array([1.5, np.inf], np.float32),))

@@ -28,54 +28,49 @@ class Masked(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """Arguments of `distributed_dataset`, see there; and `copy`: the source may reuse or keep the memory of its batches."""
+
+    num_replicas: int
+    place: Callable[[PyTree], PyTree] | None = None
+    place_spec: Callable[[PyTree], PyTree] | None = None
+    partial: Partial = "pad"
+    with_mask: bool = False
+    steps_per_call: int = 1
+    prefetch: int = 2
+    share: ProcessShard = WHOLE
+    copy: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """The shape of every batch of a dataset, by its first batch and the options.
 
     Attributes:
+        options: of the dataset.
         full: rows of a full batch by process.
         rows: rows of every batch as the step receives it; a multiple of `num_replicas`.
-        num_replicas: how many replicas share the rows.
-        partial: what happens to a batch of fewer than `global_batch` rows.
-        with_mask: whether trees that are not dicts become `(batch, mask)`.
         tree: what the source's batches look like but for their rows.
         is_dict: whether the tree is a dict at its top, which the mask becomes a leaf of.
-        share: this process's part of a batch.
     """
 
+    options: DatasetOptions
     full: tuple[int, ...]
     rows: int
-    num_replicas: int
-    partial: Partial
-    with_mask: bool
     tree: TreeSpec
     is_dict: bool
-    share: ProcessShard = WHOLE
 
     @property
     def global_batch(self) -> int:
         """Rows of a full batch as the sources give it."""
         return sum(self.full)
 
-    @property
-    def local_rows(self) -> int:
-        """Rows of every batch that this process makes."""
-        return self.rows // self.share.count
 
-
-def plan_layout(
-    batch: PyTree,
-    *,
-    full: tuple[int, ...],
-    num_replicas: int,
-    partial: Partial,
-    with_mask: bool,
-    share: ProcessShard = WHOLE,
-) -> BatchLayout:
-    """Makes the layout of a dataset's batches from the first one of its source; see `BatchLayout` for the arguments.
+def plan_layout(batch: PyTree, full: tuple[int, ...], options: DatasetOptions) -> BatchLayout:
+    """Makes the layout of a dataset's batches from the first one of its source; `full` are the rows of a full one by process.
 
     Raises:
-        BatchError: the batch is no tree of arrays, or a full one does not divide by `num_replicas` where `partial` allows no
-            padding.
+        BatchError: the batch is no tree of arrays, or a full one needs padding where `partial` allows none.
     """
     batch = to_numpy(batch)
     is_dict = isinstance(batch, dict)
@@ -88,18 +83,9 @@ def plan_layout(
             f"the batch's own `mask` must be one array of shape [rows, ...], but it is a "
             f"{type(batch[MASK]).__name__}; rename it if it means something else"
         )
-    if partial != "pad":
-        check_divisible(full, num_replicas=num_replicas, partial=partial)
-    return BatchLayout(
-        full=full,
-        rows=padded_rows(full, num_replicas=num_replicas),
-        num_replicas=num_replicas,
-        partial=partial,
-        with_mask=with_mask,
-        tree=tree_spec(batch),
-        is_dict=is_dict,
-        share=share,
-    )
+    check_divisible(full, options)
+    rows = padded_rows(full, num_replicas=options.num_replicas)
+    return BatchLayout(options=options, full=full, rows=rows, tree=tree_spec(batch), is_dict=is_dict)
 
 
 def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
@@ -114,41 +100,38 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
     return -(-max(full) // each) * num_replicas
 
 
-def check_divisible(full: tuple[int, ...], *, num_replicas: int, partial: Partial) -> None:
-    """Raises a `BatchError` for full batches that need padding, which `partial` rules out; `full` are the rows by process."""
-    global_batch = sum(full)
+def check_divisible(full: tuple[int, ...], options: DatasetOptions) -> None:
+    """Raises a `BatchError` for full batches that need padding where `partial` allows none; `full` are the rows by process."""
+    if options.partial == "pad":
+        return
+    global_batch, num_replicas = sum(full), options.num_replicas
     below = global_batch // num_replicas * num_replicas
     if below != global_batch:
         nearest = f"{below} or {below + num_replicas}" if below else f"{num_replicas}"
         raise BatchError(
             f"a global batch of {global_batch} rows does not divide by {num_replicas} replicas, and "
-            f'partial={partial!r} allows no padding; use a global batch of {nearest}, or partial="pad"'
+            f'partial={options.partial!r} allows no padding; use a global batch of {nearest}, or partial="pad"'
         )
     if padded_rows(full, num_replicas=num_replicas) != global_batch:
         raise BatchError(
-            f"the processes have {', '.join(map(str, full))} rows of a full batch, and partial={partial!r} allows no "
+            f"the processes have {', '.join(map(str, full))} rows of a full batch, and partial={options.partial!r} allows no "
             'padding; let all have as many, or use partial="pad"'
         )
 
 
-def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
+def fit(layout: BatchLayout, part: LocalRows) -> PyTree | None:
     """Fills this process's part of a batch up to the shape that the step receives.
 
-    Args:
-        layout: of the dataset's batches.
-        part: rows of a batch as the source gives it.
-        copy: copy leaves that would otherwise share memory with those of `part`.
-
     Returns:
-        The batch with leaves [layout.local_rows, ...] and its mask: as the `mask` leaf of a dict, else beside it under
+        The batch with leaves [rows, ...] and its mask: as the `mask` leaf of a dict, else beside it under
         `with_mask`. Padding repeats the real rows in turn, which brings no NaN, and is masked False; a `mask` of the batch's
         own is filled up with zeros. None for a batch without rows, and for one that `partial="drop"` leaves out.
 
     Raises:
         BatchError: the batch differs from the layout, or is short where that is not allowed.
     """
-    batch = part.batch
-    rows, num_real = sum(part.sizes), part.sizes[layout.share.index]
+    batch, options = part.batch, layout.options
+    rows, num_real = sum(part.sizes), part.sizes[options.share.index]
     if rows == 0:
         return None
     check_same(layout.tree, tree_spec(batch))
@@ -157,30 +140,32 @@ def fit(layout: BatchLayout, part: LocalRows, *, copy: bool) -> PyTree | None:
             f"a batch has {rows} rows, but a full batch has {layout.global_batch}; a larger one would "
             "compile the step again. Let the source give its largest batch first, or split this one"
         )
-    if rows < layout.global_batch and layout.partial == "drop":
+    if rows < layout.global_batch and options.partial == "drop":
         return None
-    if rows < layout.global_batch and layout.partial == "error":
+    if rows < layout.global_batch and options.partial == "error":
         raise BatchError(
             f'a batch has {rows} rows instead of {layout.global_batch}, and partial="error" refuses that; '
             'use partial="pad" (fills it up and masks the filling) or partial="drop" (leaves it out)'
         )
-    if rows < layout.rows and not (layout.is_dict or layout.with_mask):
+    if rows < layout.rows and not (layout.is_dict or options.with_mask):
         raise BatchError(
-            f"a batch has {rows} rows and needs {layout.rows} for {layout.num_replicas} replicas, but "
+            f"a batch has {rows} rows and needs {layout.rows} for {options.num_replicas} replicas, but "
             f"this {type(batch).__name__} has no place for the mask that tells padding from real rows. "
             "Choose: with_mask=True (the step receives `(batch, mask)`), batches that are dicts (they "
             'gain a `mask` leaf), or partial="drop" with a global batch that divides by '
-            f"{layout.num_replicas}"
+            f"{options.num_replicas}"
         )
-    local_rows = layout.local_rows
+    local_rows = layout.rows // options.share.count
     mask = np.arange(local_rows) < num_real
+    rest = batch
     if layout.is_dict:
         if MASK in batch:
-            mask = _fill(batch[MASK][:num_real], local_rows, copy=copy, repeat=False)
+            mask = _fill(batch[MASK][:num_real], local_rows, copy=options.copy, repeat=False)
         rest = {key: leaf for key, leaf in batch.items() if key != MASK}
-        return {**jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=copy), rest), MASK: mask}
-    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=copy), batch)
-    return Masked(filled, mask) if layout.with_mask else filled
+    filled = jax.tree.map(lambda leaf: _fill(leaf, local_rows, copy=options.copy), rest)
+    if layout.is_dict:
+        return {**filled, MASK: mask}
+    return Masked(filled, mask) if options.with_mask else filled
 
 
 def stack(batches: Sequence[PyTree]) -> PyTree:
@@ -188,12 +173,10 @@ def stack(batches: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
-def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
-    """Describes what the step receives, over all replicas, with dtypes as on a device (float64 only with JAX's x64).
-
-    `steps_per_call` above 1 adds a leading axis of that size.
-    """
-    head = (layout.rows,) if steps_per_call == 1 else (steps_per_call, layout.rows)
+def element_spec(layout: BatchLayout) -> PyTree:
+    """Describes what the step receives, over all replicas, with dtypes as on a device (float64 only with JAX's x64)."""
+    steps = layout.options.steps_per_call
+    head = (layout.rows,) if steps == 1 else (steps, layout.rows)
 
     def spec(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(head + shape, jax.dtypes.canonicalize_dtype(dtype))
@@ -202,7 +185,7 @@ def element_spec(layout: BatchLayout, *, steps_per_call: int) -> PyTree:
     mask = spec((), np.dtype(np.bool_))
     if layout.is_dict:
         return {MASK: mask, **tree}
-    return Masked(tree, mask) if layout.with_mask else tree
+    return Masked(tree, mask) if layout.options.with_mask else tree
 
 
 def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np.ndarray:

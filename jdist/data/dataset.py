@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from jdist.data import batching
-from jdist.data.batching import PARTIALS, BatchLayout, Partial, check_divisible
+from jdist.data.batching import PARTIALS, BatchLayout, DatasetOptions, Partial, check_divisible
 from jdist.data.lockstep import Peers
-from jdist.data.pipeline import DatasetIterator, Numbered, PipelineOptions, learn_layout, prepare, skip_batches
+from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
 from jdist.data.prefetch import Prefetcher, PushBack, Stop
 from jdist.data.process_shard import WHOLE, NumberedPart, ProcessShard
 from jdist.data.readers import GlobalReader, LocalReader, make_reader
@@ -48,7 +48,7 @@ class DistributedDataset:
     def __init__(
         self,
         reader: GlobalReader | LocalReader,
-        options: PipelineOptions,
+        options: DatasetOptions,
         *,
         hand_over: Callable[[PyTree], PyTree] | None = None,
     ):
@@ -146,7 +146,7 @@ class DistributedDataset:
             else:
                 self._peeked = self._learn(self._parts(0), start=0)
         assert self._layout is not None
-        spec = batching.element_spec(self._layout, steps_per_call=self._options.steps_per_call)
+        spec = batching.element_spec(self._layout)
         return spec if self._options.place_spec is None else self._options.place_spec(spec)
 
     def state(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class DistributedDataset:
                 numbered = skip_batches(numbered, self._skipped, type(self._source).__name__)
         if self._layout is None:  # resumed at the end: there was no batch to learn it from
             return iter(())
-        prepared = prepare(numbered, layout=self._layout, options=self._options)
+        prepared = prepare(numbered, self._layout)
         if not isinstance(self._source, Iterator):
             return prepared
         self._stream = PushBack(prepared)
@@ -394,9 +394,7 @@ def distributed_dataset(
     if partial == "drop" and isinstance(reader, GlobalReader) and isinstance(reader.source, ArraySource):
         # So that its steps count, and number, the batches that are left.
         reader = GlobalReader(reader.source.without_short(), share, num_replicas)
-    if partial != "pad" and reader.resumable is not None and reader.full is not None:
-        check_divisible(reader.full, num_replicas=num_replicas, partial=partial)
-    options = PipelineOptions(
+    options = DatasetOptions(
         num_replicas=num_replicas,
         place=place if prefetch_to_device else None,
         place_spec=place_spec,
@@ -404,7 +402,9 @@ def distributed_dataset(
         with_mask=with_mask,
         steps_per_call=steps_per_call,
         prefetch=prefetch,
-        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
         share=share,
+        copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
     )
+    if reader.resumable is not None and reader.full is not None:
+        check_divisible(reader.full, options)
     return DistributedDataset(reader, options, hand_over=None if prefetch_to_device else place)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jdist.data.batching import (
     BatchLayout,
-    Partial,
+    DatasetOptions,
     fit,
     hand_on_real_rows,
     plan_layout,
@@ -20,7 +19,7 @@ from jdist.data.batching import (
     stack,
 )
 from jdist.data.prefetch import Prefetcher
-from jdist.data.process_shard import NumberedPart, ProcessShard
+from jdist.data.process_shard import NumberedPart
 from jdist.errors import DatasetError
 from jdist.support.tracebacks import hide_own_frames
 
@@ -28,47 +27,25 @@ PyTree = Any
 Numbered = tuple[int, PyTree]  # the position after a batch, and the batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """Arguments of `distributed_dataset`; see there."""
-
-    num_replicas: int
-    place: Callable[[PyTree], PyTree] | None
-    place_spec: Callable[[PyTree], PyTree] | None
-    partial: Partial
-    with_mask: bool
-    steps_per_call: int
-    prefetch: int
-    copy: bool  # the source may reuse or keep the memory of its batches
-    share: ProcessShard
-
-
 def learn_layout(
-    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: PipelineOptions
+    numbered: Iterator[NumberedPart | None], *, full: Callable[[], tuple[int, ...] | None], options: DatasetOptions
 ) -> tuple[BatchLayout, Iterator[NumberedPart | None]] | None:
     """Learns the layout from the first batch with rows; returns it with the batches from that one on, None without one."""
     for position, part in filter(None, numbered):
         if (rows := sum(part.sizes)) > 0:
-            layout = plan_layout(
-                part.batch,
-                full=part.full or full() or options.share.sizes(rows),  # some know it from their first batch on
-                num_replicas=options.num_replicas,
-                partial=options.partial,
-                with_mask=options.with_mask,
-                share=options.share,
-            )
+            # Some sources know their full batch from the first one on.
+            layout = plan_layout(part.batch, part.full or full() or options.share.sizes(rows), options)
             return layout, itertools.chain([(position, part)], numbered)
     return None
 
 
-def prepare(
-    numbered: Iterator[NumberedPart | None], *, layout: BatchLayout, options: PipelineOptions
-) -> Iterator[Numbered | None]:
+def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Iterator[Numbered | None]:
     """Fits batches, stacks them `steps_per_call` at a time and places them; yields each with the position after it.
 
     None comes where a wait for other processes was stopped; the next item goes on. The generator holds nothing of its
     consumer, so a thread that runs it keeps no consumer alive.
     """
+    options = layout.options
     group: list[PyTree] = []
     position, sizes = 0, (0,)
     # `fit` copies before the source is asked again, which may refill the same memory.
@@ -77,7 +54,7 @@ def prepare(
             yield None
             continue
         position, part = numbered_part
-        fitted = fit(layout, part, copy=options.copy)
+        fitted = fit(layout, part)
         if fitted is None:
             continue
         group.append(fitted)
@@ -89,7 +66,7 @@ def prepare(
         yield position, _place(group, sizes, options)
 
 
-def _place(group: list[PyTree], sizes: tuple[int, ...], options: PipelineOptions) -> PyTree:
+def _place(group: list[PyTree], sizes: tuple[int, ...], options: DatasetOptions) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
     rows = jax.tree.leaves(group[0])[0].shape[0]
     batch = batch if options.place is None else options.place(batch)

@@ -10,7 +10,7 @@ from jdist.data import batching
 from jdist.data.batching import PARTIALS, BatchLayout, DatasetOptions, Partial, check_divisible
 from jdist.data.lockstep import Peers
 from jdist.data.pipeline import DatasetIterator, Numbered, learn_layout, prepare, skip_batches
-from jdist.data.prefetch import Prefetcher, PushBack, Stop
+from jdist.data.prefetch import Prefetcher, PushBack, StopRequest
 from jdist.data.process_shard import WHOLE, NumberedPart, ProcessShard
 from jdist.data.readers import GlobalReader, LocalReader, make_reader
 from jdist.data.sources.arrays import ArraySource
@@ -60,7 +60,7 @@ class DistributedDataset:
         self._finished = False
         self._skip = self._skipped = 0  # batches of a plain iterable that the next pass, and this one, leave out
         self._layout: BatchLayout | None = None
-        self._stop = Stop()  # of the pass that was opened last
+        self._stop = StopRequest()  # of the pass that was opened last
         self._peeked: Iterator[NumberedPart | None] | None = None  # of a plain iterable, only looked at
         self._stream: PushBack[Numbered | None] | None = None  # of an iterator, which cannot be made anew
         self._prefetcher: Prefetcher[Numbered] | None = None
@@ -282,7 +282,7 @@ class DistributedDataset:
         return self._stream
 
     def _parts(self, start: int) -> Iterator[NumberedPart | None]:
-        self._stop = Stop()
+        self._stop = StopRequest()
         return self._reader.parts(start, self._stop)
 
     def _resumable(self) -> Resumable:

@@ -19,7 +19,7 @@ from jdist.cluster import exit_status
 from jdist.cluster.watch.exchanges import Exchanges
 from jdist.cluster.watch.stacks import exchanging
 from jdist.data.leaves import TreeSpec, check_same, count_rows, leaves_by_path, to_numpy, tree_spec
-from jdist.data.prefetch import Stop
+from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, ProcessShard
 from jdist.errors import BatchError, ClusterTimeoutError, DatasetError, PeerFailedError
 
@@ -27,7 +27,7 @@ PyTree = Any
 T = TypeVar("T")
 # For a live process, whose source may be slow or whose loop may pause. A dead one is noticed long before.
 WAIT_S = 1800.0
-RECHECK_S = 0.2  # how often a waiting thread looks at its `Stop`, as the garbage collector cannot wake it
+RECHECK_S = 0.2  # how often a waiting thread looks at its `StopRequest`, as the garbage collector cannot wake it
 _TEXT_BYTES = 1 << 18  # of one description by all processes; a message of the cluster holds four times as much
 
 
@@ -61,7 +61,7 @@ class Peers:
             Exception: what `make` or `describe` raised here.
         """
         result, message, failure = _attempt(make, lambda made: {"is": describe(made)})
-        messages = Channel(self, what, Stop()).exchange("", message, failure, what)
+        messages = Channel(self, what, StopRequest()).exchange("", message, failure, what)
         assert messages is not None, "nobody can ask this wait to stop"
         return result, [each["is"] for each in messages]  # pyright: ignore[reportReturnType] # set, as nothing failed
 
@@ -75,7 +75,7 @@ class Peers:
 class Channel:
     """Exchanges messages for one purpose, such as a pass; a `stop` ends a wait for the other processes."""
 
-    def __init__(self, peers: Peers, purpose: str, stop: Stop):
+    def __init__(self, peers: Peers, purpose: str, stop: StopRequest):
         self.peers = peers
         self._prefix = f"{peers.name}, {purpose}, "
         self._stop = stop

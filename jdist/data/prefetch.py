@@ -20,7 +20,7 @@ CLOSE_TIMEOUT_S = 2.0
 _RECHECK_S = 0.2
 
 
-class Stop:
+class StopRequest:
     """A request to stop making items; a plain attribute, so that the garbage collector may set it."""
 
     asked = False
@@ -75,12 +75,14 @@ class Prefetcher(Iterator[T]):
         stop: asks the iterator to stop waiting, which it answers by None.
     """
 
-    def __init__(self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: Stop | None = None):
+    def __init__(
+        self, items: Iterator[T | None], *, depth: int, keep_unused: bool = False, stop: StopRequest | None = None
+    ):
         self._depth = depth
         self._keep_unused = keep_unused
         self._changed = threading.Condition()
         self._ready: deque[T] = deque()
-        self._stop = stop or Stop()
+        self._stop = stop or StopRequest()
         self._stopped = False
         self._ended = False
         self._error: BaseException | None = None
@@ -168,7 +170,7 @@ class Prefetcher(Iterator[T]):
             self._end(None)
         finally:
             # Another prefetcher of the same iterator may have the old one by the time this is abandoned.
-            self._stop = Stop()
+            self._stop = StopRequest()
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:

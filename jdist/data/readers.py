@@ -14,7 +14,7 @@ from typing import Any
 from jdist.data.batching import padded_rows
 from jdist.data.leaves import count_rows, to_numpy
 from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, check_alike, parts_in_step
-from jdist.data.prefetch import Stop
+from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
 from jdist.data.sources.protocol import RandomAccessSource, Resumable, fields, steps_from
@@ -56,9 +56,9 @@ class GlobalReader:
 
     def peek(self) -> Iterator[NumberedPart | None]:
         """Reads parts of a random-access source from the beginning, without asking other processes."""
-        return self.parts(0, Stop())
+        return self.parts(0, StopRequest())
 
-    def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
+    def parts(self, start: int, stop: StopRequest) -> Iterator[NumberedPart | None]:
         """Reads this process's parts of the batches from position `start` on, with the position after each.
 
         None is yielded where `stop` ends a wait for the other processes. An iterable starts at 0.
@@ -127,7 +127,7 @@ class LocalReader:
             batch = to_numpy(self.source.batch_at(number))
             yield number + 1, LocalRows(batch, (count_rows(batch),), self.full or ())
 
-    def parts(self, start: int, stop: Stop) -> Iterator[NumberedPart | None]:
+    def parts(self, start: int, stop: StopRequest) -> Iterator[NumberedPart | None]:
         """See `GlobalReader.parts`; all processes ask for the same, in the same order."""
         local = LocalBatches(_batches(self.source, start), full=lambda: _full_rows(self.source), last=self._last)
         channel = Channel(self._peers, f"pass {next(self._passes)}", stop)

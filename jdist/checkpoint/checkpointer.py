@@ -139,7 +139,7 @@ class Checkpointer:
         self._closed = False
         self._let_go: Callable[[], None] | None = None
         self._cluster = cluster or alone()
-        # Names the values that the processes exchange: their paths may differ, and several may save at the same time.
+        # Of the values that processes exchange: their paths may differ, and several may save at once.
         self._name = f"checkpointer {next(_opened) if self._cluster.num_processes > 1 else 0}"
         strangers = open_shared(self._directory, self._cluster, timeout_s, self._name)
         if strangers:
@@ -197,7 +197,7 @@ class Checkpointer:
         with self._cluster.blocked():
             if self._check is not None:
                 self._check(state)
-            # Here, not on the thread: all processes have to run these computations in the same order.
+            # Not on the thread: all processes have to run these computations in the same order.
             numbers = [codec.without_keys(leaf) for leaf in leaves.values()]
             copying = Job(lambda: [codec.to_host(leaf, is_chief=self._cluster.is_chief) for leaf in numbers])
             copied = copying.result(self._timeout_s, f"copying step {step} to the host for {self._directory}")
@@ -274,12 +274,12 @@ class Checkpointer:
         self.wait()
         like = pack(shapes_of(like))
         wanted = codec.flatten(like)
-        # Validated first, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
+        # First, so that a tree of the wrong kind is not mistaken for a damaged checkpoint.
         described = [codec.describe_leaf(path, leaf) for path, leaf in wanted.items()]
         failpoints.reached(Point.BEFORE_RESTORE)
         with self._cluster.blocked():
             there = [path.name for path in disk.list_committed(self._directory)] if self._cluster.is_chief else []
-            # Process 0 says which there are: what others see of a shared folder may be older.
+            # By process 0: what others see of a shared folder may be older.
             there = self._cluster.exchange(f"{self._name}: what there is", there, self._timeout_s)[0]
             with together(f"{self._name}: reading", self._timeout_s, self._cluster):
                 read = self._read([self._directory / name for name in there], described, step)

@@ -25,7 +25,7 @@ from jdist.support.file_lock import hold
 
 FORMAT = 2  # 1 is read as well, see pieces.py
 NAME = re.compile(r"step_(\d{8,})_save_(\d{5,})")
-OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # all that a checkpoint's folder may hold
+OURS = re.compile(r"manifest\.json|arrays|pieces_\d+(\.bin)?|part_\d+\.json")  # the files of a checkpoint
 UNFINISHED = re.compile(r"\.(?:saving|deleting)_" + NAME.pattern)
 
 
@@ -68,7 +68,7 @@ def remove(path: Path) -> None:
 def sweep(directory: Path) -> list[Path]:
     """Removes what killed processes left; returns folders with such a name that hold something else."""
     strangers: list[Path] = []
-    # Another process may be saving right now, or the disk be read-only: either way there is nothing to clean up.
+    # Another process may be saving, or the disk be read-only: then there is nothing to clean up.
     with contextlib.suppress(OSError, CheckpointError), only_writer(directory, timeout_s=0.0):
         for path in sorted(directory.iterdir()):
             if UNFINISHED.fullmatch(path.name):

@@ -127,7 +127,7 @@ def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -
     for leaf in required:
         there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
         shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
-        # A counter that starts as Python's 0 comes back from the first step as an array: `place` converts it.
+        # A counter that starts as Python's 0 is an array after the first step: `place` converts it.
         number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
         if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
             problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
@@ -164,7 +164,7 @@ def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:
     if isinstance(like, (np.ndarray, np.generic)):
         return array if isinstance(like, np.ndarray) else array[()]
     if like.weak_type and array.shape == ():
-        # A Python number is the public way to a weak type; without it the resumed step compiles a second time.
+        # A Python number has a weak type; without one the resumed step compiles a second time.
         weak = put(array.item(), sharding)
         if weak.dtype == like.dtype:
             return weak

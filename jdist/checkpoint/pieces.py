@@ -78,7 +78,7 @@ def write_pieces(file: Path, leaves: Sequence[LocalLeaf]) -> list[list[Piece]]:
             pieces.append([])
             for start, values in leaf.boxes:
                 data = _as_bytes(values)
-                # Of the values in memory, before they are written: what happens to them on the way is noticed.
+                # Of the values in memory, so that damage on their way to the disk is noticed.
                 crc32 = zlib.crc32(data)
                 name, offset = file.name, handle.tell()
                 pieces[-1].append(Piece(file=name, offset=offset, start=start, shape=values.shape, crc32=crc32))
@@ -117,7 +117,7 @@ def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> N
     """Reads pieces of one file; each comes with the path of its leaf, and the elements to fill."""
     with file.open("rb") as handle:
         for piece, path, box in pieces:
-            # Straight into the leaf where the box is contiguous there, as whole leaves and blocks of rows are.
+            # Straight into the leaf where the box is contiguous there: whole leaves, blocks of rows.
             values = box if box.flags.c_contiguous else np.empty(box.shape, box.dtype)
             data = _as_bytes(values)
             handle.seek(piece.offset)
@@ -130,7 +130,7 @@ def _read_file(file: Path, pieces: Iterator[tuple[Piece, str, np.ndarray]]) -> N
 def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int]) -> dict[int, np.ndarray]:
     """Reads whole leaves of format 1 by their numbers; they are in `arrays/` as {"0": array, "1": array, ...}."""
     folder, leaves = checkpoint / "arrays", body["leaves"]
-    # Before Orbax sees them: it may read garbage as lengths, and fails in threads that nobody listens to.
+    # Before Orbax reads them: it may take garbage for lengths, and fail in its own threads.
     for name, (_, crc32) in body["files"].items():
         if file_crc32(checkpoint / name) != crc32:
             raise Damaged(f"{checkpoint / name}: its checksum does not match")
@@ -145,7 +145,7 @@ def _read_by_orbax(checkpoint: Path, body: dict[str, Any], numbers: Sequence[int
         ) from error
     if stored:
         wanted = {str(i): ocp.RestoreArgs(restore_type=np.ndarray) for i in stored}
-        orbax: Any = ocp.PyTreeCheckpointHandler()  # Any: it is annotated with etils' Path; pathlib's does as well
+        orbax: Any = ocp.PyTreeCheckpointHandler()  # Any: annotated with etils' Path
         try:
             with contextlib.closing(orbax) as handler:
                 tree = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))

@@ -77,7 +77,7 @@ def save_together(
         if committed:
             text = "this or an older checkpoint cannot be tidied up, though the save itself is whole"
         elif part is not None:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk is not left fuller; else the next process sweeps
+            shutil.rmtree(part, ignore_errors=True)  # else the next process removes it
         raise CheckpointError(f"{path}: {text}: {disk.describe_error(error)}. Free or mend the disk.") from error
 
 

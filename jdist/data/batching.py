@@ -93,7 +93,7 @@ def padded_rows(full: tuple[int, ...], *, num_replicas: int) -> int:
 
     Example:
         >>> from jdist.data.batching import padded_rows
-        >>> padded_rows((3, 5), num_replicas=4)  # a process has 2 of them; for 5 rows each of these needs 3
+        >>> padded_rows((3, 5), num_replicas=4)  # 2 replicas share 5 rows, so each has 3
         12
     """
     each = num_replicas // len(full)
@@ -198,8 +198,8 @@ def _fill(leaf: np.ndarray, rows: int, *, copy: bool, repeat: bool = True) -> np
     return filled
 
 
-# By the id of the mask, for as long as it lives: a batch stays a plain tree, and the mask goes with it when a user
-# replaces other leaves. Not by the mask's values, as a weight of zero there need not mean padding.
+# By the id of the mask, while it lives: a batch stays a plain tree, and keeps its mask when a user
+# replaces other leaves. Not by the mask's values: a weight of zero need not mean padding.
 _real_rows: dict[int, tuple[weakref.ref[Any], tuple[int, ...], int]] = {}
 
 
@@ -265,7 +265,7 @@ def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
     """Finds the remembered mask in a batch, how many rows of each process are real, and how many each process feeds."""
     for leaf in jax.tree.leaves(batch):
         reference, sizes, rows = _real_rows.get(id(leaf), (None, (), 0))
-        if reference is not None and reference() is leaf:  # else the id was that of an array which is gone
+        if reference is not None and reference() is leaf:  # else an earlier array had that id
             return leaf, sizes, rows
     return None
 

@@ -58,11 +58,11 @@ class DistributedDataset:
         self._hand_over = hand_over
         self._position = 0
         self._finished = False
-        self._skip = self._skipped = 0  # batches of a plain iterable that the next pass, and this one, leave out
+        self._skip = self._skipped = 0  # leading batches that the next pass and this one leave out
         self._layout: BatchLayout | None = None
         self._stop = StopRequest()  # of the pass that was opened last
-        self._peeked: Iterator[NumberedPart | None] | None = None  # of a plain iterable, only looked at
-        self._stream: PushBack[Numbered | None] | None = None  # of an iterator, which cannot be made anew
+        self._peeked: Iterator[NumberedPart | None] | None = None  # opened for `element_spec`
+        self._stream: PushBack[Numbered | None] | None = None  # of an iterator
         self._prefetcher: Prefetcher[Numbered] | None = None
         self._active: weakref.ref[DatasetIterator] | None = None
 

@@ -1,4 +1,4 @@
-"""Keeps the processes that feed one dataset in step: in every step they agree on what each has, and on the end."""
+"""Lockstep of the processes that feed one dataset: in each step they agree on their batches, and on the end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jdist.errors import BatchError, ClusterTimeoutError, DatasetError, PeerFail
 
 PyTree = Any
 T = TypeVar("T")
-# For a live process, whose source may be slow or whose loop may pause. A dead one is noticed long before.
+# For a live process: its source may be slow, or its loop pause. A dead one is noticed long before.
 WAIT_S = 1800.0
-RECHECK_S = 0.2  # how often a waiting thread looks at its `StopRequest`, as the garbage collector cannot wake it
-_TEXT_BYTES = 1 << 18  # of one description by all processes; a message of the cluster holds four times as much
+RECHECK_S = 0.2  # between looks at the `StopRequest`: the garbage collector cannot wake a thread
+_TEXT_BYTES = 1 << 18  # of a description by all processes; a message holds four times as much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Channel:
     def leave(self) -> None:
         """Leaves the channel; the garbage collector may call it, more than once, in several threads at the same time."""
         with contextlib.suppress(IndexError):
-            # Popping is atomic, so that one call alone forgets: process 0 would keep a second message for ever.
+            # An atomic pop, so that one call alone forgets: process 0 would keep a second message.
             self.peers.exchanges.forget(self._to_leave.pop())
 
 
@@ -315,7 +315,7 @@ class LocalBatches:
         """Gives the batch; where it has no row, one to fill up with."""
         if self._batch is not None and count_rows(self._batch):
             return self._batch
-        return jax.tree.map(np.array, self._filler)  # a copy: an array on a device may share its buffer
+        return jax.tree.map(np.array, self._filler)  # copied: a device array may share its buffer
 
 
 def _last_row(batch: PyTree) -> PyTree | None:

@@ -1,4 +1,4 @@
-"""From a reader's batches to those of the devices: generators that a prefetch thread or the consumer runs, and a pass."""
+"""Preparation of batches for the devices, by a prefetch thread or the consumer, and one pass over them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class DatasetIterator(Iterator[PyTree]):
                 self._came_to_end(self._count)
             raise
         except BaseException as exc:
-            # An interrupt too: the position is that of the batch handed out last, and `iter` goes on there.
+            # An interrupt too: `iter` goes on behind the batch that was handed out last.
             self._done = True
             if isinstance(self._batches, Prefetcher):
                 self._batches.abandon()

@@ -15,8 +15,8 @@ from jdist.errors import DatasetError
 T = TypeVar("T")
 THREAD_NAME = "jdist-prefetch"
 CLOSE_TIMEOUT_S = 2.0
-# Every change wakes the waiting side at once. Waits end by themselves too, because the garbage collector may
-# not wait for the lock and then cannot wake anyone.
+# Every change wakes the waiting side at once. Waits end by themselves too: the garbage collector
+# may not wait for the lock, and then cannot wake anyone.
 _RECHECK_S = 0.2
 
 
@@ -169,7 +169,7 @@ class Prefetcher(Iterator[T]):
         else:
             self._end(None)
         finally:
-            # Another prefetcher of the same iterator may have the old one by the time this is abandoned.
+            # Another prefetcher of the iterator may have the old request when this one is abandoned.
             self._stop = StopRequest()
 
     def _end(self, error: BaseException | None) -> None:

@@ -63,7 +63,7 @@ class GlobalReader:
 
         None is yielded where `stop` ends a wait for the other processes. An iterable starts at 0.
         """
-        if isinstance(self.source, RandomAccessSource):  # arithmetic and a fingerprint say that all have the same
+        if isinstance(self.source, RandomAccessSource):  # the same on all processes
             source, share = self.source, self._share
             rows = padded_rows(share.sizes(source.global_batch), num_replicas=self._num_replicas)
             return ((number + 1, read_part(source, number, share, rows)) for number in steps_from(source, start))

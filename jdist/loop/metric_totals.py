@@ -86,7 +86,7 @@ class MetricTotals:
         return measured
 
     def names(self, measured: Any, *, by: str) -> frozenset[str] | None:
-        """Lists the names of what a step, `by` name, returns for metrics, or of its shapes; None: one metric stands for all.
+        """Lists the names of a step's results, or of their shapes; None: one metric stands for all. `by` names the step.
 
         Raises:
             StepError: `measured` is no dict of scalars and contributions by name.
@@ -129,7 +129,7 @@ class MetricTotals:
 
     def restore(self, notes: Mapping[str, Any], cluster: Runtime | None = None) -> None:
         """Restores what `notes` saved."""
-        is_one = cluster is None or cluster.is_chief  # each has a part of the sums, one has all of this
+        is_one = cluster is None or cluster.is_chief  # the processes add up their sums
         for epoch, note in notes.items():
             totals = self._epochs[int(epoch)] = _Totals()
             totals.weight = from_plain(note["weight"]) if is_one else 0.0

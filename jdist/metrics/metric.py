@@ -9,8 +9,8 @@ from typing import Any
 
 PyTree = Any
 
-# How many batches' contributions may wait to be read: steps are dispatched ahead, and a parameter server's workers all
-# have something to do, while the memory that contributions take stays bounded.
+# How many contributions may wait to be read: steps run ahead, and a parameter server's workers all
+# have work, while the memory that contributions take stays bounded.
 _AHEAD = 32
 
 

@@ -26,7 +26,7 @@ def _words(words: str) -> re.Pattern[str]:
 
 _LESS = _words(rf"{_LESS_NAMES} cross_?entropy")
 _MORE = _words(rf"{_MORE_NAMES} top[_-]?\d+ top[_-]?k")
-# These reverse the others, or measure something else of them: neg_mean_squared_error, accuracy_drop, loss_scale.
+# These reverse the others, or measure something else: neg_mean_squared_error, loss_scale.
 _REVERSED = _words("neg negative minus inverse drop gap reduction improvement scale weight")
 
 

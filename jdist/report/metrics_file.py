@@ -16,7 +16,7 @@ from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
 
 Row = dict[str, Any]
-# The names in rows that are no metrics, and the prefixes of what is measured once an evaluation or epoch, not once a step.
+# Names in rows that are no metrics, and the prefixes of metrics of an evaluation or an epoch.
 OF_ROWS = ("step", "epoch", "time_s", "examples")
 EVAL, EPOCH = "eval/", "epoch/"
 PREFIXES = (EVAL, EPOCH)

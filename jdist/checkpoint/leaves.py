@@ -16,7 +16,7 @@ from jdist.errors import CheckpointError, DonatedStateError
 from jdist.support.arrays import is_key, put
 
 PyTree = Any
-_RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
+_BESIDE = _RESIDUALS, _LOSS_SCALE, _KEPT = "residuals of ", "loss scale", "kept "
 SCALARS = (bool, int, float, complex)
 
 
@@ -110,43 +110,48 @@ def _host_copy(leaf: Any) -> np.ndarray:
     return copy
 
 
-def fit(path: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
+def fit(checkpoint: Path, saved: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[int | None]:
     """Finds the number of each wanted leaf among the saved ones; refuses a tree that is not the saved one.
 
     None stands for what begins anew: residuals that were not saved, or for another number of replicas, as a run may go on
     with another all-reduce or on other devices; a loss scale, after a run in another precision; and values kept beside the
     state, where they were not saved.
     """
-    places = {leaf["path"]: i for i, leaf in enumerate(saved)}
-    names = {leaf["path"] for leaf in wanted}
-    anew = {x["path"] for x in wanted if _may_begin_anew(x["path"]) and x["shape"] != _saved_shape(saved, places, x)}
-    required = [leaf for leaf in wanted if leaf["path"] not in anew]
-    problems = [f"leaf {leaf['path']}: not in the checkpoint" for leaf in required if leaf["path"] not in places]
-    unasked = [name for name in places if name not in names and not _may_begin_anew(name)]
-    problems += [f"leaf {name}: in the checkpoint, not in the state" for name in unasked]
-    for leaf in required:
-        there = saved[places[leaf["path"]]] if leaf["path"] in places else leaf
-        shapes, dtypes = (there["shape"], leaf["shape"]), (there["dtype"], leaf["dtype"])
-        # A counter that starts as Python's 0 is an array after the first step: `place` converts it.
-        number = shapes == ([], []) and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
-        if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and not number):
-            problems.append(f"leaf {leaf['path']}: saved {dtypes[0]}{shapes[0]}, the state has {dtypes[1]}{shapes[1]}")
+    numbers = {leaf["path"]: i for i, leaf in enumerate(saved)}
+    order: list[int | None] = []
+    missing, unlike = [], []
+    for leaf in wanted:
+        path, number = leaf["path"], numbers.get(leaf["path"])
+        there = None if number is None else saved[number]
+        if path.startswith(_BESIDE) and (there is None or there["shape"] != leaf["shape"]):
+            number = None
+        elif there is None:
+            missing.append(f"leaf {path}: not in the checkpoint")
+        elif not _fits(there, leaf):
+            described = f"saved {there['dtype']}{there['shape']}, the state has {leaf['dtype']}{leaf['shape']}"
+            unlike.append(f"leaf {path}: {described}")
+        order.append(number)
+    unasked = numbers.keys() - {leaf["path"] for leaf in wanted}
+    extra = [path for path in numbers if path in unasked and not path.startswith(_BESIDE)]
+    problems = [*missing, *(f"leaf {path}: in the checkpoint, not in the state" for path in extra), *unlike]
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         text = "\n  ".join([*problems[:5], *more])
         raise CheckpointError(
-            f"{path}: does not fit the state, which is left as it is. Make it as it was when that was saved, or save in "
-            f"another directory:\n  {text}"
+            f"{checkpoint}: does not fit the state, which is left as it is. Make it as it was when that was saved, or "
+            f"save in another directory:\n  {text}"
         )
-    return [None if leaf["path"] in anew else places[leaf["path"]] for leaf in wanted]
+    return order
 
 
-def _may_begin_anew(path: str) -> bool:
-    return path.startswith((_RESIDUALS, _LOSS_SCALE, _KEPT))
+def _fits(saved: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether shapes and dtypes are the same, or a number is Python's in one of them, which `place` converts.
 
-
-def _saved_shape(saved: list[dict[str, Any]], places: dict[str, int], leaf: dict[str, Any]) -> list[int] | None:
-    return saved[places[leaf["path"]]]["shape"] if leaf["path"] in places else None
+    A counter that starts as Python's 0 is an array after the first step.
+    """
+    dtypes = (saved["dtype"], wanted["dtype"])
+    is_number = saved["shape"] == [] and any(d.startswith("python ") for d in dtypes) and "key<" not in "".join(dtypes)
+    return saved["shape"] == wanted["shape"] and (dtypes[0] == dtypes[1] or is_number)
 
 
 def place(path: str, array: np.ndarray, key: str | None, like: Any) -> Any:

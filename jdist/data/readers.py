@@ -161,14 +161,12 @@ def make_reader(
         DatasetError: the source cannot be shared so, or the processes have different ones.
         BatchError: the global batch does not divide by the processes.
     """
-    if share.count == 1:
-        return GlobalReader(source, share, num_replicas)
-    if peers is None:
-        if autoshard in ("file", "off"):
-            raise DatasetError(
-                f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
-                "know how to reach them. Make it with `jdist.multi_worker()`"
-            )
+    if share.count > 1 and peers is None and autoshard in ("file", "off"):
+        raise DatasetError(
+            f"`autoshard` is {autoshard!r}, under which processes have to agree on each step, but the strategy does not "
+            "know how to reach them. Make it with `jdist.multi_worker()`"
+        )
+    if share.count == 1 or peers is None:
         return GlobalReader(source, share, num_replicas)
     if autoshard == "auto":
         autoshard = "file" if has_files_for(source, share.count) else "data"

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from jdist.errors import StepError
 from jdist.metrics.in_step import class_ids, class_labels, class_scores, real_numbers
-from jdist.metrics.mean import ZERO, mean_sums, quotient
+from jdist.metrics.mean import mean_sums, of_mean
 from jdist.metrics.metric import Metric
-from jdist.metrics.sums import of_sums
 from jdist.support.checks import as_int, as_real
 
 PyTree = Any
@@ -60,7 +59,7 @@ def accuracy(threshold: float | None = None) -> Metric:
             )
         return mean_sums(call, (scores > threshold).astype(jnp.int32) == labels, mask)
 
-    return of_sums("accuracy", sums, lambda total: quotient("accuracy", total), zero=ZERO)
+    return of_mean("accuracy", sums)
 
 
 def top_k(k: int) -> Metric:
@@ -104,4 +103,4 @@ def top_k(k: int) -> Metric:
         is_class = (labels >= 0) & (labels < classes) & (own[..., 0] == own[..., 0])
         return mean_sums(call, (ahead < k) & is_class, mask)
 
-    return of_sums("top_k", sums, lambda total: quotient("top_k", total), zero=ZERO)
+    return of_mean("top_k", sums)

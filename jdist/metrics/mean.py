@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from jdist.metrics.metric import Metric
 from jdist.metrics.sums import of_sums
 
 PyTree = Any
-ZERO = {"total": 0, "weight": 0}
 
 
 def mean() -> Metric:
@@ -38,23 +38,27 @@ def mean() -> Metric:
     def sums(values: Any, mask: Any = None) -> PyTree:
         return mean_sums("jdist.metrics.mean", values, mask)
 
-    return of_sums("mean", sums, lambda total: quotient("mean", total), zero=ZERO)
+    return of_mean("mean", sums)
 
 
 def mean_sums(call: str, values: Any, mask: Any) -> PyTree:
-    """Sums the weighted values and the weights, which `quotient` divides."""
+    """Sums the weighted values and the weights."""
     values = real_numbers(call, "`values`", values)
     weight = weights(call, mask, values.shape)
     values = values.astype(jnp.int32 if values.dtype == jnp.bool_ else jnp.promote_types(values.dtype, jnp.float32))
     return {"total": jnp.where(weight != 0, weight * values, 0).sum(), "weight": weight.sum()}
 
 
-def quotient(name: str, total: dict[str, np.ndarray]) -> float:
-    """Divides the sums of `mean_sums`; warns where no row counts."""
-    if total["weight"] == 0:
-        undefined(name, "no row counts")
-        return float("nan")
-    return float(total["total"] / total["weight"])
+def of_mean(name: str, sums: Callable[..., PyTree]) -> Metric:
+    """Makes a metric that divides what `sums` returns, as `mean_sums` does: weighted values by weights."""
+
+    def compute(total: dict[str, np.ndarray]) -> float:
+        if total["weight"] == 0:
+            undefined(name, "no row counts")
+            return float("nan")
+        return float(total["total"] / total["weight"])
+
+    return of_sums(name, sums, compute, zero={"total": 0, "weight": 0})
 
 
 def undefined(name: str, why: str) -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jdist.data.batching import padded_rows
@@ -17,7 +16,7 @@ from jdist.data.lockstep import Channel, LocalBatches, Peers, batches_in_step, c
 from jdist.data.prefetch import StopRequest
 from jdist.data.process_shard import LocalRows, NumberedPart, ProcessShard, part_of, read_part
 from jdist.data.sources.files import FileSource
-from jdist.data.sources.protocol import RandomAccessSource, Resumable, fields, steps_from
+from jdist.data.sources.protocol import JointSource, RandomAccessSource, Resumable, fields, steps_from
 from jdist.data.sources.replica_batches import ReplicaBatches
 from jdist.data.sources.shards import Policy, by_file, has_files_for
 from jdist.errors import BatchError, DatasetError
@@ -83,15 +82,6 @@ class GlobalReader:
                 full = self._share.sizes(rows)
             number += 1
             yield number, part_of(batch, self._share, padded_rows(full or (0,), num_replicas=self._num_replicas))
-
-
-@dataclass(frozen=True, kw_only=True)
-class JointSource:
-    """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
-
-    num_steps: int | None
-    global_batch: int
-    fingerprint: str
 
 
 class LocalReader:

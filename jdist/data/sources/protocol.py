@@ -17,8 +17,16 @@ PyTree = Any
 STATE_VERSION = 1
 
 
-class Resumable(Protocol):
-    """The part of a `RandomAccessSource` that a saved position refers to."""
+@runtime_checkable
+class RandomAccessSource(Protocol):
+    """A source that makes any batch by its number, and so resumes at any step for the same price.
+
+    Attributes:
+        num_steps: how many batches there are; None: without end.
+        global_batch: rows of a full batch.
+        fingerprint: identifies the data and its order; a saved position only fits the same fingerprint.
+            Written as "name=value name=value ...", so that an error can name the mismatch.
+    """
 
     @property
     def num_steps(self) -> int | None: ...
@@ -29,21 +37,21 @@ class Resumable(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-
-@runtime_checkable
-class RandomAccessSource(Resumable, Protocol):
-    """A source that makes any batch by its number, and so resumes at any step for the same price.
-
-    Attributes:
-        num_steps: how many batches there are; None: without end.
-        global_batch: rows of a full batch.
-        fingerprint: identifies the data and its order; a saved position only fits the same fingerprint.
-            Written as "name=value name=value ...", so that an error can name the mismatch.
-    """
-
     def batch_at(self, step: int) -> PyTree:
         """Makes batch number `step`, from 0: a pure function, which may be called from a background thread."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointSource:
+    """The random-access sources of all processes, seen as one; see `RandomAccessSource`."""
+
+    num_steps: int | None
+    global_batch: int
+    fingerprint: str
+
+
+Resumable = RandomAccessSource | JointSource  # what a saved position refers to
 
 
 @dataclass(frozen=True)

@@ -157,12 +157,12 @@ class Callback:
         on_eval: after each evaluation.
         on_epoch: after each epoch.
         on_row: with each row that is logged, complete.
-        on_save: after each call of the step, once all callbacks have seen it: what is saved here, what they keep included, is
-            of one moment.
+        on_save: after each call of the step, once all callbacks have seen it, so that state, rows and what they keep are saved
+            as of one moment.
         on_end: at the end, also after an interrupt or a `Stop`; may answer a `Return`.
         close: at the very end, also after an error; without arguments.
         keeps: arrays of its own, which are saved with the state under `name`.
-        name: for errors, and for `keeps`, for which it has to be the only one of its name in a run.
+        name: for errors, and for `keeps`, where no other callback of the run may have it.
         watches: names that it looks at in a row, such as "eval/loss"; a run that will not measure one is refused at once.
         logs: names that it adds to rows by `moment.log`, which others may look at though no step returns them; None: any.
 

@@ -167,7 +167,7 @@ class Checkpointer:
         Args:
             step: the number of updates in `state`. A step saved before is saved anew, then the old one removed.
             state: any pytree of arrays, PRNG keys and numbers.
-            data: where the data is, as `dataset.state()` gives it: plain JSON values.
+            data: the position in the data, as of `dataset.state()`: plain JSON values.
             metrics: scalars by name, among them `best_metric` where it was measured; NaN is never the best.
             metadata: other facts to keep with the state: plain JSON values.
             wait: return only when the checkpoint is committed.

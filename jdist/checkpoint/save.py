@@ -30,7 +30,7 @@ def save_together(
     timeout_s: float,
     prune: Callable[[], None],
 ) -> None:
-    """Writes a checkpoint; every process calls this, and there is none before all have written their part.
+    """Writes a checkpoint, which is committed once all processes, each of which calls this, have written their part.
 
     Args:
         directory: of the checkpoints.

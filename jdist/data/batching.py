@@ -219,7 +219,7 @@ def remember_real_rows(batch: PyTree, sizes: tuple[int, ...], rows: int | None =
 
 
 def hand_on_real_rows(before: PyTree, after: PyTree) -> None:
-    """Remembers of a batch what is known of the one that it was made from, on its way to the devices."""
+    """Carries the knowledge of a batch's real rows over to the batch that is made of it on the devices."""
     if (known := _known(before)) is not None:
         _, sizes, rows = known
         remember_real_rows(after, sizes, rows)
@@ -271,6 +271,6 @@ def _known(batch: PyTree) -> tuple[Any, tuple[int, ...], int] | None:
 
 
 def _mask_of(batch: PyTree) -> jax.Array | np.ndarray | None:
-    """Finds a dict's "mask" leaf, or the second of the `(batch, mask)` that `with_mask` gives."""
+    """Finds the mask of a dict, or of the `(batch, mask)` of `with_mask`."""
     mask = batch.get(MASK) if isinstance(batch, dict) else batch.mask if isinstance(batch, Masked) else None
     return mask if isinstance(mask, jax.Array | np.ndarray) else None

@@ -37,10 +37,10 @@ PyTree = Any
 class DistributedDataset:
     """Batches as the replicas receive them, and the position of the one who consumes them.
 
-    Iterating starts at the position: at first 0; after a loop was left early, behind the last batch it received; after a
-    loop came to the end, 0 again; after `restore`, the restored position, even if that is the end. A plain iterable is
-    asked for a new iterator each time, except one that is an iterator itself (a generator): that goes on where the
-    consumer stopped, with nothing lost. One iterator is active at a time: a new one closes the last.
+    A loop starts at the position: at first 0; behind the last batch that was received, after a loop was left early; 0 again
+    after a loop came to the end; the restored one after `restore`, even if that is the end. A plain iterable starts anew in
+    each loop, but an iterator (a generator) goes on where the consumer stopped, with nothing lost. One loop is active at a
+    time: a new one closes the last.
 
     `distributed_dataset` makes it.
     """

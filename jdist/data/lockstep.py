@@ -51,7 +51,7 @@ class Peers:
         Args:
             what: names it, and what failed: "the dataset function".
             make: makes it.
-            describe: gives what the others have to know of it.
+            describe: describes it for the others.
 
         Returns:
             It, and each process's description.
@@ -251,7 +251,7 @@ def batches_in_step(batches: Iterator[PyTree], channel: Channel) -> Iterator[PyT
 
 
 def _outline(batch: PyTree | None) -> dict[str, str]:
-    """Describes what has to be the same of a batch on all processes; None: the source has ended."""
+    """Describes what must be the same of a batch on all processes; None: the source has ended."""
     if batch is None:
         return {"the number of rows": "nothing, as its source has ended,"}
     return {"the number of rows": f"{count_rows(batch):,}"} | leaves_by_path(batch)
@@ -280,7 +280,7 @@ class LocalBatches:
         """Goes to the next batch and counts its rows; 0 after the end.
 
         Raises:
-            BatchError: it is not like the first. The other processes hear of that before they count on it.
+            BatchError: it is not like the first.
         """
         if self.ended:
             return 0
@@ -312,7 +312,7 @@ class LocalBatches:
         return {"leaves": leaves, "full": self._full or self._full_rows()}
 
     def rows_to_feed(self) -> PyTree:
-        """Gives the batch; where it has no row, one to fill up with."""
+        """Returns the batch, or one row to fill up with where it has none."""
         if self._batch is not None and count_rows(self._batch):
             return self._batch
         return jax.tree.map(np.array, self._filler)  # copied: a device array may share its buffer
@@ -323,7 +323,7 @@ def _last_row(batch: PyTree) -> PyTree | None:
 
 
 def _check_first(messages: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Checks that the first batches fit each other; gives the rows of a full batch that each process has."""
+    """Checks that the first batches fit each other; returns the rows of a full batch by process."""
     for process, message in enumerate(messages):
         if "leaves" not in message:
             raise DatasetError(

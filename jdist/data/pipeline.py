@@ -98,7 +98,7 @@ class DatasetIterator(Iterator[PyTree]):
     Its prefetch thread ends when the pass does, is closed, or is dropped.
 
     Args:
-        batches: prepared batches with the position after each, from a prefetch thread or made when asked for.
+        batches: prepared batches with the position after each, from a prefetch thread or made on demand.
         hand_over: maps each batch when the consumer takes it; or None.
         handed: called with the position after each batch that the consumer receives.
         came_to_end: called with the number of batches handed out, when there are no more.

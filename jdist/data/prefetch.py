@@ -46,7 +46,7 @@ class PushBack(Iterator[T]):
                 del error  # else this frame and the error's traceback hold each other
         try:
             return next(self._items)
-        except BaseException:  # the end, or an error: a generator gives nothing after either
+        except BaseException:  # the end, or an error, which ends a generator too
             self._over = True
             raise
 

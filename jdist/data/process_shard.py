@@ -64,7 +64,7 @@ NumberedPart = tuple[int, LocalRows]  # the position after a batch, and this pro
 
 
 def part_of(batch: PyTree, share: ProcessShard, rows: int) -> LocalRows:
-    """Takes this process's part of a global batch, of which the replicas of all processes receive `rows`."""
+    """Takes this process's part of a global batch that is padded to `rows` over all processes."""
     batch = to_numpy(batch)
     num_rows = count_rows(batch)
     if share.count == 1 or num_rows == 0:

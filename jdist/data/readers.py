@@ -130,7 +130,7 @@ class LocalReader:
 
 
 def _numpys(source: Any) -> Iterator[PyTree]:
-    """Converts the batches of an iterable, which is opened when the first one is asked for."""
+    """Converts the batches of an iterable, which the first `next` opens."""
     yield from map(to_numpy, source)
 
 
@@ -188,7 +188,7 @@ def _local_files(source: Source, share: ProcessShard) -> FileSource:
 
 
 def _describe(source: Source, autoshard: Policy, peers: Peers) -> dict[str, Any]:
-    """Describes a source for the other processes: what has to be the same on all, and what each adds."""
+    """Describes a source for the other processes: facts that must be the same on all, and those of this one."""
     random_access = isinstance(source, RandomAccessSource)
     alike = {"the kind of source": "random-access" if random_access else "iterable"}
     if isinstance(source, FileSource) and autoshard != "off":

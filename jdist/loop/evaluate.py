@@ -50,8 +50,7 @@ def evaluate(
         data: arrays, a source of batches, or a distributed dataset, as for `jdist.fit`; gone through once.
         strategy: where it runs; None: the step's own, else the current one.
         global_batch: rows of a step, if `data` is arrays.
-        metrics: the metrics of `jdist.metrics` whose contributions the step returns, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that it returns is the contribution. None: the task's.
+        metrics: the metrics of `jdist.metrics` whose contributions the step returns, as for `jdist.fit`; None: the task's.
 
     Returns:
         The results by name, the loss first; the same on all processes.

@@ -81,7 +81,7 @@ def fit(
         eval_every: how many steps lie between evaluations; None: an epoch. At the end as well, unless it was stopped before.
         eval_strategy: where to evaluate, on the fetched state; None: where it trains.
         metrics: the metrics of `jdist.metrics` whose contributions the steps return, by name; or the one metric, such as a
-            `jdist.metrics.collect`, of which all that one of them returns is the contribution. None: the task's.
+            `jdist.metrics.collect`, whose contribution is all that a step returns. None: the task's.
         callbacks: `Callback`s of `jdist.callbacks`; a plain function is one for `on_step`.
         log_every: how many steps lie between logged rows.
         log_to: the folder for a new file of rows, one JSON object a line; None for none.

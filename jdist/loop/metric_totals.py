@@ -37,8 +37,8 @@ class MetricTotals:
 
     Args:
         metrics: which of the results are contributions, by name; those that a step does not return are left out. Or the one
-            metric of which all that the step returns is the contribution, such as a `jdist.metrics.collect`; a step that
-            returns scalars by name has these.
+            metric, such as a `jdist.metrics.collect`, whose contribution is all that a step returns; a step that returns
+            scalars by name has these.
         steps_per_call: how many steps a call makes; above 1 results lead with that axis.
         skips: whether the training, and so the means, leaves out steps that are not finite.
 

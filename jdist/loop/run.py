@@ -70,12 +70,20 @@ class Run:
         measures_epochs: bool = True,
         length: str = "`steps`",
     ):
-        self._strategy, self._train_step, self._feed, self._metrics = strategy, train_step, feed, metrics
+        self._strategy = strategy
         self._cluster = strategy.cluster
-        self._callbacks, self._steps, self._passes, self._length = callbacks, steps, passes, length
+        self._train_step = train_step
+        self._feed = feed
+        self._metrics = metrics
+        self._callbacks = callbacks
+        self._steps = steps
+        self._passes = passes
         self._total = steps if steps is not None else feed.num_steps
-        self._log_every, self._evaluate, self._eval_every = log_every, evaluate, eval_every
+        self._log_every = log_every
+        self._evaluate = evaluate
+        self._eval_every = eval_every
         self._measures_epochs = measures_epochs
+        self._length = length
         self._per_call = train_step.options.steps_per_call
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
@@ -191,7 +199,7 @@ class Run:
         self.history.rows[:] = [_row_from_plain(row) for row in notes.get("rows", [])]
         if self.history.rows and any(name.startswith("eval/") for name in self.history.rows[-1]):
             self._evaluated = self.history.rows[-1]["step"]
-        self._totals.restore(notes.get("tally", {}), self._strategy.cluster)
+        self._totals.restore(notes.get("tally", {}), self._cluster)
 
     def _notes(self) -> dict[str, Any]:
         self._train_step.wait()  # a step that was not finite is known before anything is written
@@ -199,7 +207,7 @@ class Run:
             "epoch": self.epoch,
             "steps_per_epoch": self._feed.steps_per_epoch,
             "rows": to_plain(self.history.rows),
-            "tally": self._totals.notes(self._strategy.cluster),
+            "tally": self._totals.notes(self._cluster),
         }
 
     def _call(self, batch: PyTree) -> None:
@@ -226,7 +234,7 @@ class Run:
         """Ends a pass over the data, and the epoch where each pass is one."""
         self._feed.end_pass()
         if self._feed.steps_per_epoch is None:
-            self._before = self.step  # callbacks hear of each step once
+            self._before = self.step  # callbacks are called once for each step
             self._after_call((self.epoch,))
 
     def _end(self, *, interrupted: bool) -> None:
@@ -255,7 +263,7 @@ class Run:
             due.append(("eval", self._evaluated_now()))
         for epoch in ended[-1:]:
             self.epoch = epoch + 1
-            due.append(("epoch", self._totals.take(epoch, self._strategy.cluster)[0]))
+            due.append(("epoch", self._totals.take(epoch, self._cluster)[0]))
         for event, measured in due:  # whole before anyone sees it, or saves it
             row = self._with(row, event, measured)
         for event, measured in due:
@@ -282,7 +290,7 @@ class Run:
     def _end_early(self, epoch: int) -> None:
         """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""
         self.epoch = epoch + 1
-        measured, _ = self._totals.take(epoch, self._strategy.cluster)
+        measured, _ = self._totals.take(epoch, self._cluster)
         row = self._with(None, "epoch", measured)
         row["step"] = self.epoch * (self._feed.steps_per_epoch or 0)
         self._call_back("epoch", row, measured)

@@ -100,7 +100,7 @@ def _from_matrix(name: str, num_classes: int, compute: Callable[[np.ndarray], An
         ids = class_ids(call, predictions, labels)
         weight = weights(call, mask, labels.shape)
         is_class = (labels >= 0) & (labels < n) & (ids >= 0) & (ids < n)
-        # One cell more, for what is outside.
+        # One cell more, for rows of other classes.
         cell = jnp.where(is_class, labels * n + ids, n * n).reshape(-1)
         cells = jnp.zeros(n * n + 1, weight.dtype).at[cell].add(weight.reshape(-1))
         return {"matrix": cells[:-1].reshape(n, n), "outside": cells[-1]}

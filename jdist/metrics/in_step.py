@@ -36,7 +36,7 @@ def weights(call: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     Args:
         call: the caller, for errors.
         mask: bools or weights; None: each element counts once.
-        shape: of the elements, which the mask's has to be the beginning of.
+        shape: of the elements; the mask's is the beginning of it.
 
     Raises:
         StepError: the mask does not fit, or there are too many elements to be counted in 32 bits.

@@ -1,4 +1,4 @@
-"""Metrics: each batch adds a contribution to a total, of which the result is computed."""
+"""Metrics: each batch contributes to a total, from which the result is computed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sources of batches: arrays, files, shards, a function for each replica.
 
-Start at `protocol`: `RandomAccessSource`, and what is a source.
+Start at `protocol.RandomAccessSource`, and `protocol.check_source` for what else is a source.
 
 May import: support, errors and `jdist.data.batching`.
 """

@@ -34,7 +34,7 @@ def from_function(
         of them is.
 
     Raises:
-        DatasetError: `fn` is no function, or returned what is no source.
+        DatasetError: `fn` is no function, or does not return a source.
 
     Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
     """
@@ -139,7 +139,7 @@ class ReplicaBatches(Iterable[PyTree]):
 
 
 class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
-    """As `ReplicaBatches`, where a pipeline is an iterator, which cannot start again."""
+    """`ReplicaBatches` of which a pipeline is an iterator, which cannot start again."""
 
     @functools.cached_property
     def _batches(self) -> Iterator[PyTree]:
@@ -153,5 +153,5 @@ class ReplicaBatchesOnce(ReplicaBatches, Iterator[PyTree]):
 
 
 def _copied(element: PyTree) -> PyTree:
-    # The source may refill the same memory when it is asked for the next replica's batch.
+    # The source may refill the same memory with the next replica's batch.
     return jax.tree.map(lambda leaf: np.array(leaf, order="C"), to_numpy(element))

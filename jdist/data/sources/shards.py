@@ -79,7 +79,7 @@ def has_files_for(source: Any, num_shards: int) -> bool:
 
 
 def by_file(source: Any, num_shards: int, index: int, *, option: str = "policy") -> FileSource:
-    """Takes one of `num_shards` parts of a source's files; errors name the `option` that the user has asked for it by.
+    """Takes one of `num_shards` parts of a source's files; `option` is the argument that errors name.
 
     Raises:
         DatasetError: the source cannot be shared by file.

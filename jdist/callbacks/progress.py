@@ -31,7 +31,7 @@ def progress(console: Console | None = None) -> Callback:
 
     def on_end(moment: Moment) -> None:
         if reports and moment.reason is not None:
-            reports[0].note(f"stopped at step {_of(moment)}: {moment.reason}{_how_to_go_on(moment)}")
+            reports[0].note(f"stopped at step {_step_text(moment)}: {moment.reason}{_how_to_go_on(moment)}")
 
     return dataclasses.replace(shown, on_start=on_start, on_end=on_end)
 
@@ -74,7 +74,7 @@ def reporting(console: Console, reports: list[Reporter], *, global_batch: int | 
         for prefix, source in ((EPOCH, f"epoch {moment.epoch}"), (EVAL, "evaluation")):
             values = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
             if values:
-                report.note(f"step {_of(moment)}  {source}: {figures(values)}")
+                report.note(f"step {_step_text(moment)}  {source}: {figures(values)}")
 
     def close() -> None:
         while reports:
@@ -91,5 +91,5 @@ def _how_to_go_on(moment: Moment) -> str:
     return "; nothing is saved: `callbacks=[jdist.callbacks.checkpoint(folder)]` saves, and goes on from there"
 
 
-def _of(moment: Moment) -> str:
+def _step_text(moment: Moment) -> str:
     return f"{moment.step}" if moment.total_steps is None else f"{moment.step}/{moment.total_steps}"

@@ -120,7 +120,7 @@ def fit(
     Source: `tf.keras.Model.fit`
     """
     check_verify(verify)
-    log_every = _count("log_every", log_every)
+    log_every = _check_count("log_every", log_every)
     counts = {
         "epochs": epochs,
         "steps": steps,
@@ -129,7 +129,7 @@ def fit(
         "eval_every": eval_every,
     }
     epochs, steps, steps_per_epoch, steps_per_call, eval_every = (
-        None if value is None else _count(name, value) for name, value in counts.items()
+        None if value is None else _check_count(name, value) for name, value in counts.items()
     )
     if epochs is not None and steps is not None:
         raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
@@ -176,8 +176,8 @@ def fit(
         except Exception as exc:
             if run.first is not None:
                 exc.add_note(
-                    f"jdist.fit was at step {run.step:,}.{_which(exc, step, run.first)} The newest state of a step that you "
-                    "distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
+                    f"jdist.fit was at step {run.step:,}.{_name_step(exc, step, run.first)} The newest state of a step that "
+                    "you distribute yourself, `train_step = jdist.distribute(...)`, is in `train_step.last_state`."
                 )
             raise
     state = run.state if objects is None else objects.with_state(run.state)
@@ -261,13 +261,13 @@ def _takes_a_moment(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _count(name: str, value: Any) -> int:
+def _check_count(name: str, value: Any) -> int:
     if (number := as_int(value, least=1)) is None:
         raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
     return number
 
 
-def _which(exc: Exception, step: Any, first: int) -> str:
+def _name_step(exc: Exception, step: Any, first: int) -> str:
     """Translates the step that an error names, which counts from 0, into that of the run.
 
     A plain `step` has been distributed for this run, which had `first` steps behind it when it began.

@@ -48,7 +48,7 @@ class MetricTotals:
 
     def __init__(self, metrics: Metrics = None, *, steps_per_call: int = 1, skips: bool = False):
         self._whole = metrics if isinstance(metrics, Metric) else None
-        self._metrics = _by_name(metrics)
+        self._metrics = _check_metrics(metrics)
         self._steps_per_call, self._skips = steps_per_call, skips
         self._waiting: list[tuple[Any, Any, Sequence[int], Any]] = []
         self._left_out = 0  # steps, as counted after the newest call that was read
@@ -58,7 +58,7 @@ class MetricTotals:
 
     def begin(self, left_out: Any) -> None:
         """Counts the steps that are left out from here on; `left_out` is as for `add`, before the first call."""
-        self._left_out = _flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
+        self._left_out = _read_flags(left_out)[0] if isinstance(left_out, jax.Array) else 0
 
     def add(self, measured: Any, batch: PyTree, epochs: Sequence[int] = (0,), left_out: Any = None) -> None:
         """Adds the results of a call, which are read later.
@@ -103,7 +103,7 @@ class MetricTotals:
         values = jax.device_get(dict(self._newest))
         if self._steps_per_call > 1:
             values = jax.tree.map(lambda x: x[-1], values)
-        return _flat({name: self._result(name, value) for name, value in values.items()})
+        return _flatten_results({name: self._result(name, value) for name, value in values.items()})
 
     def take(self, epoch: int = 0, cluster: Runtime | None = None) -> tuple[Measured, float]:
         """Takes an epoch out: its means and results by name, the loss first, and the weight of all its steps.
@@ -115,7 +115,7 @@ class MetricTotals:
         weight, sums = totals.together(cluster)
         results: Measured = {name: total / weight if weight else math.nan for name, total in sums.items()}
         results |= {name: self._metrics[name].compute(total) for name, total in totals.contributed.items()}
-        return _flat(results), weight
+        return _flatten_results(results), weight
 
     def notes(self, cluster: Runtime | None = None) -> dict[str, Any]:
         """Saves the totals of epochs that have not ended as plain JSON values; all processes have to ask."""
@@ -123,7 +123,9 @@ class MetricTotals:
         notes = {}
         for epoch, totals in sorted(self._epochs.items()):
             weight, sums = totals.together(cluster)
-            contributed = {name: _kept(self._metrics[name].zero, total) for name, total in totals.contributed.items()}
+            contributed = {
+                name: _pack_total(self._metrics[name].zero, total) for name, total in totals.contributed.items()
+            }
             notes[str(epoch)] = {"weight": to_plain(weight), "sums": to_plain(sums), "contributed": contributed}
         return notes
 
@@ -135,7 +137,7 @@ class MetricTotals:
             totals.weight = from_plain(note["weight"]) if is_one else 0.0
             totals.sums = {name: total if is_one else 0.0 for name, total in from_plain(note["sums"]).items()}
             totals.contributed = {
-                name: _found(self._metrics[name].zero, kept)
+                name: _unpack_total(self._metrics[name].zero, kept)
                 for name, kept in note["contributed"].items()
                 if name in self._metrics
             }
@@ -205,7 +207,7 @@ class MetricTotals:
         """Finds the steps of a call that were left out."""
         if not self._skips or left_out is None:
             return set()
-        count, _, *each = _flags(left_out)
+        count, _, *each = _read_flags(left_out)
         if each:
             return {i for i, was in enumerate(each[:num_steps]) if was}
         before, self._left_out = self._left_out, count
@@ -216,13 +218,13 @@ class MetricTotals:
         return float(value) if metric is None else metric.compute(metric.add(metric.zero, value))
 
 
-def _flags(left_out: Any) -> list[int]:
+def _read_flags(left_out: Any) -> list[int]:
     """Reads the count, a number of no use here, and a flag for each step of the call if there are any."""
     host = left_out.addressable_data(0) if isinstance(left_out, jax.Array) else left_out
     return [*np.ravel(host).tolist(), 0][: max(2, np.size(host))]
 
 
-def _by_name(metrics: Any) -> dict[str, Metric]:
+def _check_metrics(metrics: Any) -> dict[str, Metric]:
     if isinstance(metrics, Metric):
         return {_WHOLE: metrics}
     if metrics is not None and not (
@@ -262,23 +264,23 @@ class _Totals:
                 self.sums.setdefault(name, 0.0)
 
 
-def _kept(zero: PyTree, total: PyTree) -> dict[str, Any]:
+def _pack_total(zero: PyTree, total: PyTree) -> dict[str, Any]:
     """Turns a total into plain JSON values: its leaves alone where it is of its zero's form, which may hold any types."""
     leaves, structure = jax.tree.flatten(total)
     if structure == jax.tree.structure(zero):
         return tree_to_plain(leaves)
     if isinstance(zero, Mapping):
-        return {"dict": {name: _kept(zero[name], each) for name, each in total.items()}}
+        return {"dict": {name: _pack_total(zero[name], each) for name, each in total.items()}}
     return tree_to_plain(total)
 
 
-def _found(zero: PyTree, kept: dict[str, Any]) -> PyTree:
-    """Inverts `_kept`."""
+def _unpack_total(zero: PyTree, kept: dict[str, Any]) -> PyTree:
+    """Inverts `_pack_total`."""
     total, structure = tree_from_plain(kept), jax.tree.structure(zero)
     leaves = jax.tree.leaves(total)
     if len(leaves) == structure.num_leaves:
         return jax.tree.unflatten(structure, leaves)
-    return {name: _found(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
+    return {name: _unpack_total(zero[name], each) for name, each in kept["dict"].items()} if "dict" in kept else total
 
 
 def _weights(batch: PyTree, steps_per_call: int) -> Any:
@@ -292,7 +294,7 @@ def _weights(batch: PyTree, steps_per_call: int) -> Any:
     return lambda: np.ones(leaf.shape[:1])
 
 
-def _flat(results: Measured) -> Measured:
+def _flatten_results(results: Measured) -> Measured:
     """Names the results of a collection of metrics by their own names, and puts the loss first.
 
     JAX hands dicts back sorted by name.

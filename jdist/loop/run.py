@@ -87,7 +87,7 @@ class Run:
         self._per_call = train_step.options.steps_per_call
         skips = train_step.options.non_finite == "skip" or train_step.options.loss_scaling is not None
         self._totals = MetricTotals(metrics, steps_per_call=self._per_call, skips=skips)
-        self._kept = _by_name(callbacks)
+        self._kept = _keeps_by_name(callbacks)
         self._functions: dict[Event, list[Any]] = {
             event: [f for c in callbacks if (f := getattr(c, f"on_{event}")) is not None] for event in get_args(Event)
         }
@@ -144,9 +144,9 @@ class Run:
         check_watched(self._callbacks, trained=trained, evaluated=evaluated, evaluates=self._evaluate is not None)
 
     def _is_over(self, stop: Preemption) -> bool:
-        return self._reason is not None or self._is_enough() or stop.stops_after(self.step)
+        return self._reason is not None or self._is_complete() or stop.stops_after(self.step)
 
-    def _is_enough(self) -> bool:
+    def _is_complete(self) -> bool:
         """Whether no further pass over the data is wanted."""
         if self._steps is not None:
             return self.step >= self._steps
@@ -163,8 +163,8 @@ class Run:
             answer = function(self._moment("resume", None))
             if isinstance(answer, Resume):
                 self.state, self.step, self._before = answer.state, answer.step, answer.step
-                self._restore_feed(answer.data)
-                self._go_on(answer.notes, depth + 1)
+                self._restore_position(answer.data)
+                self._restore_notes(answer.notes, depth + 1)
             else:
                 self._act_on("resume", answer)
         self._totals.begin(self._train_step.count_left_out(self.state))
@@ -173,7 +173,7 @@ class Run:
         self._call_back("start", None)
         self._cluster.at_step(self.step)
 
-    def _restore_feed(self, position: dict[str, Any] | None) -> None:
+    def _restore_position(self, position: dict[str, Any] | None) -> None:
         try:
             self._feed.restore(position)
         except DatasetError as exc:
@@ -183,7 +183,7 @@ class Run:
             )
             raise
 
-    def _go_on(self, notes: Mapping[str, Any], depth: int) -> None:
+    def _restore_notes(self, notes: Mapping[str, Any], depth: int) -> None:
         """Restores what `_notes` has saved."""
         before, now = notes.get("steps_per_epoch"), self._feed.steps_per_epoch
         self.epoch = int(notes.get("epoch", self.step // now if now else 0))
@@ -243,8 +243,8 @@ class Run:
         self._train_step.wait()
         if self._evaluate is not None and self.history.stopped is None and self._evaluated != self.step:
             self._before = self.step
-            measured = self._evaluated_now()
-            row = self._with(None, "eval", measured)
+            measured = self._evaluate_state()
+            row = self._add_to_row(None, "eval", measured)
             self._call_back("eval", row, measured)
             self._log(row)
             self._save(row)
@@ -253,19 +253,19 @@ class Run:
     def _after_call(self, ended: Sequence[int]) -> None:
         """Does what is due after a call, or at the end of a pass, which has ended these epochs."""
         for epoch in ended[:-1]:  # of a call that spans several
-            self._end_early(epoch)
+            self._log_earlier_epoch(epoch)
         is_last = self._total is not None and self.step >= self._total and self.step > self._before
-        row = self._row_of_step() if is_last or self._is_due(self._log_every) else None
+        row = self._make_step_row() if is_last or self._is_due(self._log_every) else None
         due: list[tuple[Event, Measured]] = []
         if self._evaluate is not None and (
             any(map(self._is_due, self._eval_every)) if self._eval_every else bool(ended)
         ):
-            due.append(("eval", self._evaluated_now()))
+            due.append(("eval", self._evaluate_state()))
         for epoch in ended[-1:]:
             self.epoch = epoch + 1
             due.append(("epoch", self._totals.take(epoch, self._cluster)[0]))
         for event, measured in due:  # whole before anyone sees it, or saves it
-            row = self._with(row, event, measured)
+            row = self._add_to_row(row, event, measured)
         for event, measured in due:
             self._call_back(event, row, measured)
         if self.step > self._before:
@@ -273,25 +273,25 @@ class Run:
         self._log(row)
         self._save(row)
 
-    def _row_of_step(self) -> dict[str, Any]:
+    def _make_step_row(self) -> dict[str, Any]:
         """Makes a row of the newest step's metrics."""
         if self._strategy.coordinator is None:  # workers are not kept waiting for each other
             self._train_step.wait()  # a step that was not finite is known before its row is written
         with self._cluster.blocked():
-            return self._row(self._totals.newest())
+            return self._make_row(self._totals.newest())
 
-    def _evaluated_now(self) -> Measured:
+    def _evaluate_state(self) -> Measured:
         assert self._evaluate is not None
         self._train_step.wait()
         self._evaluated = self.step
         with self._meter.stopped():
             return self._evaluate(self.state)
 
-    def _end_early(self, epoch: int) -> None:
+    def _log_earlier_epoch(self, epoch: int) -> None:
         """Logs an epoch that has ended within a call, which goes on in a later one, in a row of its own."""
         self.epoch = epoch + 1
         measured, _ = self._totals.take(epoch, self._cluster)
-        row = self._with(None, "epoch", measured)
+        row = self._add_to_row(None, "epoch", measured)
         row["step"] = self.epoch * (self._feed.steps_per_epoch or 0)
         self._call_back("epoch", row, measured)
         self._log(row)
@@ -299,14 +299,14 @@ class Run:
     def _is_due(self, every: int) -> bool:
         return self.step // every > self._before // every
 
-    def _row(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_row(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         row = {"step": self.step, "epoch": self.epoch, "time_s": round(self._meter.train_s, 3), **measured}
         self.history.rows.append(row)
         return row
 
-    def _with(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
+    def _add_to_row(self, row: dict[str, Any] | None, event: Event, measured: Measured) -> dict[str, Any]:
         """Adds what was measured to the row, a new one if there is none yet."""
-        row = self._row({}) if row is None else row
+        row = self._make_row({}) if row is None else row
         row["epoch"] = self.epoch
         row.update({f"{event}/{name}": value for name, value in measured.items()})
         return row
@@ -362,7 +362,7 @@ def _row_from_plain(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: np.asarray(x) if isinstance(x, list) else x for name, x in from_plain(dict(row)).items()}
 
 
-def _by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
+def _keeps_by_name(callbacks: Sequence[Callback]) -> dict[str, Keeps]:
     keeps: dict[str, Keeps] = {}
     for callback in callbacks:
         if callback.keeps is not None:

@@ -36,7 +36,7 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
             "strategy that trained it; or that strategy."
         )
     if not isinstance(step, Distributed):
-        return _current(state) if strategy is None else strategy
+        return _current_strategy(state) if strategy is None else strategy
     if strategy is not None and strategy is not step.strategy:
         raise StrategyError(
             f"{step.__name__} is distributed under {step.strategy!r}, and `strategy` is {strategy!r}. Leave `strategy` out, "
@@ -45,7 +45,7 @@ def strategy_of(step: Any, strategy: Strategy | None, state: Any) -> Strategy:
     return step.strategy
 
 
-def _current(state: Any) -> Strategy:
+def _current_strategy(state: Any) -> Strategy:
     strategy = get_strategy()
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = max((len(leaf.sharding.device_set) for leaf in arrays), default=1)
@@ -67,7 +67,7 @@ def train_step_of(step: Any, strategy: Strategy, *, steps_per_call: int | None) 
     if isinstance(step, Task):
         step = step.train_step
     if not isinstance(step, Distributed):
-        step = _callable(step)
+        step = _check_callable(step)
         return distribute(step, strategy, returns=("state", "metrics"), steps_per_call=steps_per_call or 1)
     if steps_per_call not in (None, step.options.steps_per_call):
         raise StepError(
@@ -107,7 +107,7 @@ def eval_step_of(step: Any, strategy: Strategy, *, call: str, returns: ReturnRol
             f"function itself, with all objects in one argument as the state has them: `(objects, batch) -> {returns}`."
         )
     if not isinstance(step, Distributed):
-        return _distribute_once(_callable(step, call), strategy, returns)
+        return _distribute_once(_check_callable(step, call), strategy, returns)
     if step.options.args != ("state", "batch"):
         raise StepError(
             f"{step.__name__} has args={step.options.args!r}; {call} calls a step with a state and a batch. Distribute it "
@@ -126,7 +126,7 @@ def metrics_of(step: Any, metrics: Metrics) -> Metrics:
     return step.metrics if metrics is None and isinstance(step, Task) else metrics
 
 
-def _callable(step: Any, call: str = "jdist.fit") -> Callable[..., Any]:
+def _check_callable(step: Any, call: str = "jdist.fit") -> Callable[..., Any]:
     if not callable(step):
         raise StepError(
             f"{call} needs a step, it got a {type(step).__name__}: give a function of a state and a batch, or a "

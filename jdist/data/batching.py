@@ -38,6 +38,7 @@ class DatasetOptions:
     with_mask: bool = False
     steps_per_call: int = 1
     prefetch: int = 2
+    prefetch_to_device: bool = True
     share: ProcessShard = WHOLE
     copy: bool = True
 

@@ -45,17 +45,10 @@ class DistributedDataset:
     `distributed_dataset` makes it.
     """
 
-    def __init__(
-        self,
-        reader: GlobalReader | LocalReader,
-        options: DatasetOptions,
-        *,
-        hand_over: Callable[[PyTree], PyTree] | None = None,
-    ):
+    def __init__(self, reader: GlobalReader | LocalReader, options: DatasetOptions):
         self._reader = reader
         self._source = reader.source
         self._options = options
-        self._hand_over = hand_over
         self._position = 0
         self._finished = False
         self._skip = self._skipped = 0  # leading batches that the next pass and this one leave out
@@ -209,7 +202,7 @@ class DistributedDataset:
             self._prefetcher = Prefetcher(batches, depth=depth, keep_unused=is_stream, stop=self._stop)
         iterator = DatasetIterator(
             self._prefetcher or filter(None, batches),
-            hand_over=self._hand_over,
+            hand_over=None if self._options.prefetch_to_device else self._options.place,
             handed=self._handed,
             came_to_end=self._came_to_end,
             close=self.close,
@@ -396,15 +389,16 @@ def distributed_dataset(
         reader = GlobalReader(reader.source.without_short(), share, num_replicas)
     options = DatasetOptions(
         num_replicas=num_replicas,
-        place=place if prefetch_to_device else None,
+        place=place,
         place_spec=place_spec,
         partial=partial,
         with_mask=with_mask,
         steps_per_call=steps_per_call,
         prefetch=prefetch,
+        prefetch_to_device=prefetch_to_device,
         share=share,
         copy=not isinstance(source, ArraySource | RandomAccessReplicaBatches | ReplicaBatches),
     )
     if reader.resumable is not None and reader.full is not None:
         check_divisible(reader.full, options)
-    return DistributedDataset(reader, options, hand_over=None if prefetch_to_device else place)
+    return DistributedDataset(reader, options)

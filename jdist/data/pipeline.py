@@ -69,7 +69,8 @@ def prepare(numbered: Iterator[NumberedPart | None], layout: BatchLayout) -> Ite
 def _place(group: list[PyTree], sizes: tuple[int, ...], options: DatasetOptions) -> PyTree:
     batch = group[0] if options.steps_per_call == 1 else stack(group)
     rows = jax.tree.leaves(group[0])[0].shape[0]
-    batch = batch if options.place is None else options.place(batch)
+    if options.place is not None and options.prefetch_to_device:
+        batch = options.place(batch)
     if options.steps_per_call == 1:  # of several steps a call returns no rows, so nobody asks
         remember_real_rows(batch, sizes, rows)
     return batch

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from jdist.errors import ConfigError
 from jdist.report.files import write_atomically, writing
+from jdist.report.plain import to_plain
 
 Row = dict[str, Any]
 # Names in rows that are no metrics, and the prefixes of metrics of an evaluation or an epoch.
@@ -74,7 +72,7 @@ class MetricsFile:
         """
         if self._handle is None:
             raise ConfigError(f"{self.path}: the metrics of this run are closed already.")
-        row = {"step": step} | {name: _plain(value) for name, value in values.items()}
+        row = {"step": step} | to_plain(dict(values), not_finite=lambda _: None)
         with writing(self.path):
             self._handle.write(_line(row))
             self._handle.flush()
@@ -135,12 +133,3 @@ def _row(line: str) -> Row | None:
 
 def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """Converts a value to plain JSON: of numpy to Python, and what is not finite, within an array too, to null."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

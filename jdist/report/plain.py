@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Any, *, not_finite: Callable[[float], Any] = str) -> Any:
     """Converts numbers, arrays, dicts and lists for `json.dumps`; `from_plain` inverts it, but for arrays, which become lists.
+
+    `not_finite` converts NaN and infinities.
 
     Example:
         >>> to_plain({"loss": float("nan"), "counts": np.arange(2)})
@@ -20,10 +23,10 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: to_plain(each) for name, each in value.items()}
+        return {name: to_plain(each, not_finite=not_finite) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [to_plain(each, not_finite=not_finite) for each in value]
+    return not_finite(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tree_to_plain(tree: Any) -> dict[str, Any]:

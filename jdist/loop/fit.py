@@ -121,16 +121,11 @@ def fit(
     """
     check_verify(verify)
     log_every = _check_count("log_every", log_every)
-    counts = {
-        "epochs": epochs,
-        "steps": steps,
-        "steps_per_epoch": steps_per_epoch,
-        "steps_per_call": steps_per_call,
-        "eval_every": eval_every,
-    }
-    epochs, steps, steps_per_epoch, steps_per_call, eval_every = (
-        None if value is None else _check_count(name, value) for name, value in counts.items()
-    )
+    epochs = _check_optional_count("epochs", epochs)
+    steps = _check_optional_count("steps", steps)
+    steps_per_epoch = _check_optional_count("steps_per_epoch", steps_per_epoch)
+    steps_per_call = _check_optional_count("steps_per_call", steps_per_call)
+    eval_every = _check_optional_count("eval_every", eval_every)
     if epochs is not None and steps is not None:
         raise StepError(f"`epochs` is {epochs} and `steps` is {steps}; give one of them.")
     if steps_per_epoch is not None and steps is None:
@@ -143,7 +138,6 @@ def fit(
         if eval_step is not None and not isinstance(eval_step, Distributed) and callable(eval_step):
             eval_step = objects.of_state(eval_step)
     metrics = metrics_of(step, metrics)
-    per_call = train_step.options.steps_per_call
     feed = open_feed(
         data,
         strategy,
@@ -152,7 +146,7 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         global_batch=global_batch,
         shuffle_seed=shuffle_seed,
-        steps_per_call=per_call,
+        steps_per_call=train_step.options.steps_per_call,
         batch_axis=train_step.options.batch_axis,
     )
     evaluation = _evaluation(step, eval_step, eval_data, strategy, eval_every, eval_strategy, global_batch, metrics)
@@ -265,6 +259,10 @@ def _check_count(name: str, value: Any) -> int:
     if (number := as_int(value, least=1)) is None:
         raise StepError(f"`{name}` is {value!r:.80}; it must be a whole number, 1 or more.")
     return number
+
+
+def _check_optional_count(name: str, value: Any) -> int | None:
+    return None if value is None else _check_count(name, value)
 
 
 def _name_step(exc: Exception, step: Any, first: int) -> str:

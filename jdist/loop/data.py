@@ -59,7 +59,7 @@ class Feed:
             self._passed += 1
             if self._passed > skip:
                 yield batch
-            del batch  # whether a worker's batch is still wanted is of interest
+            del batch  # so that a worker sees when nobody wants it any more
 
     def end_pass(self) -> None:
         """Ends the pass: a position that is saved now is the beginning of the next one."""
@@ -104,7 +104,7 @@ def open_feed(
     the step's.
 
     Raises:
-        DatasetError: `data` is nothing to train on, or an option does not go with it.
+        DatasetError: `data` is not data, or an option does not go with it.
     """
     kind = _kind(data)
     if is_arrays(data):

@@ -11,11 +11,14 @@ TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in no
 ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # attempts of `jdist launch` before this one
 RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another
 _DIGITS = re.compile(r"[0-9]{1,18}")
+# Where it finds no TPU, libtpu sets variables of its process to this note, TPU_WORKER_ID among them; children inherit it.
+_LIBTPU_NOTE = "WARNING: could not determine TPU "
 
 
 def text(environ: Mapping[str, str], variable: str) -> str | None:
-    """Reads a variable, without the white space round it; None if it is not set or blank."""
-    return environ.get(variable, "").strip() or None
+    """Reads a variable, without the white space round it; None if it is not set, blank, or libtpu's note of no TPU."""
+    value = environ.get(variable, "").strip()
+    return None if not value or value.startswith(_LIBTPU_NOTE) else value
 
 
 def whole_number(digits: str) -> int | None:

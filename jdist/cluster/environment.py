@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from jdist.cluster.address import ALLOWED, problem, refused
 
-TOKEN = "JDIST_TOKEN"  # shared by the processes of a job: process 0 takes in nobody without it
-ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # attempts of `jdist launch` before this one
-RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process leaves a record of the loss of another
+TOKEN = "JDIST_TOKEN"  # a job's secret: process 0 takes in nobody without it
+ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # number of attempts of `jdist launch` before this one
+RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process writes the record of a lost one
 _DIGITS = re.compile(r"[0-9]{1,18}")
 # Where it finds no TPU, libtpu sets variables of its process to this note, TPU_WORKER_ID among them; children inherit it.
 _LIBTPU_NOTE = "WARNING: could not determine TPU "
@@ -55,7 +55,7 @@ def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
 
 
 def index(environ: Mapping[str, str], variable: str, count: int, count_from: str, mend: str) -> int:
-    """Reads the number from 0 to `count` - 1 in a variable that must be set; `count_from` is the variable of `count`."""
+    """Reads a number below `count`, which is from `count_from`, in a variable that must be set."""
     value = needed(environ, variable, mend)
     if value >= count:
         raise refused(variable, value, f"from 0 to {count - 1}, as {count_from} says that there are {count}", mend)

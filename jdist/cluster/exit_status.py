@@ -1,4 +1,4 @@
-"""The end of a process: its exit code, by which launchers and schedulers learn how it ended, and ways to end it at once."""
+"""Exit codes, by which launchers and schedulers learn how a process ended, and ways to end it at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def of(error: BaseException) -> int:
 
 
 def of_uncaught(error: BaseException) -> int:
-    """Maps an uncaught exception to an exit code: `USAGE` is 1 here, as Python itself gives no other code."""
+    """Maps an uncaught exception to an exit code, as `of` but with 1, which is Python's own, in place of `USAGE`."""
     code = of(error)
     return FAILED if code == USAGE else code
 
@@ -78,7 +78,7 @@ _notes: list[str] = []
 
 
 def unfinished(why: str) -> None:
-    """Notes that the program ends before its work is done; `why` is a clause."""
+    """Notes, as a clause, why the program ends before its work is done."""
     _notes.append(why)
 
 
@@ -91,7 +91,7 @@ def failed(code: int) -> None:
 
 
 def is_finished() -> bool:
-    """Whether there is no note, and no exception has reached the interpreter."""
+    """Whether the program's work is done: no note, and no exception has reached the interpreter."""
     return not _notes and getattr(sys, "last_value", None) is None
 
 
@@ -101,7 +101,7 @@ def is_interactive() -> bool:
 
 
 def exit_if_uncaught(error: BaseException | None, code: int) -> None:
-    """Ends the process with `code` if that error has ended the program; for `atexit`, where Python itself exits with 1."""
+    """Ends the process with `code` if `error` has ended the program, where Python itself would exit with 1; for `atexit`."""
     if error is not None and getattr(sys, "last_value", None) is error and not is_interactive():
         logging.shutdown()
         sys.stdout.flush()
@@ -112,7 +112,7 @@ def exit_if_uncaught(error: BaseException | None, code: int) -> None:
 class HardExit:
     """Ends the process from any thread, whatever the others hold or wait for.
 
-    Its own thread writes the last words, and is started at once: at the end of a program, Python starts no more.
+    A thread of its own writes the last words. It is started at once, as Python starts none at the end of a program.
     """
 
     def __init__(self) -> None:
@@ -120,10 +120,7 @@ class HardExit:
         threading.Thread(target=self._write, name="jdist-last-words", daemon=True).start()
 
     def exit(self, code: int, *last_words: Callable[[], object]) -> NoReturn:
-        """Ends the process with `code` after `last_words`, which get 2 s.
-
-        JAX's own shutdown, which would wait for the other processes, is left out.
-        """
+        """Ends the process after `last_words`, which get 2 s; without JAX's shutdown, which would wait for others."""
         written = threading.Event()
         for words in (*last_words, sys.stdout.flush, sys.stderr.flush, written.set):
             self._words.put(words)
@@ -131,7 +128,7 @@ class HardExit:
         os._exit(code)
 
     def close(self) -> None:
-        """Ends the thread, where nothing is left to be ended."""
+        """Ends the thread."""
         self._words.put(None)
 
     def _write(self) -> None:

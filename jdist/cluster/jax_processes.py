@@ -1,4 +1,4 @@
-"""JAX's own distributed runtime: whether it may be started, its start, and its errors."""
+"""JAX's distributed runtime: checks before it starts, its start, and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATUS = re.compile(
 
 
 def check_unused() -> None:
-    """Refuses a process in which JAX runs already, before it keeps the others waiting.
+    """Refuses a process in which JAX runs already, before others wait for it.
 
     Raises:
         ClusterError: JAX, or its distributed runtime, has been started.
@@ -48,22 +48,22 @@ def is_started() -> bool:
 
 
 def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) -> None:
-    """Starts JAX's runtime in this process of a cluster; returns once all have.
+    """Starts JAX's runtime in this process, and waits until all have.
 
-    `bind_address` is the coordinator's numeric address on process 0, and None on others.
+    `bind_address` is where the coordinator listens on process 0; None on the others.
 
     Raises:
         jax.errors.JaxRuntimeError: not all came in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would catch SIGTERM for its own agreement on a step, and a program that does not ask for it would never end.
+    # It catches SIGTERM for its own agreement on a step; a program that does not ask for that would never end.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=spec.coordinator_address,
         num_processes=spec.num_processes,
         process_id=spec.process_index,
         local_device_ids=None if spec.local_device_ids is None else list(spec.local_device_ids),
-        # Else JAX looks at Slurm's variables again, and takes one of a task's GPUs.
+        # Else JAX reads Slurm's variables again, and takes only one of a task's GPUs.
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout_s)),
         coordinator_bind_address=bind_address,
@@ -71,11 +71,7 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
 
 
 def check_devices(devices: Sequence[Any]) -> None:
-    """Refuses processes with different numbers of devices, as rows are shared out by process.
-
-    Raises:
-        DeviceError: they have.
-    """
+    """Refuses, by a DeviceError, processes with different numbers of devices: each gets as many rows as any other."""
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"process {i} has {counts[i]}" for i in sorted(counts))
@@ -86,7 +82,7 @@ def check_devices(devices: Sequence[Any]) -> None:
 
 
 def is_error_of_jax(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, came from JAX's runtime, as a broken collective's does."""
+    """Whether an error, or one that led to it, came from JAX's runtime, as a broken collective's does."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
             return True

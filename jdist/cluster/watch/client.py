@@ -1,7 +1,7 @@
-"""A process's connection to process 0: sends beats, receives news of the others, notices at once when one is lost.
+"""`Watch`: a process's connection to process 0, which sends beats and hears at once when a process is lost.
 
 Its thread goes on while the program is blocked in a collective, which a lost process would block for ever. It alone
-uses the connection; the program leaves it messages, and may do so from a signal handler.
+uses the connection; the program leaves it messages, also from a signal handler.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jdist.cluster import failpoints
 from jdist.cluster.address import join
 from jdist.cluster.failpoints import Point
 from jdist.cluster.watch.exchanges import Exchanges
-from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, WakeupPipe
+from jdist.cluster.watch.messages import MOST_BYTES, BadMessage, Connection, Message, WakeupPipe
 from jdist.errors import ClusterError, ClusterTimeoutError, PeerLostError
 
 _FOR_EVER_S = 1e9  # JSON has no infinity
-_QUIET_S = 5.0  # a longer wait for the others to come is reported on standard error
+_QUIET_S = 5.0  # a longer wait for the others is reported on standard error
 _TRY_S, _RETRY_S = 2.0, 0.2
 _BROKEN = "its connection broke: it was killed, or has crashed"
 
@@ -35,14 +35,13 @@ class Identity:
     """Who this process is, and where it finds process 0."""
 
     process: int  # its index
-    # of all processes, by index, "host:port"; None: process 0 sees where it comes from
-    addresses: tuple[str | None, ...]
+    addresses: tuple[str | None, ...]  # "host:port" of all, by index; None: process 0 sees where it comes from
     host: str  # process 0's host
-    port: int  # the port that process 0 watches on
-    token: str  # shared by all processes of the job; "" for none
+    port: int  # process 0's watch port
+    token: str  # the job's secret; "" for none
 
     def label(self, process: int) -> str:
-        """Names a process for people: its number, and its address if that is known."""
+        """Names a process for people: its index, and its address if that is known."""
         address = self.addresses[process] if 0 <= process < len(self.addresses) else None
         return f"process {process}" + (f" ({address})" if address else "")
 
@@ -53,14 +52,14 @@ class Watch:
     Args:
         identity: who this process is.
         start_timeout_s: how long to wait until all processes have come.
-        silence_s: a process that is not heard of for so long is lost.
+        silence_s: seconds of silence after which a process is lost.
         on_lost: called once, from the thread, when a process is lost; the program is to end.
-        is_waiting: whether the program waits for other processes now; one that has left never comes.
+        is_waiting: whether the program waits for other processes now.
         patience_s: how long it may wait at one step.
         where: where the program is; see `whereabouts`.
 
     Attributes:
-        exchanges: of values between all processes.
+        exchanges: those of all processes.
 
     Raises:
         ClusterTimeoutError: process 0 was not reached, did not answer, or not all came, in time.
@@ -83,7 +82,7 @@ class Watch:
         self._waits_since, self._waits_at = None, 0
         self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._send)
-        self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._addresses: tuple[str, ...] = ()
         self._no_start: ClusterError | None = None
@@ -109,12 +108,12 @@ class Watch:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the processes are, by index; known once all have come."""
+        """The processes' addresses, by index; empty until all have come."""
         return self._addresses
 
     @property
     def stopping(self) -> str | None:
-        """Why all processes are to stop, as one of them wished; None if nobody did."""
+        """Why all processes are to stop; None if nobody wishes it."""
         return self._stopping
 
     @property
@@ -122,7 +121,7 @@ class Watch:
         return self._lost
 
     def progress(self, step: int) -> None:
-        """Notes the step that the program is at, for the record of a loss."""
+        """Sets the step that the program is at, for the record of a loss."""
         self._step = step
 
     def wish_to_stop(self, reason: str) -> None:
@@ -130,11 +129,10 @@ class Watch:
         self._send({"type": "wish", "reason": reason})
 
     def stops_after(self, step: int) -> bool:
-        """Whether all processes stop now, after `step` steps; to be asked after every step, by all.
+        """Whether all processes stop now, after `step` steps; asked by all, after every step.
 
-        Once one of them wishes to stop, each sends the last step that it has gone past, and goes past no other before it
-        knows the furthest: all stop when they next ask. No process waits here for the program of another, which may itself
-        be blocked in a step that needs this one.
+        Once one of them wishes to stop, each sends the last step that it has passed, and passes no other until it knows
+        where all stop. No process waits here for another's program, which may be blocked in a step that needs this one.
 
         Raises:
             ClusterTimeoutError: process 0 did not answer in time.
@@ -152,7 +150,7 @@ class Watch:
         return step >= self._stop_at
 
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
-        """Waits for the loss of a process, which may be why a collective has failed; None if none is noticed in time."""
+        """Waits for the loss of a process, which may be why a collective failed; None if there is none in time."""
         self._wait_for(lambda: False, timeout_s)
         return self._lost
 
@@ -163,7 +161,7 @@ class Watch:
             PeerLostError: a process was lost meanwhile.
         """
         self._send({"type": "bye"})
-        # However long they still compute: as long as they are heard of, they will come to their end.
+        # Without a limit: as long as the others are heard of, they will come to their end.
         self._wait_for(lambda: len(self._left) == len(self.identity.addresses), None)
         self._raise_if_lost()
 
@@ -175,12 +173,12 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection at once; to the others this process is lost then, unless it has parted."""
+        """Ends the connection at once; to the others this process is lost, unless it has parted."""
         self._closed = True
         self._wakeup.wake()
         self._thread.join(2.0)
 
-    def _hello(self) -> dict[str, Any]:
+    def _hello(self) -> Message:
         identity = self.identity
         hello = {
             "type": "hello",
@@ -192,7 +190,7 @@ class Watch:
         return hello | ({} if address is None else {"address": address})
 
     def _await_start(self, start_timeout_s: float) -> None:
-        # Process 0 names the missing when its own time is over, which may have begun a little later.
+        # Process 0 names the missing when its own time is over, and that may have begun a little later.
         left_s = start_timeout_s + 2 * self._silence_s
         self._wait_for(self._is_decided, min(_QUIET_S, left_s))
         if not self._is_decided() and self._lost is None:
@@ -222,7 +220,7 @@ class Watch:
         if self._lost is not None:
             raise self._lost
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         self._outbox.put(message)
         self._wakeup.wake()
 
@@ -303,7 +301,7 @@ class Watch:
                 self._outbox.put({"type": "misses", "process": min(left)})  # all hear of it then, this one too
         return None
 
-    def _beat(self, now_s: float) -> dict[str, Any]:
+    def _beat(self, now_s: float) -> Message:
         step = self._step
         if not self._is_waiting():
             self._waits_since = None
@@ -313,8 +311,8 @@ class Watch:
         patience_s = float(min(self._patience_s(), _FOR_EVER_S))
         return {"type": "beat", "step": step, "waits_s": waits_s, "patience_s": patience_s}
 
-    def _take(self, message: dict[str, Any]) -> PeerLostError | None:
-        """Takes in a message; returns the loss, if it is one."""
+    def _take(self, message: Message) -> PeerLostError | None:
+        """Takes in a message; returns the loss if it reports one."""
         with self._changed:
             match message:
                 case {"type": "welcome", "addresses": list(addresses)}:
@@ -333,9 +331,11 @@ class Watch:
                     # A restart helps nothing where some were started for a job of another size.
                     lasts = message.get("misnumbered") is True
                     self._no_start = ClusterError(text) if lasts else ClusterTimeoutError(text)
-                case {"type": "values", "key": str(), "values": list()}:
-                    self.exchanges.take(message)
-                case {"type": "void", "key": str(), "process": int()}:
+                case {"type": "values", "key": str(), "values": list()} | {
+                    "type": "void",
+                    "key": str(),
+                    "process": int(),
+                }:
                     self.exchanges.take(message)
                 case {"type": "where"}:
                     self._outbox.put({"type": "at", **self._where()})

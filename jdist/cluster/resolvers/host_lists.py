@@ -21,7 +21,7 @@ from jdist.cluster.resolvers.jax_env import (
 from jdist.cluster.spec import ClusterSpec
 
 SM_HOSTS, SM_CURRENT = "SM_HOSTS", "SM_CURRENT_HOST"
-_SM_PORT = 2223  # free on every host: nothing else runs there
+_SM_PORT = 2223  # free on every host, as nothing else runs there
 _SM_MEND = 'SageMaker sets it, as ["algo-1", "algo-2"].'
 _SKY_NODES, _SKY_RANK = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
 _SKY_COUNT, _SKY_TASK = "SKYPILOT_NUM_NODES", "SKYPILOT_TASK_ID"
@@ -33,14 +33,14 @@ _LSF_MEND = "LSF sets it; start the tasks by blaunch."
 def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
     """Reads SM_HOSTS, a JSON list of all hosts, and SM_CURRENT_HOST: one process on each host, with all its GPUs.
 
-    The processes are numbered in the hosts' order, algo-2 before algo-10. Where SageMaker starts the program by mpirun or
-    torchrun, with several processes on a host, `open_mpi` and `torchrun` come first.
+    The hosts are sorted, algo-2 before algo-10. Where SageMaker starts several processes on a host, by mpirun or torchrun,
+    `open_mpi` and `torchrun` come first.
 
     Returns:
         The spec, with workers alone; None if SM_HOSTS is not set.
 
     Raises:
-        ClusterConfigError: no list of hosts, a host twice, or this host is not among them.
+        ClusterConfigError: there is no list of hosts, a host is in it twice, or this host is not in it.
 
     Example:
         >>> sagemaker({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"})
@@ -68,7 +68,7 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
         The spec, with workers alone; None if there is one node, or the variables are not set.
 
     Raises:
-        ClusterConfigError: a node twice, a rank that is none of theirs, or another number of nodes.
+        ClusterConfigError: a node is listed twice, or the rank or the number of nodes does not fit the list.
 
     Example:
         >>> skypilot({"SKYPILOT_NODE_IPS": "10.0.0.4\\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"})
@@ -98,16 +98,16 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
-    """Reads the hosts of this LSF job, "hostA 1 hostB 1", and which of blaunch's tasks this is, from 1 on.
+    """Reads the hosts of this LSF job, "hostA 1 hostB 1", and the number of this task of blaunch's, from 1 on.
 
-    It needs one slot on each host (`bsub -n 4 -R "span[ptile=1]" blaunch ...`): of several slots LSF does not say how many
-    tasks blaunch has started. jsrun's ranks are those of `mpi`.
+    It needs one slot on each host (`bsub -n 4 -R "span[ptile=1]" blaunch ...`), as LSF does not say how many tasks blaunch
+    has started in several. jsrun's ranks are those of `mpi`.
 
     Returns:
-        The spec, with workers alone; None if blaunch has not started this, or it is the only task.
+        The spec, with workers alone; None if blaunch has not started this process, or it is the only task.
 
     Raises:
-        ClusterConfigError: several slots on a host, or a variable that is missing or holds something else.
+        ClusterConfigError: a host has several slots, or a variable is missing or holds something else.
 
     Example:
         >>> lsf({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 1 hostB 1", "LSF_PM_TASKID": "2"})
@@ -134,7 +134,7 @@ def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def lsf_slots(listed: str) -> dict[str, int]:
-    """Reads how many slots each host has.
+    """Parses LSF's list of hosts with their numbers of slots.
 
     Example:
         >>> lsf_slots("hostA 2 hostB 1")
@@ -150,7 +150,7 @@ def lsf_slots(listed: str) -> dict[str, int]:
 def sagemaker_rank_0(environ: Mapping[str, str], current: str) -> tuple[str, str]:
     """Finds the address of process 0 under SageMaker's mpirun, and its variables.
 
-    mpirun runs on the host of rank 0, and hands its SM_CURRENT_HOST, `current`, on to all ranks.
+    mpirun runs on rank 0's host, and passes that host's SM_CURRENT_HOST, `current`, to all ranks.
     """
     if (wrong := host_problem(current)) is not None:
         raise refused(SM_CURRENT, current, "the name of a host", wrong)
@@ -188,9 +188,9 @@ def _sagemaker_hosts(source: str) -> list[str]:
             raise refused(SM_HOSTS, host, "the name of a host", _SM_MEND, field=f"[{i}]")
         if host in hosts[:i]:
             raise refused(SM_HOSTS, host, "there once only", _SM_MEND, field=f"[{i}]")
-    return sorted(hosts, key=_numeric)
+    return sorted(hosts, key=_by_numbers)
 
 
-def _numeric(host: str) -> list[tuple[int, str]]:
-    """Makes a key that sorts numbers within names by their value."""
+def _by_numbers(host: str) -> list[tuple[int, str]]:
+    """Makes a key that sorts names by the values of the numbers in them."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"([0-9]{1,18})", host)]

@@ -93,18 +93,15 @@ def arm(process: int, environ: Mapping[str, str]) -> None:
     _times.clear()
 
 
-def reached(point: Point) -> None:
-    """Fires the failures that are armed for this point."""
-    if _armed:
-        _fire(point)
-
-
 def armed() -> bool:
     """Whether any failure is armed in this process."""
     return bool(_armed)
 
 
-def _fire(point: Point) -> None:
+def reached(point: Point) -> None:
+    """Fires the failures that are armed for this point."""
+    if not _armed:
+        return
     _times[point] = _times.get(point, 0) + 1
     for failure in _armed:
         if failure.point is point and failure.nth == _times[point]:

@@ -60,6 +60,9 @@ class Watch:
 
     Attributes:
         exchanges: those of all processes.
+        addresses: those of all processes, by index; empty until all have come.
+        stopping: why all processes are to stop; None if nobody wishes it.
+        lost: the first process that was lost; None if none was.
 
     Raises:
         ClusterTimeoutError: process 0 was not reached, did not answer, or not all came, in time.
@@ -82,15 +85,15 @@ class Watch:
         self._waits_since, self._waits_at = None, 0
         self._beat_s = silence_s / 5
         self.exchanges = Exchanges(self._send)
+        self.addresses: tuple[str, ...] = ()
+        self.stopping: str | None = None
+        self.lost: PeerLostError | None = None
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._addresses: tuple[str, ...] = ()
         self._no_start: ClusterError | None = None
-        self._stopping: str | None = None
         self._stop_at: int | None = None
         self._passed, self._step = -1, 0
         self._left: set[int] = set()
-        self._lost: PeerLostError | None = None
         self._closed = self._parted = False
         connection = connect(identity, start_timeout_s)
         failpoints.reached(Point.IN_CONNECT)
@@ -105,20 +108,6 @@ class Watch:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The processes' addresses, by index; empty until all have come."""
-        return self._addresses
-
-    @property
-    def stopping(self) -> str | None:
-        """Why all processes are to stop; None if nobody wishes it."""
-        return self._stopping
-
-    @property
-    def lost(self) -> PeerLostError | None:
-        return self._lost
 
     def progress(self, step: int) -> None:
         """Sets the step that the program is at, for the record of a loss."""
@@ -140,7 +129,7 @@ class Watch:
         """
         self._step = step
         with self._changed:
-            if self._stopping is None:
+            if self.stopping is None:
                 self._passed = step
                 return False
         self._wait_for(lambda: self._stop_at is not None, 2 * self._silence_s)
@@ -152,7 +141,7 @@ class Watch:
     def wait_for_loss(self, timeout_s: float) -> PeerLostError | None:
         """Waits for the loss of a process, which may be why a collective failed; None if there is none in time."""
         self._wait_for(lambda: False, timeout_s)
-        return self._lost
+        return self.lost
 
     def say_bye(self) -> None:
         """Announces that this program has come to its end, and waits until all have.
@@ -193,7 +182,7 @@ class Watch:
         # Process 0 names the missing when its own time is over, and that may have begun a little later.
         left_s = start_timeout_s + 2 * self._silence_s
         self._wait_for(self._is_decided, min(_QUIET_S, left_s))
-        if not self._is_decided() and self._lost is None:
+        if not self._is_decided() and self.lost is None:
             count = len(self.identity.addresses)
             text = (
                 f"process {self.identity.process} waits for all of the {count} processes to come, up to {left_s:.0f} s"
@@ -202,23 +191,23 @@ class Watch:
             self._wait_for(self._is_decided, left_s - _QUIET_S)
         if self._no_start is not None:
             raise self._no_start
-        if not self._addresses and self._lost is None:
+        if not self.addresses and self.lost is None:
             raise ClusterTimeoutError(
                 f"{self.identity.label(0)} did not say within {start_timeout_s:g} s whether all processes have come. "
                 "Is its program still running? Look at its log."
             )
 
     def _is_decided(self) -> bool:
-        return bool(self._addresses or self._no_start)
+        return bool(self.addresses or self._no_start)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
         """Waits until the condition holds, a process is lost, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: condition() or self._lost is not None, timeout_s)
+            self._changed.wait_for(lambda: condition() or self.lost is not None, timeout_s)
 
     def _raise_if_lost(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
 
     def _send(self, message: Message) -> None:
         self._outbox.put(message)
@@ -232,7 +221,7 @@ class Watch:
         except (OSError, BadMessage) as exc:
             if self._parted or self._closed or self._no_start is not None:
                 pass  # the end was expected
-            elif isinstance(exc, BadMessage) and not self._addresses:
+            elif isinstance(exc, BadMessage) and not self.addresses:
                 where = join(self.identity.host, self.identity.port)
                 self._no_start = ClusterError(
                     f"what answers at {where} is not jdist's process 0 ({exc}). Is the address right?"
@@ -244,7 +233,7 @@ class Watch:
         finally:
             self._connection.close()
             self._wakeup.close()
-        self._lost = lost
+        self.lost = lost
         if lost is not None:
             self._on_lost(lost)  # first: a program that is woken would only get in the way of the record
             self.exchanges.end(lost)
@@ -316,7 +305,7 @@ class Watch:
         with self._changed:
             match message:
                 case {"type": "welcome", "addresses": list(addresses)}:
-                    self._addresses = tuple(addresses)
+                    self.addresses = tuple(addresses)
                 case {"type": "refused", "reason": str(reason)}:
                     refusal = f"{self.identity.label(0)} refused process {self.identity.process}: {reason}."
                     self._no_start = ClusterError(refusal)
@@ -340,7 +329,7 @@ class Watch:
                 case {"type": "where"}:
                     self._outbox.put({"type": "at", **self._where()})
                 case {"type": "stopping", "reason": str(reason)}:
-                    self._stopping = reason
+                    self.stopping = reason
                     self._outbox.put({"type": "passed", "step": self._passed})
                 case {"type": "stop_at", "step": int(step)}:
                     self._stop_at = step
@@ -359,7 +348,7 @@ class Watch:
         return None
 
     def _loss(self, process: int, cause: str) -> PeerLostError:
-        known = self._addresses or self.identity.addresses
+        known = self.addresses or self.identity.addresses
         address = known[process] or (
             join(self.identity.host, self.identity.port) if process == 0 else "address not known"
         )

@@ -25,6 +25,7 @@ from jdist.errors import (
     ReplicaDivergenceError,
     ShardLostError,
 )
+from jdist.support.tracebacks import causes
 
 FINISHED = 0
 FAILED = 1  # training failed: a NaN, replicas that differ, an exception
@@ -34,6 +35,7 @@ PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h: another process was lost, failed or
 INTERRUPTED = 130  # 128 + SIGINT: saved and left
 PREEMPTED = 143  # 128 + SIGTERM: saved and left
 _LAST_WORDS_S = 2.0  # then a process ends without them: nobody reads the pipe, or the disk is gone
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LOST = (PeerFailedError, PeerLostError, ClusterTimeoutError, PortInUseError, NoWorkersError, ShardLostError)
 
 
@@ -48,7 +50,7 @@ def of(error: BaseException) -> int:
     """
     if isinstance(error, PeerFailedError) and error.exit_code in (USAGE, CANNOT_WRITE):
         return error.exit_code  # then starting again helps nowhere
-    if _cannot_write(error):
+    if any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in causes(error)):
         return CANNOT_WRITE
     if isinstance(error, _LOST):
         return PEER_LOST
@@ -63,15 +65,6 @@ def of_uncaught(error: BaseException) -> int:
     """Maps an uncaught exception to an exit code, as `of` but with 1, which is Python's own, in place of `USAGE`."""
     code = of(error)
     return FAILED if code == USAGE else code
-
-
-def _cannot_write(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, says that a disk takes nothing more."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 _notes: list[str] = []

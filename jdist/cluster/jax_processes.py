@@ -11,6 +11,7 @@ import jax
 
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, DeviceError
+from jdist.support.tracebacks import causes
 
 # A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
 _STATUS = re.compile(
@@ -81,10 +82,6 @@ def check_devices(devices: Sequence[Any]) -> None:
         )
 
 
-def is_error_of_jax(error: BaseException | None) -> bool:
+def is_error_of_jax(error: BaseException) -> bool:
     """Whether an error, or one that led to it, came from JAX's runtime, as a broken collective's does."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) or _STATUS.match(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(each, jax.errors.JaxRuntimeError) or _STATUS.match(str(each)) for each in causes(error))

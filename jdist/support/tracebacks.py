@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -19,6 +19,13 @@ R = TypeVar("R")
 VARIABLE = "JDIST_TRACEBACK_FILTERING"
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _NOTE = f"jdist has left its own frames out of this traceback; {VARIABLE}=off in the environment shows them."
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def hide_own_frames(exc: BaseException) -> None:

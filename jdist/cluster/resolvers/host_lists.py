@@ -55,9 +55,8 @@ def sagemaker(environ: Mapping[str, str]) -> ClusterSpec | None:
     current = environment.text(environ, SM_CURRENT)
     if current not in hosts:
         raise refused(SM_CURRENT, current, f"one of the hosts in {SM_HOSTS}, {source[:80]}", "SageMaker sets both.")
-    port, port_from = chosen_port(environ, _SM_PORT, "")
     return _listed(
-        environ, "sagemaker", hosts, hosts.index(current), port, SM_HOSTS, port_from=port_from, index_from=SM_CURRENT
+        environ, "sagemaker", hosts, hosts.index(current), _SM_PORT, "", hosts_from=SM_HOSTS, index_from=SM_CURRENT
     )
 
 
@@ -92,9 +91,8 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
         if host in hosts[:i]:
             raise refused(_SKY_NODES, host, "there once only", _SKY_MEND, field=f"[{i}]")
     index = environment.index(environ, _SKY_RANK, count, _SKY_NODES, _SKY_MEND)
-    job = zlib.crc32(environ.get(_SKY_TASK, "").encode("utf-8", "replace"))
-    port, port_from = chosen_port(environ, derived_port(job), _SKY_TASK)
-    return _listed(environ, "skypilot", hosts, index, port, _SKY_NODES, port_from=port_from, index_from=_SKY_RANK)
+    port = derived_port(zlib.crc32(environ.get(_SKY_TASK, "").encode("utf-8", "replace")))
+    return _listed(environ, "skypilot", hosts, index, port, _SKY_TASK, hosts_from=_SKY_NODES, index_from=_SKY_RANK)
 
 
 def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
@@ -129,8 +127,8 @@ def lsf(environ: Mapping[str, str]) -> ClusterSpec | None:
     task = environment.needed(environ, _LSF_TASK, _LSF_MEND, least=1)
     if task > len(hosts):
         raise refused(_LSF_TASK, task, f"from 1 to {len(hosts)}, the number of hosts in {LSF_HOSTS}", _LSF_MEND)
-    port, port_from = chosen_port(environ, derived_port(environment.needed(environ, _LSF_JOB, _LSF_MEND)), _LSF_JOB)
-    return _listed(environ, "lsf", hosts, task - 1, port, LSF_HOSTS, port_from=port_from, index_from=_LSF_TASK)
+    port = derived_port(environment.needed(environ, _LSF_JOB, _LSF_MEND))
+    return _listed(environ, "lsf", hosts, task - 1, port, _LSF_JOB, hosts_from=LSF_HOSTS, index_from=_LSF_TASK)
 
 
 def lsf_slots(listed: str) -> dict[str, int]:
@@ -164,12 +162,13 @@ def _listed(
     hosts: list[str],
     index: int,
     port: int,
-    hosts_from: str,
-    *,
     port_from: str,
+    *,
+    hosts_from: str,
     index_from: str,
 ) -> ClusterSpec:
-    """Makes the spec of one process on each host."""
+    """Makes the spec of one process on each host; `port` is the default."""
+    port, port_from = chosen_port(environ, port, port_from)
     addresses, jobs_from = chosen_coordinator(environ, [join(host, port) for host in hosts], hosts_from, port_from)
     return workers_spec(
         environ, resolver, addresses, index, jobs_from=jobs_from, count_from=hosts_from, index_from=index_from

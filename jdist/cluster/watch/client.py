@@ -100,7 +100,14 @@ class Watch:
         everyones = (len(identity.addresses) + 1) * MOST_BYTES
         self._connection = Connection(connection, most_bytes=everyones, most_unsent_bytes=everyones)
         self._wakeup = WakeupPipe()
-        self._send(self._hello())
+        hello = {
+            "type": "hello",
+            "process": identity.process,
+            "count": len(identity.addresses),
+            "token": identity.token,
+        }
+        address = identity.addresses[identity.process]
+        self._send(hello if address is None else {**hello, "address": address})
         self._thread = threading.Thread(target=self._run, name="jdist-watch", daemon=True)
         self._thread.start()
         try:
@@ -166,17 +173,6 @@ class Watch:
         self._closed = True
         self._wakeup.wake()
         self._thread.join(2.0)
-
-    def _hello(self) -> Message:
-        identity = self.identity
-        hello = {
-            "type": "hello",
-            "process": identity.process,
-            "count": len(identity.addresses),
-            "token": identity.token,
-        }
-        address = identity.addresses[identity.process]
-        return hello | ({} if address is None else {"address": address})
 
     def _await_start(self, start_timeout_s: float) -> None:
         # Process 0 names the missing when its own time is over, and that may have begun a little later.

@@ -11,7 +11,8 @@ TOKEN = "JDIST_TOKEN"  # a job's secret: process 0 takes in nobody without it
 ATTEMPT = "JDIST_LAUNCH_ATTEMPT"  # number of attempts of `jdist launch` before this one
 RECORD_FOLDER = "JDIST_RECORD_DIR"  # where a process writes the record of a lost one
 _DIGITS = re.compile(r"[0-9]{1,18}")
-# Where it finds no TPU, libtpu sets variables of its process to this note, TPU_WORKER_ID among them; children inherit it.
+# libtpu sets TPU_WORKER_ID and others of its process to this where it finds no TPU; children
+# inherit it.
 _LIBTPU_NOTE = "WARNING: could not determine TPU "
 
 

@@ -13,7 +13,7 @@ from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, DeviceError
 from jdist.support.tracebacks import causes
 
-# A collective that fails while it is dispatched raises a ValueError that only its text tells from others.
+# Only its text tells the ValueError of a collective that fails while it is dispatched from others.
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
@@ -41,7 +41,7 @@ def is_started() -> bool:
     """Whether JAX has started its devices in this process."""
     minutes = "jax_cpu_get_global_topology_timeout_minutes"
     try:
-        # The only public sign that the devices are there: JAX refuses to change how they are started.
+        # The only public sign of started devices: JAX refuses to change how they are started.
         jax.config.update(minutes, 1 + jax.config.values[minutes])
     except RuntimeError:
         return True
@@ -57,7 +57,7 @@ def initialize(spec: ClusterSpec, bind_address: str | None, timeout_s: float) ->
         jax.errors.JaxRuntimeError: not all came in time.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It catches SIGTERM for its own agreement on a step; a program that does not ask for that would never end.
+    # It catches SIGTERM for an agreement of its own; a program that does not ask for that never ends.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=spec.coordinator_address,

@@ -206,7 +206,7 @@ class Runtime:
             if error is not None and error is not self._not_a_loss and is_error_of_jax(error):
                 watch.wait_for_loss(2 * self.timeout_s)
             self._wait_for_the_end(watch)
-            # The others learn at once that this process is gone. JAX would wait minutes for them here.
+            # The others learn at once that this process is gone. JAX would wait minutes for them.
             watch.close()
             self._hard_exit.exit(code, logging.shutdown)
         failpoints.reached(Point.AT_END)

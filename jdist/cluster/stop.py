@@ -124,7 +124,7 @@ class Preemption:
                 # Its handler may have run already.
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
         elif number != self._first[0] or now_s - self._first[1] > _SAME_SIGNAL_S:
-            # Python's own `signal.signal` is for the main thread alone, which may be waiting in XLA.
+            # Python's `signal.signal` is for the main thread alone, which may be waiting in XLA.
             ctypes.CDLL(None).signal(number, 0)
             os.kill(os.getpid(), number)
 
@@ -197,7 +197,7 @@ def preemption(
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     in_main = threading.current_thread() is threading.main_thread()
-    # The interpreter writes a signal's number here at once; a handler in Python would wait for the main thread.
+    # The interpreter writes a signal's number at once; a Python handler waits for the main thread.
     before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
     before: dict[signal.Signals, Any] = {each: signal.signal(each, stop._handle) for each in _SIGNALS if in_main}
     _handlers.append(before)

@@ -14,7 +14,8 @@ from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
 # Variables of the cluster that this launcher itself is part of.
 _REMOVED = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Below the range from which systems take ports for outgoing connections: none takes a port while its process starts.
+# Below the range from which systems take ports for outgoing connections: none takes a port while
+# its process starts.
 _RANGE = range(20_000, 32_000, 2)
 _TRIES = 2_000
 

@@ -54,7 +54,7 @@ def main(command: list[str]) -> None:
 def _start(command: list[str]) -> int:
     """Starts the process in a session of its own; an error is written to its standard error."""
     guard = os.getpid()
-    # Blocked until the child has the system's handlers: the guard's would swallow a signal that is sent to it.
+    # Blocked until the child has the system's handlers: the guard's would swallow its signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     pid = os.fork()  # no threads here, so all of Python may be used in the child
     if pid:
@@ -92,8 +92,8 @@ def _wake_on_signals() -> int:
 
 
 def _pass_on(pid: int, number: int) -> None:
-    # A scheduler that ends a job signals every process of it: this one has the signal already, and would take a second
-    # one as the wish to leave at once, without saving.
+    # A scheduler that ends a job signals every process of it: this one has the signal already, and
+    # would take a second one as the wish to leave at once, without saving.
     if time.monotonic() - _direct.get(number, -JUST_NOW_S) >= JUST_NOW_S:
         os.kill(pid, number)  # it is ours and not reaped, so the number cannot be another's
 

@@ -78,7 +78,7 @@ class Launcher:
     ) -> None:
         self._settings, self._line, self._log_dir = settings, line, log_dir
         self._devices, self._timeout_s, self._explains = devices_per_process, timeout_s, explains
-        # The job refuses processes with another token, such as those of another user of the machine.
+        # The job refuses processes with another token, such as those of another user.
         self._environ = {TOKEN: secrets.token_hex(16), **os.environ}
         self._console, self._prefixes = Console(), _prefixes(settings, servers)
         self._selector = selectors.DefaultSelector()

@@ -47,7 +47,7 @@ from jdist.launcher.exit_cause import (
 )
 
 LONGEST_BACKOFF_S = 60.0
-# A second signal this soon counts as the first: a terminal and a scheduler may both send it, or a hand twice.
+# A second signal this soon is the first: a terminal and a scheduler may both send it.
 SAME_SIGNAL_S = 1.0
 NOTICE_S = 5.0  # from the first to the last process that leaves because a peer is lost
 
@@ -127,7 +127,7 @@ def _fail(state: State, end: End) -> tuple[State, Commands]:
         plan = _plan(end.at + state.settings.stop_timeout_s, grace_s, signal.SIGKILL)
         text = "the others may save and leave"
     elif state.phase is Phase.RUNNING and end.code == PEER_LOST:
-        # All processes that run notice within a moment of each other. The rest stand still, and heed no SIGTERM.
+        # All that run notice it within a moment. The rest stand still, and heed no SIGTERM.
         leave_s = min(grace_s, NOTICE_S)
         plan = _plan(end.at + leave_s, grace_s, signal.SIGKILL)
         text = f"the others have {leave_s:g} s to leave as well"

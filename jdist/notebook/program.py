@@ -25,7 +25,7 @@ from jdist.notebook.child import input_file
 from jdist.notebook.source import NoSource
 
 _CHILD = "jdist.notebook.child"
-# Names that IPython sets in every notebook. Elsewhere the first two are Python's own, and the third does not exist.
+# Names that IPython sets in every notebook. The first two exist in Python as well.
 _OF_IPYTHON = ("exit", "quit", "get_ipython")
 # The calls that it makes of lines with `!` or `%`.
 _MAGICS = {f"get_ipython().{name}" for name in ("system", "getoutput", "run_line_magic", "run_cell_magic")}

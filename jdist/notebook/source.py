@@ -19,7 +19,8 @@ from typing import Any
 
 from jdist.notebook import values
 
-# {"defaults": {method's name, or "" for a function's own: {parameter: value}}, "attributes": {name: value}}
+# {"defaults": {method's name, "" for a function's own: {parameter: value}},
+#  "attributes": {name: value}}
 Changes = dict[str, dict[str, Any]]
 _UNKNOWN = object()  # the value of an expression that would have to be run
 

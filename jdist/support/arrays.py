@@ -85,7 +85,7 @@ def put(x: Any, sharding: Sharding | None) -> jax.Array:
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     whole = np.asarray(x)
     whole = whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
-    # A copy for each device: on CPU several of them would share one buffer, which cannot be donated.
+    # A copy for each device: on CPU several would share one buffer, which cannot be donated.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index].copy(), dtype=whole.dtype)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Mapping
 
 from jdist.cluster import environment
@@ -91,7 +90,7 @@ def skypilot(environ: Mapping[str, str]) -> ClusterSpec | None:
         if host in hosts[:i]:
             raise refused(_SKY_NODES, host, "there once only", _SKY_MEND, field=f"[{i}]")
     index = environment.index(environ, _SKY_RANK, count, _SKY_NODES, _SKY_MEND)
-    port = derived_port(zlib.crc32(environ.get(_SKY_TASK, "").encode("utf-8", "replace")))
+    port = derived_port(environ.get(_SKY_TASK, ""))
     return _listed(environ, "skypilot", hosts, index, port, _SKY_TASK, hosts_from=_SKY_NODES, index_from=_SKY_RANK)
 
 

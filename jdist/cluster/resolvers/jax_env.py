@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 from jdist.cluster import address, environment
@@ -120,8 +121,8 @@ def chosen_coordinator(
     return tuple(processes), ", ".join(dict.fromkeys(filter(None, sources)))
 
 
-def derived_port(number: int) -> int:
-    """Computes the port of process 0 from a job's number: even, as the one after it is the watch's.
+def derived_port(job: int | str) -> int:
+    """Computes the port of process 0 from a job's number or name: even, as the one after it is the watch's.
 
     It lies below the ports of outgoing connections. Jobs with neighbouring numbers have different ports.
 
@@ -129,6 +130,7 @@ def derived_port(number: int) -> int:
         >>> derived_port(0), derived_port(4095), derived_port(4096)
         (20000, 28190, 20000)
     """
+    number = job if isinstance(job, int) else zlib.crc32(job.encode("utf-8", "replace"))
     return _FIRST_PORT + 2 * (number % _PORTS)
 
 

@@ -22,7 +22,7 @@ FLUX = Launcher(
     jobs=("FLUX_JOB_ID",),
     command="flux run --env=JAX_COORDINATOR_ADDRESS=HOST:PORT",
 )
-# The first launcher whose variable of the rank is set counts. MVAPICH2, PALS and Flux set some of hydra's, too.
+# The first whose variable of the rank is set counts. MVAPICH2, PALS and Flux set some of hydra's.
 LAUNCHERS = (
     FLUX,
     Launcher(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -109,8 +108,7 @@ def _first(
         return None, (launcher.count,)
     if everyone_here:
         named = next((name for name in launcher.jobs if environment.text(environ, name) is not None), "")
-        job = zlib.crc32(environ.get(named, "").encode("utf-8", "replace"))
-        port, port_from = chosen_port(environ, derived_port(job), named)
+        port, port_from = chosen_port(environ, derived_port(environ.get(named, "")), named)
         return join("localhost", port), (launcher.local_count, port_from, launcher.count)
     if (rank_0 := first()) is not None:
         address, address_from = rank_0

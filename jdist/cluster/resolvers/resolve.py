@@ -29,7 +29,7 @@ _SRUN = f"Start every process by srun, which also sets {NODES}. {_ALONE}"
 _SLICE = (
     f"A TPU slice's hosts are in TPU_WORKER_HOSTNAMES: set it, or {_ALL} as configs/cluster/cloud_tpu.sh does. {_ALONE}"
 )
-# A variable, its value where one process was started (None: unset), and the remedy. The first that is set counts.
+# A variable, its value for a single process (None: unset), the remedy. The first that is set counts.
 _OF_SEVERAL = (
     ("PMI_ID", None, f"Here hydra tells the rank alone: set {_ALL} for each, {INDEX} to $PMI_ID. {_ALONE}"),
     ("LSF_PM_TASKID", "1", f"LSF lists a job's hosts in {LSF_HOSTS}: set it, or {_ALL}. {_ALONE}"),
@@ -103,8 +103,9 @@ def _refuse_first(environ: Mapping[str, str], signs: tuple[tuple[str, str | None
             raise refused(variable, value, "unset here" if alone is None else f"{alone} here", mend)
 
 
-# First what was written for this job, then what a launcher sets for each process, then what a platform sets on its hosts.
-# mpirun in a Slurm allocation starts its helpers by srun, one task a node, and its ranks inherit their variables.
+# First what was written for this job, then what a launcher sets for each process, then what a
+# platform sets on its hosts. mpirun in a Slurm allocation starts its helpers by srun, one task a
+# node, and its ranks inherit their variables.
 STARTED: tuple[Resolver, ...] = (
     tf_config,
     kubernetes,

@@ -83,7 +83,8 @@ def slurm(environ: Mapping[str, str], *, jobs: Mapping[str, int] | None = None) 
     if local_rank not in (None, local):
         raise refused(LOCAL_RANK, local_rank, f"{local}, as {RANK} is {rank} and {tasks_from} says so", _MEND)
     job, step = environment.needed(environ, JOB, _MEND), environment.number(environ, STEP, _MEND) or 0
-    # Steps of one job often share nodes: 7 lies between the ports of a job's first step and the next job's.
+    # Steps of one job often share nodes: 7 lies between the ports of a job's first step and the
+    # next job's.
     port, port_from = chosen_port(environ, derived_port(7 * job + step), JOB)
     # The port of the first task of each node; the others have the ports after it, two each.
     addresses = [join(nodes[node], port + 2 * local) for node, local in places]

@@ -175,7 +175,7 @@ class Watch:
         self._thread.join(2.0)
 
     def _await_start(self, start_timeout_s: float) -> None:
-        # Process 0 names the missing when its own time is over, and that may have begun a little later.
+        # Process 0 names the missing when its own time is over, which may have begun later.
         left_s = start_timeout_s + 2 * self._silence_s
         self._wait_for(self._is_decided, min(_QUIET_S, left_s))
         if not self._is_decided() and self.lost is None:

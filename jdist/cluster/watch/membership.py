@@ -51,7 +51,7 @@ class Member:
     waits_s: float = 0.0  # how long it has waited for others at that step
     patience_s: float = math.inf  # how long that may be
     place: Message | None = None  # its phase and stack; None until it has answered the last "where"
-    # the last step that it went past, sent once all are to stop; it waits at the next until it knows when
+    # the last step that it passed, sent once all are to stop; then it waits to hear when
     passed: int | None = None
     left: bool = False  # whether its program has come to its end
     gone: bool = False  # whether it has parted from the others

@@ -75,7 +75,7 @@ def whereabouts(thread: int, busy: str | None, *, waits: bool) -> dict[str, Any]
     ]
     return {
         "phase": phase or (WAITING if waits else HOST),
-        # A process that saves or evaluates and waits for the others meanwhile does not keep them waiting.
+        # A process that waits for the others while it saves or evaluates does not hold them up.
         "may_last": phase is not None and (busy is not None or not waits or phase in _ALONE),
         "where": next(iter(of_program or stack), "no frame"),
         "stack": stack[:_MOST_FRAMES][::-1],

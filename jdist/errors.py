@@ -67,7 +67,7 @@ class GlobalViewError(StepError):
 
 
 class VerificationError(StepError):
-    """A step on many replicas is not what it is on one with the whole batch, and `verify="strict"` forbids that.
+    """A step computes something else on many replicas than on one with all rows, and `verify="strict"` forbids it.
 
     Attributes:
         verification: what `jdist.verify` found.

@@ -48,7 +48,7 @@ def normalized(address: str) -> tuple[str, int]:
 
 
 def problem(address: str) -> str | None:
-    """Finds what is wrong with an address `host:port`, as the remedy; None if nothing is.
+    """Finds the remedy for a text that is not an address `host:port`; None if it is one.
 
     Example:
         >>> problem("n1:2222"), problem("grpc://n1:2222")

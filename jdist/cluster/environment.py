@@ -56,7 +56,7 @@ def needed(environ: Mapping[str, str], variable: str, mend: str, *, least: int =
 
 
 def index(environ: Mapping[str, str], variable: str, count: int, count_from: str, mend: str) -> int:
-    """Reads a number below `count`, which is from `count_from`, in a variable that must be set."""
+    """Reads a number below `count`, the value of `count_from`, from a variable that must be set."""
     value = needed(environ, variable, mend)
     if value >= count:
         raise refused(variable, value, f"from 0 to {count - 1}, as {count_from} says that there are {count}", mend)

@@ -121,7 +121,7 @@ def exit_code(end: End) -> int:
 
 
 def restart_may_help(end: End) -> bool:
-    """Whether a restart may help, as it does not after a usage error, on a full disk, or without a program."""
+    """Whether a restart may help; not after a usage error, on a full disk, or for a program that cannot be started."""
     return end.code not in (USAGE, CANNOT_WRITE, *_CANNOT_BE_STARTED)
 
 

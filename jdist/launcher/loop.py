@@ -95,7 +95,7 @@ class Launcher:
         self._timed_out, self._failure = False, ""
 
     def run(self, what: str) -> Launched:
-        """Runs to the end `what`, as the first line calls it; no process is left then, nor after an exception."""
+        """Runs the launch, called `what` in its first line, to its end; no process is left, also after an exception."""
         try:
             self._say(f"{what}; logs: {self._log_dir}")
             state = self._run()

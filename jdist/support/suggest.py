@@ -18,7 +18,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def closest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Finds the valid name nearest to `name`; None if none is near, which at `cutoff` 1 only the same name is."""
+    """Finds the valid name nearest to `name`; None if none is near. With `cutoff` 1 only the same name is."""
     return next(iter(difflib.get_close_matches(name, sorted(set(valid)), n=1, cutoff=cutoff)), None)
 
 

@@ -75,7 +75,7 @@ class Connection:
             raise ConnectionError("it does not take in what it is sent")
 
     def flush(self) -> None:
-        """Sends what can be sent now; of a broken connection `receive` tells, after the last words that came by it."""
+        """Sends what can be sent now; `receive` reports a broken connection, after its last words."""
         try:
             while self._unsent:
                 del self._unsent[: self.connection.send(self._unsent)]

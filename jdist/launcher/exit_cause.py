@@ -136,15 +136,12 @@ def describe(end: End) -> str:
     if meaning == Kind.STALLED:
         return "did not end and had to be killed"
     if end.code < 0:
-        return f"was killed by {signal_name(-end.code)}"
+        number = -end.code  # real-time signals have no name
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"was killed by {name}"
     remark = {Kind.PEER_LOST: " (it lost a peer)", Kind.LEFT: " (asked to stop, not by the launcher)"}
     more = " (a disk is full, or may not be written)" if end.code == CANNOT_WRITE else remark.get(meaning, "")
     return f"ended with exit code {end.code}{more}"
-
-
-def signal_name(number: int) -> str:
-    """Names a signal, `SIGKILL` for 9; real-time signals have only a number."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def explanation(stderr: str) -> list[str]:

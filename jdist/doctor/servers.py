@@ -1,4 +1,4 @@
-"""Checks of a parameter server's cluster: tokens and certificates, and whether each server answers this process."""
+"""Checks of a parameter server's cluster: token and certificates, and whether each server answers this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTINGS = 'SECURITY.md and docs/clusters.md ("A parameter server\'s cluster") 
 
 
 def servers(spec: ClusterSpec, environ: Mapping[str, str], *, alone: bool, timeout_s: float) -> list[Finding]:
-    """Makes all these checks, or with `alone` those that need no server; servers have `timeout_s` to come."""
+    """Makes all these checks, with `alone` those that need no server; servers have `timeout_s` to start."""
     try:
         security = read_security(environ)
     except ClusterConfigError as exc:
@@ -46,7 +46,7 @@ def _protection(spec: ClusterSpec, security: Security) -> Finding:
 
 
 def _certificate(security: Security) -> list[Finding]:
-    """Checks that the certificate serves for both sides of a connection; one for one side alone may be intended."""
+    """Checks that the certificate serves both sides of a connection; one for a single side may be intended."""
     if security.files is None:
         return []
     certificate, _, authority = security.files
@@ -80,7 +80,7 @@ def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Fi
 
 
 def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Trouble | None]:
-    """Finds why each server cannot be reached, if it cannot, once waiting longer does not help."""
+    """Finds why each server cannot be reached, None if it can; waits as long as that may help."""
     begin, is_reported = time.monotonic(), False
     troubles: dict[str, Trouble | None] = {}
     missing = list(named)

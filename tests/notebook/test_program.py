@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist.errors import LaunchError
-from jdist.notebook.child import returned_file
+from jdist.notebook.child import result_file
 from jdist.notebook.program import Program
 from jdist.notebook.values import read
 from tests.notebook.notebook_cells import add, namespace
@@ -21,7 +21,7 @@ def run(tmp_path, fn, args=()):
     """What the function returns where there is only its script."""
     script = Program(fn, args).write(tmp_path, command="jdist launch --processes 3")
     runpy.run_path(str(script), run_name="__main__")
-    return read(returned_file(script))
+    return read(result_file(script))
 
 
 def launched(tmp_path, *cells, args=()):

@@ -18,7 +18,7 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a function, its annotations as objects where they can be had, else as text."""
+    """Returns the signature of a function, its annotations as objects where they can be had, else as text."""
     try:
         return inspect.signature(function, eval_str=True)
     except (NameError, AttributeError, TypeError):  # an annotation that only type checkers can resolve
@@ -26,22 +26,17 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, those of unions within it too; of anything else itself."""
+    """Lists the members of a union, those of unions within it too; of anything else itself."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(annotation) for member in alternatives(part))
     return (annotation,)
 
 
 def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
-    """Says what is wrong with giving a value for a parameter.
+    """Says what is wrong with giving a value, as YAML holds it, for a parameter: `"x" is not a whole number`.
 
-    Args:
-        value: a value as YAML holds it.
-        parameter: its annotation is looked at, and whether None is its default.
-
-    Returns:
-        `"x" is not a whole number`; None if the value is allowed, or if the annotation names a type that a config
-        has no word for: what may be given is then for the function to say.
+    None if the value is allowed, or if the annotation names a type that a config has no word for: what may be given is
+    then for the function to say.
 
     Example:
         >>> misfit("x", inspect.Parameter("n", inspect.Parameter.KEYWORD_ONLY, annotation=int | None))
@@ -92,18 +87,14 @@ def check_options(
     key: Key,
     wrong: Callable[[Any, inspect.Parameter], str | None] = misfit,
 ) -> Iterator[Problem]:
-    """Compare options with what a function takes by keyword.
+    """Yields a problem for each option that a function does not take, has the wrong type, or is missing.
 
     Args:
         function: the function that is to be called with `**options`.
         options: names and values.
         called: what to call the function in a message, such as `optax.adamw`.
         key: the config key that the options are under.
-        wrong: says what is wrong with a value for a parameter, or None; by its annotation, unless given.
-
-    Yields:
-        A problem for each unknown option, each value of the wrong type, and each argument without default that is
-        missing.
+        wrong: says what is wrong with a value for a parameter, or None; `misfit` by its annotation.
     """
     parameters = signature(function).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

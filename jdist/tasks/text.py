@@ -32,7 +32,7 @@ def make(
     eval_context: int | None = None,
     eval_bytes: int | None = None,
 ) -> Task:
-    """The byte-level language model.
+    """Makes the byte-level language model.
 
     Args:
         files: glob pattern or list of them, `**` for any depth; None for the `.py` files of the running
@@ -167,7 +167,7 @@ def _windows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
 
 
 def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.ndarray:
-    """At most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
+    """Takes at most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
     wanted = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
     if wanted < scored:
         raise OptionError(

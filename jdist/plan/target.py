@@ -17,6 +17,7 @@ from jdist.support.suggest import did_you_mean
 if TYPE_CHECKING:
     from jdist.core.strategy import Device, Strategy
 
+# Options of strategies that say where they run.
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
 KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
 
@@ -114,16 +115,16 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
     """
     from jdist.strategies.by_name import STRATEGIES
 
-    # On given devices these are `mirrored`.
+    # On chosen devices these are `mirrored`.
     function = STRATEGIES["mirrored" if name in ("tpu", "multi_worker") else name]
-    kept = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
-    known = inspect.signature(function).parameters
-    if "devices" in known:
-        strategy = function(devices=devices, **kept)
-    elif "device" in known:
-        strategy = function(device=devices[0], **kept)
+    others = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
+    parameters = inspect.signature(function).parameters
+    if "devices" in parameters:
+        strategy = function(devices=devices, **others)
+    elif "device" in parameters:
+        strategy = function(device=devices[0], **others)
     elif target.is_here:
-        strategy = function(**kept)
+        strategy = function(**others)
     else:
         raise StrategyError(
             f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored"

@@ -113,6 +113,7 @@ def too_large(message: str) -> TooLarge:
 
 
 def _bytes(text: str) -> int:
+    """Reads a size such as "17.50G"."""
     exponent = "KMGT".find(text[-1]) + 1
     return round(float(text.rstrip("KMGT")) * 1024**exponent)
 

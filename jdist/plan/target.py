@@ -1,4 +1,4 @@
-"""The devices to compile for, named by `--topology`, and a config's strategy on them."""
+"""The devices to compile for, named by `--topology`, and a config's strategy on them; JAX is imported where it is needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from jdist.errors import DeviceError, StrategyError
@@ -34,6 +35,16 @@ class Target:
     def is_here(self) -> bool:
         """Whether the devices are here, so that a step can also be run."""
         return self.platform != "tpu"
+
+    @property
+    def domain_chips(self) -> int | None:
+        """Number of chips that the fast links join, where the topology says so; None: as many as they join at most."""
+        if self.is_here:
+            return None
+        from jdist.strategies.topology import parse_topology
+
+        topology = parse_topology(self.name)
+        return prod(topology.shape) if topology.slices > 1 else None
 
 
 def parse_target(name: str) -> Target:

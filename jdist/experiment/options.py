@@ -15,6 +15,16 @@ from jdist.support.suggest import nearest
 
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _MAPPINGS = (dict, collections.abc.Mapping)
+# Annotations in a config's words, and the types of values that fit; subclasses do not, as True is an int.
+_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    types.NoneType: ("null", (types.NoneType,)),
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    str: ("text", (str,)),
+    **dict.fromkeys(_LISTS, ("a list", (list,))),
+    **dict.fromkeys(_MAPPINGS, ("a mapping of keys to values", (dict,))),
+}
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -44,9 +54,9 @@ def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
     """
     if value is None and parameter.default is None:
         return None
-    kinds = [_kind(part) for part in alternatives(parameter.annotation)]
+    kinds = [_kind(part, value) for part in alternatives(parameter.annotation)]
     known = [kind for kind in kinds if kind is not None]
-    if len(known) < len(kinds) or any(accepts(value) for _, accepts in known):
+    if len(known) < len(kinds) or any(fits for _, fits in known):
         return None
     return f"{show(value)} is not {' or '.join(dict.fromkeys(words for words, _ in known))}"
 
@@ -56,26 +66,15 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(annotation: Any) -> tuple[str, Callable[[Any], bool]] | None:
-    """Names an annotation that is no union in a config's words, and tests values for it; None if it has no name."""
+def _kind(annotation: Any, value: Any) -> tuple[str, bool] | None:
+    """Names an annotation that is no union in a config's words, and says whether a value fits; None if it has no name."""
     origin = typing.get_origin(annotation) or annotation
     if origin is typing.Literal:
         choices = typing.get_args(annotation)
-        return " or ".join(map(show, choices)), lambda value: value in choices
-    if origin is types.NoneType:
-        return "null", lambda value: value is None
-    if origin is bool:
-        return "true or false", lambda value: isinstance(value, bool)
-    if origin is int:
-        return "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)
-    if origin is float:
-        return "a number", is_number
-    if origin is str:
-        return "text", lambda value: isinstance(value, str)
-    if any(origin is each for each in _LISTS):
-        return "a list", lambda value: isinstance(value, list)
-    if any(origin is each for each in _MAPPINGS):
-        return "a mapping of keys to values", lambda value: isinstance(value, dict)
+        return " or ".join(map(show, choices)), value in choices
+    for kind, (words, fitting) in _KINDS.items():  # no look-up: an annotation may be anything, also what has no hash
+        if origin is kind:
+            return words, type(value) in fitting
     return None
 
 

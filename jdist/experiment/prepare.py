@@ -43,7 +43,7 @@ class Parts:
     strategy: Strategy
     optimizer: optax.GradientTransformation
     learning_rate: Any  # of the optimizer, a number or a schedule; None if it has none
-    train_data: RandomAccessSource  # lasts for the whole run
+    train_data: Any  # a `RandomAccessSource` that lasts for the whole run
     total_steps: int  # of the whole run
     steps_per_epoch: int | None  # of one pass over the data; None if that has no end
     rows_per_epoch: int | None  # likewise
@@ -115,7 +115,7 @@ def prepare(
         )
     section, filled, optimizer_problems = _optimizer(values, steps=steps, length=length)
     problems += optimizer_problems
-    if problems or task is None or strategy is None or steps is None or one_epoch is None or train_data is None:
+    if problems or task is None or strategy is None or steps is None or one_epoch is None:
         raise refusal(document, problems)
     values["train"]["optimizer"] = section
     return Parts(
@@ -194,11 +194,11 @@ def _rows(source: RandomAccessSource) -> int | None:
     return (source.num_steps - 1) * source.global_batch + len(last)
 
 
-def _eval_batch(task: Task, asked: int) -> int:
+def _eval_batch(task: Task, global_batch: int) -> int:
     """Limits the rows of one evaluation step to those there are: the rest would be padding."""
-    source = task.eval_data(asked)
+    source = task.eval_data(global_batch)
     rows = _rows(source) if isinstance(source, RandomAccessSource) else None
-    return asked if rows is None else min(asked, rows)
+    return global_batch if rows is None else min(global_batch, rows)
 
 
 def _make_task(section: TaskSection) -> tuple[Task | None, list[Problem]]:

@@ -170,12 +170,12 @@ def axes_of(groups: list[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> str
         >>> axes_of([(0, 2), (1, 3)], {"host": 2, "core": 2})
         'host'
     """
-    wanted = {frozenset(group) for group in groups}
+    distinct = {frozenset(group) for group in groups}
     for size in range(1, len(mesh_shape) + 1):
         for axes in itertools.combinations(mesh_shape, size):
-            if {frozenset(row) for row in _rows(mesh_shape, axes)} == wanted:
+            if {frozenset(row) for row in _rows(mesh_shape, axes)} == distinct:
                 return " x ".join(axes)
-    if len(wanted) == 1 and len(mesh_shape) == 1 and prod(mesh_shape.values()) % len(groups[0]) == 0:
+    if len(distinct) == 1 and len(mesh_shape) == 1 and prod(mesh_shape.values()) % len(groups[0]) == 0:
         return f"{next(iter(mesh_shape))} within a slice"  # each slice runs the program on its own, counted from 0
     return "?"
 

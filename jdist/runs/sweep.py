@@ -63,12 +63,12 @@ def sweep(
         trial: [*overrides, *trial.overrides, f"name={flow(trial.name)}", f"log.folder={flow(str(folder))}"]
         for trial in trials
     }
-    wanted = {trial: _checked(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
+    configs = {trial: _checked(load(config, settings[trial])) for trial in trials}  # all, before any of them runs
     done: dict[Point, RunSummary] = {}
     if not fresh:
-        done = {t: run for t in trials if (run := _finished(folder / t.name, wanted[t])) is not None}
+        done = {t: run for t in trials if (run := _finished(folder / t.name, configs[t])) is not None}
         for trial in trials:
-            _check_source(RunFolder(folder / trial.name), wanted[trial])
+            _check_source(RunFolder(folder / trial.name), configs[trial])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     count = "1 run" if len(trials) == 1 else f"{len(trials):,} runs"

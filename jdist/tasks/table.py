@@ -130,7 +130,7 @@ def _numbers(values: np.ndarray, *, name: str, path: str) -> np.ndarray:
 
 
 def _classes(y: np.ndarray, *, inferred: bool, path: str) -> tuple[np.ndarray, np.ndarray]:
-    """The different values of `y`, sorted, and for each row the index of its own."""
+    """Finds the different values of `y`, sorted, and for each row the index of its own."""
     if y.ndim > 1 and y.size == len(y):
         y = y.reshape(-1)
     if y.ndim != 1 or y.dtype.kind not in "fiubU":

@@ -168,16 +168,16 @@ def _windows(data: np.ndarray, *, length: int, scored: int) -> np.ndarray:
 
 def _held_out_bytes(data: np.ndarray, *, scored: int, limit: int | None) -> np.ndarray:
     """Takes at most `limit` bytes, and a multiple of what one row scores, so that all rows weigh alike."""
-    wanted = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
-    if wanted < scored:
+    count = data.size if limit is None else min(data.size, options.whole("eval_bytes", limit))
+    if count < scored:
         raise OptionError(
-            "length" if wanted == data.size else "eval_bytes",
-            f"there are {wanted} held-out bytes to evaluate on, fewer than the {scored} that one row scores",
+            "length" if count == data.size else "eval_bytes",
+            f"there are {count} held-out bytes to evaluate on, fewer than the {scored} that one row scores",
             remedy=" Raise task.options.eval_bytes, name more files in task.options.files, or lower "
             "task.options.length.",
             others=["eval_bytes", "files", "length"],
         )
-    return data[: wanted // scored * scored]
+    return data[: count // scored * scored]
 
 
 def _model(*, layers: int, width: int, heads: int, dropout: float, dtype: str) -> Transformer:

@@ -79,17 +79,6 @@ def apply_platform(section: PlatformSection) -> None:
         )
 
 
-def check_devices() -> None:
-    """Starts JAX's devices.
-
-    Raises:
-        DeviceError: there are none of the kind that was asked for.
-    """
-    from jdist.strategies.devices import find_devices
-
-    find_devices(None)
-
-
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Picks those of `VARIABLES` that are set; flags are sorted, as their order means nothing."""
     return {name: " ".join(sorted(environ[name].split())) for name in VARIABLES if environ.get(name)}

@@ -20,12 +20,12 @@ from jdist.experiment.config import Config, TaskSection, TrainSection
 from jdist.experiment.load import Document, Key, leaves
 from jdist.experiment.optimizer import KEY, build_optimizer, check_optimizer, fill_lengths, learning_rate
 from jdist.experiment.options import check_options
-from jdist.experiment.platform import check_devices
 from jdist.experiment.validate import Problem, refusal, show
 from jdist.loop.task import Task
 from jdist.step.decorator import distribute
 from jdist.step.mesh_step import DistributedStep
 from jdist.strategies.by_name import STRATEGIES, make_strategy
+from jdist.strategies.devices import find_devices
 from jdist.support.suggest import nearest
 from jdist.tasks.options import OptionError
 
@@ -79,8 +79,8 @@ def prepare(
     strategy = None
     name, options = config.strategy.name, config.strategy.model_extra or {}
     strategy_problems = list(_check_strategy(config))
-    if name != "multi_worker":  # it has to find JAX unused: devices are counted when all processes are there
-        check_devices()
+    if name != "multi_worker":  # which has to find JAX unused: devices are counted when all processes are there
+        find_devices(None)
     if not strategy_problems:
         try:
             strategy = make(name, **options)

@@ -58,10 +58,9 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
         if kind == "all-gather":
             payload *= size
         if kind.endswith(BETWEEN_SLICES):
-            sent = module.computations[item.computation].get(item.instruction.operands[0])
-            payload = 0 if sent is None else shape_bytes(sent.shape)
+            message, *_ = module.operands(item.computation, item.instruction)  # the others are tokens
             slices = prod(mesh_shape.values()) // module.num_devices
-            payload *= slices if kind == "all-gather" + BETWEEN_SLICES else 1
+            payload = shape_bytes(message.shape) * (slices if kind == "all-gather" + BETWEEN_SLICES else 1)
             axes, count, size = "between slices", 1, 0
         elif size == 1:
             continue  # a device by itself exchanges nothing
@@ -192,8 +191,7 @@ def host_copies(module: Module) -> HostCopies:
     """Counts the copies between a device and its host, loop trips included; messages between TPU slices are none."""
     count = total = 0
     for item in executed(module):
-        operands = [module.computations[item.computation].get(name) for name in item.instruction.operands]
-        copied = _copied_bytes(item.instruction, [x for x in operands if x is not None])
+        copied = _copied_bytes(item.instruction, module.operands(item.computation, item.instruction))
         if copied is not None:
             count += item.times
             total += item.times * copied

@@ -43,10 +43,14 @@ class Module:
         counts = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
         return prod(int(match[1]) for match in counts if match)
 
+    def operands(self, computation: str, instruction: Instruction) -> list[Instruction]:
+        """Finds the instructions that one reads."""
+        known = self.computations[computation]
+        return [known[name] for name in instruction.operands if name in known]
+
     def operand_bytes(self, computation: str, instruction: Instruction) -> int:
         """Counts the bytes of all that an instruction reads."""
-        known = self.computations[computation]
-        return sum(shape_bytes(known[name].shape) for name in instruction.operands if name in known)
+        return sum(shape_bytes(operand.shape) for operand in self.operands(computation, instruction))
 
 
 @dataclass(frozen=True, kw_only=True)

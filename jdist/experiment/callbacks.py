@@ -98,7 +98,7 @@ def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document
 
     Raises:
         ConfigError: what is looked at can be none of the results.
-        StepError: the step returns what is no measurement.
+        StepError: the step returns something that is not a measurement.
     """
     returned = MetricTotals(task.metrics).note(shapes)
     if isinstance(task.metrics, Metric):

@@ -149,7 +149,7 @@ class EarlyStoppingOptions(Section):
         description='"eval/NAME" looks at each evaluation, "epoch/NAME" at each epoch.',
     )
     patience: Count = Field(default=3, description="How many of these may pass without improvement.")
-    min_delta: float = Field(default=0.0, ge=0, description="What is less than that is no improvement.")
+    min_delta: float = Field(default=0.0, ge=0, description="Smaller changes are not an improvement.")
     mode: Mode | None = Field(default=None, description="Whether less or more is better; null: as its name says.")
 
     @model_validator(mode="after")

@@ -72,7 +72,7 @@ def parse(
         Nested dicts, lists and scalars; the place of each key; and what is wrong but leaves the rest readable, one line each.
 
     Raises:
-        ConfigError: it is no YAML, or says what is no plain value; with the line.
+        ConfigError: it is not YAML, or holds something that is not a plain value; names the line.
 
     Example:
         >>> parse("a: {b: 1}", "x.yaml")
@@ -206,7 +206,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Document:
         does not fit) are listed in it, so that all problems can be reported together.
 
     Raises:
-        ConfigError: the file cannot be read, or is no YAML mapping.
+        ConfigError: the file cannot be read, or is not a YAML mapping.
 
     Example:
         >>> load("configs/digits.yaml", ["train.steps=500"]).origins["train", "steps"]

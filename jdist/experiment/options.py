@@ -62,12 +62,12 @@ def misfit(value: Any, parameter: inspect.Parameter) -> str | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number; true and false are none."""
+    """Whether a value is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _kind(annotation: Any, value: Any) -> tuple[str, bool] | None:
-    """Names an annotation that is no union in a config's words, and says whether a value fits; None if it has no name."""
+    """Names a single annotation in a config's words, and says whether a value fits; None if it has no name."""
     origin = typing.get_origin(annotation) or annotation
     if origin is typing.Literal:
         choices = typing.get_args(annotation)

@@ -43,7 +43,7 @@ def open_folder(path: Path) -> Iterator[RunFolder]:
     """Makes the run folder if need be, and holds it for this process alone until the block ends.
 
     Raises:
-        ConfigError: it cannot be made, holds something that is no run, or another process writes it.
+        ConfigError: it cannot be made, holds something that is not a run, or another process writes it.
     """
     folder = RunFolder(path)
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,7 @@ def check_can_be_made(path: Path) -> None:
     """Refuses what `open_folder` would refuse, and leaves nothing behind.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or holds something that is no run.
+        ConfigError: the folder cannot be made or written, or holds something that is not a run.
     """
     existing = path.absolute()
     while not existing.exists():
@@ -94,7 +94,7 @@ def set_aside(path: Path) -> Path | None:
     """Renames a run folder to the first free of `NAME.1`, `NAME.2`, ...; returns its new name, None if there is no folder.
 
     Raises:
-        ConfigError: another process is writing it, it is no run folder, or the file system refuses.
+        ConfigError: another process is writing it, it is not a run folder, or the file system refuses.
     """
     if not path.exists():
         return None

@@ -32,7 +32,7 @@ def replay(folder: str, *, fresh: bool = False) -> int:
         The exit code: 0 if all is equal bit for bit, 1 if not; 130 and 143 if it was stopped.
 
     Raises:
-        JDistError: it is no finished run, or it cannot be run here.
+        JDistError: it is not a finished run, or it cannot be run here.
     """
     original = RunFolder(Path(folder).resolve())
     if not original.config.is_file():
@@ -42,14 +42,14 @@ def replay(folder: str, *, fresh: bool = False) -> int:
     if not starts and original.environment.is_file():
         raise ConfigError(
             f"{original.environment}: lists no start of the run, so nothing says what to repeat; it was changed after the run. "
-            "Bring the file back, or start the run again with --fresh."
+            "Restore the file, or start the run again with --fresh."
         )
     if not starts:
         raise ConfigError(f"{folder}: has no environment.json, so it was not made by a jdist that replays runs.")
     if result is None or not result.is_end(starts[-1].total_steps):
         raise ConfigError(
             f"{folder}: this run has not come to its {starts[-1].total_steps:,} steps, so there is no end to compare with. "
-            "Bring it there first, by the command that started it."
+            "Finish it first, with the command that started it."
         )
     name, place = f"{original.path.name}.replay", str(original.path.parent)
     document = load(original.config, [f"name={flow(name)}", f"log.folder={flow(place)}"])

@@ -36,7 +36,7 @@ class RunSummary:
     config: Config  # as it was resolved
     status: Literal["running", "finished", "stopped"]  # "running" while a process holds the folder
     step: int  # steps done, as far as they were written down
-    total_steps: int | None  # of the whole run; None if nobody wrote that down
+    total_steps: int | None  # of the whole run; None if it was not written down
     rows: list[Row]  # of metrics.jsonl
     changed_at: datetime.datetime  # when metrics were written last, or the config
 

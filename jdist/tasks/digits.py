@@ -166,5 +166,5 @@ def load_split() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     digits: Any = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
-    parts = train_test_split(images, labels, test_size=TEST_FRACTION, stratify=labels, random_state=SPLIT_SEED)
+    parts: Any = train_test_split(images, labels, test_size=TEST_FRACTION, stratify=labels, random_state=SPLIT_SEED)
     return {"image": parts[0], "label": parts[2]}, {"image": parts[1], "label": parts[3]}

@@ -81,7 +81,7 @@ def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
     place = Path(path).expanduser()
     how = f"Save it with np.savez({path!r}, x=x, y=y)."
     try:
-        # Opened here, since np.load leaves the file open when it is no sound archive.
+        # Opened here, since np.load leaves the file open when it is not a sound archive.
         with place.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
             names = content.files if isinstance(content, np.lib.npyio.NpzFile) else None

@@ -112,9 +112,9 @@ def check_watched_of_shapes(config: Config, task: Task, shapes: PyTree, document
     check_watched(config, names, document)
 
 
-def watches_evaluation(config: Config) -> bool:
+def watches_evaluation(config: Config, document: Document) -> bool:
     """Whether anything looks at a metric of the evaluation."""
-    return config.checkpoint.best is not None or any(_of_callbacks(config))
+    return any(_watched(config, document))
 
 
 def _watched(config: Config, document: Document) -> Iterator[tuple[Key, str]]:
@@ -122,10 +122,6 @@ def _watched(config: Config, document: Document) -> Iterator[tuple[Key, str]]:
     best = best_as_written(document)
     if best is not None:
         yield ("checkpoint", "best"), best
-    yield from _of_callbacks(config)
-
-
-def _of_callbacks(config: Config) -> Iterator[tuple[Key, str]]:
     for i, section in enumerate(config.callbacks):
         options = section.options
         if isinstance(options, EarlyStoppingOptions) and options.metric.startswith("eval/"):

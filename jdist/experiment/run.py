@@ -112,7 +112,7 @@ def run(
         # State, data and steps, all laid out by the strategy.
         state = strategy.init(*state_maker(config, parts))
         train_step, eval_step = make_train_step(config, parts), make_eval_step(parts)
-        if watches_evaluation(config):  # one batch shows what is measured, before training takes its time
+        if watches_evaluation(config, document):  # one batch shows what is measured, before training takes its time
             one_batch = iter(strategy.distribute_dataset(task.eval_data(parts.eval_batch), prefetch=0))
             evaluated = MetricTotals(task.metrics)
             with cluster.blocked():

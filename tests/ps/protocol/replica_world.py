@@ -14,7 +14,7 @@ from typing import Any
 
 from jdist.ps.protocol import leadership as coordinator
 from jdist.ps.protocol import replica_role
-from jdist.ps.protocol.leadership import Cut, Forgotten, Heard, Lead, Leadership, Leads, Silent
+from jdist.ps.protocol.leadership import Announce, Heartbeat, HeartbeatLost, Lead, Leadership, LinkCut, StateLost
 from jdist.ps.protocol.replica_role import Role
 
 
@@ -97,7 +97,7 @@ def start(*, closures: int, budget: Budget) -> World:
 
 def begun(copies: tuple[Copy, Copy], *, closures: int, budget: Budget = Budget()) -> World:
     """A world in which a job begins over what an earlier one left, and nothing has arrived yet."""
-    replicas, commands = coordinator.begin(term=1 + max(copy.role.term for copy in copies), heard=("0.0", "1.0"))
+    replicas, commands = coordinator.begin(term=1 + max(copy.role.term for copy in copies), alive=("0.0", "1.0"))
     generation = 1 + max(copy.state[0] for copy in copies)
     return _commanded(World(replicas, copies, closures=closures, generation=generation, budget=budget), commands)
 
@@ -122,10 +122,10 @@ def moves(world: World) -> Iterator[tuple[str, Callable[[], World]]]:
         told = all(("lead", c) in world.flying for c in commands) and commands
         if not asked and not told and (known != world.replicas or commands):
             yield f"is asked {i}", lambda heard=heard: _send(world, ("heard", heard))
-        if not asked and budget.suspicions and world.replicas.heard[i] is not None:
-            yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), Silent(copy=i))
+        if not asked and budget.suspicions and world.replicas.alive[i] is not None:
+            yield f"is suspected {i}", lambda i=i: _happened(fewer("suspicions"), HeartbeatLost(copy=i))
         if budget.cuts and copy.backup is not None and copy.role.name == "leads":
-            cut = Cut(term=copy.role.term)
+            cut = LinkCut(term=copy.role.term)
             yield f"is cut off {i}", lambda cut=cut: _happened(fewer("cuts"), cut)
         if budget.kills:
             yield f"is killed {i}", lambda i=i, n=copy.born + 1: _put(fewer("kills"), i, Copy(born=n))
@@ -161,7 +161,7 @@ def _happened(world: World, event: Any) -> World:
     before = world.replicas
     replicas, commands = coordinator.handle(before, event)
     world = dataclasses.replace(world, replicas=replicas)
-    if Forgotten() in commands:
+    if StateLost() in commands:
         alive = [copy.incarnation(i) for i, copy in enumerate(world.copies)]
         assert not {x for x in before.holds if x is not None} & set(alive), "it went back although the state is there"
     return _commanded(world, commands)
@@ -172,9 +172,9 @@ def _commanded(world: World, commands: list[Any]) -> World:
         match command:
             case Lead():
                 world = _send(world, ("lead", command))
-            case Leads():
+            case Announce():
                 world = dataclasses.replace(world, route=command.copy)
-            case Forgotten():
+            case StateLost():
                 world = dataclasses.replace(
                     world,
                     generation=world.generation + 1,
@@ -312,10 +312,10 @@ def _took(world: World, i: int, born: int, call: Any, took: str, theirs: int) ->
     return _replied(_put(world, i, copy), i)
 
 
-def _status(i: int, copy: Copy) -> Heard:
+def _status(i: int, copy: Copy) -> Heartbeat:
     leads = copy.role.name == "leads"
     in_sync = copy.backup if leads and copy.role.backup == "in_sync" else None
-    return Heard(copy=i, incarnation=copy.incarnation(i), term=copy.role.term, leads=leads, in_sync=in_sync)
+    return Heartbeat(copy=i, incarnation=copy.incarnation(i), term=copy.role.term, leads=leads, in_sync=in_sync)
 
 
 def _put(world: World, i: int, copy: Copy) -> World:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdist.ps.protocol.leadership import Forgotten, Heard, Lead, Leads, Silent, begin, handle
+from jdist.ps.protocol.leadership import Announce, Heartbeat, HeartbeatLost, Lead, StateLost, begin, handle
 from jdist.ps.protocol.replica_role import Role, depose, install, lead, take
 from tests.by_default import some
 from tests.ps.protocol.replica_world import Budget, Copy, World, begun, moves, problem, start
@@ -168,16 +168,16 @@ def test_a_leader_of_a_lower_term_is_told_of_the_higher_one():
 
 
 def test_who_is_promoted():
-    replicas, (first,) = begin(term=1, heard=("a", "b"))
+    replicas, (first,) = begin(term=1, alive=("a", "b"))
     assert first == Lead(copy=0, incarnation="a", term=1, backup="b", anew=True)
-    replicas, commands = handle(replicas, Heard(copy=0, incarnation="a", term=1, leads=True, in_sync="b"))
-    assert commands == [Leads(copy=0, term=1)]
-    promoted, commands = handle(replicas, Silent(copy=0))
+    replicas, commands = handle(replicas, Heartbeat(copy=0, incarnation="a", term=1, leads=True, in_sync="b"))
+    assert commands == [Announce(copy=0, term=1)]
+    promoted, commands = handle(replicas, HeartbeatLost(copy=0))
     assert commands == [Lead(copy=1, incarnation="b", term=2, backup=None)]
-    alone, commands = handle(replicas, Silent(copy=1))
+    alone, commands = handle(replicas, HeartbeatLost(copy=1))
     assert commands == [Lead(copy=0, incarnation="a", term=2, backup=None)]
-    waits, commands = handle(alone, Silent(copy=0))
+    waits, commands = handle(alone, HeartbeatLost(copy=0))
     assert (waits.term, commands) == (2, [])  # who has the state may only be slow
-    _, commands = handle(alone, Heard(copy=0, incarnation="c", term=0, leads=False))
-    assert commands == [Forgotten(), Lead(copy=0, incarnation="c", term=3, backup=None)]
+    _, commands = handle(alone, Heartbeat(copy=0, incarnation="c", term=0, leads=False))
+    assert commands == [StateLost(), Lead(copy=0, incarnation="c", term=3, backup=None)]
     assert promoted.holds == (None, "b")

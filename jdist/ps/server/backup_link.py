@@ -105,10 +105,12 @@ class BackupLink:
         pause = _PAUSE_S
         while True:
             with self._lock:
-                while not self._closed.is_set() and (request := self._next()) is None:
+                request = None if self._closed.is_set() else self._next()
+                while request is None:
+                    if self._closed.is_set():
+                        return
                     self._lock.wait()
-                if self._closed.is_set():
-                    return
+                    request = self._next()
             number, entries, call = request
             self._since = self._since or time.monotonic()
             try:

@@ -95,7 +95,7 @@ class ReplicatedShard:
 
     def _lead(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes the lead, as the coordinator says; the status tells whether it does."""
-        (term,), backup = _integers(header, "term"), _backup(header.get("backup"))
+        (term,), backup = _integers(header, "term"), _address_of_backup(header)
         with self._lock:
             before = self._role
             if header.get("incarnation") == self._server.incarnation:
@@ -148,15 +148,13 @@ class ReplicatedShard:
 
     def _wait_for_backup(self, number: int) -> None:
         end = time.monotonic() + self._wait_s
-        while not self._may_answer(number):
+        while True:
             self._check_role()
+            behind = 0 if self._backup is None else self._backup.behind_bytes
+            if replica_role.may_answer(self._role, number) and behind <= MOST_BEHIND_BYTES:
+                return
             if not self._lock.wait(end - time.monotonic()):
                 raise TimeoutError("the backup did not answer")
-        self._check_role()
-
-    def _may_answer(self, number: int) -> bool:
-        behind = 0 if self._backup is None else self._backup.behind_bytes
-        return replica_role.may_answer(self._role, number) and behind <= MOST_BEHIND_BYTES
 
     # What the shard server calls
 
@@ -265,16 +263,17 @@ def _arrays_of(entry: Any, plan: ShardPlan) -> list[Spec]:
     if size is None:
         return []
     result = result_spec(size)  # which refuses -1
-    message = entry.get("say")
-    number = message.get("view") if isinstance(message, dict) else None
+    message = entry["say"] if isinstance(entry.get("say"), dict) else {}
+    number = message.get("view")
     if type(number) is not int or not 0 <= number < len(plan.views):
         raise WireError(f"the `view` of an entry with arrays must be one of the plan's {len(plan.views)}")
     view = plan.views[number]
     return [*(view.scalars if message.get("is") == "Commit" else view.pushes), result]
 
 
-def _backup(plain: Any) -> tuple[str, int, str] | None:
-    """Returns a backup's address, slot and incarnation."""
+def _address_of_backup(header: Header) -> tuple[str, int, str] | None:
+    """Returns the address, slot and incarnation of the backup that a leader is to have."""
+    plain = header.get("backup")
     if plain is None:
         return None
     if not isinstance(plain, list) or [type(x) for x in plain] != [str, int, str]:

@@ -105,12 +105,13 @@ class BackupLink:
         pause = _PAUSE_S
         while True:
             with self._lock:
-                request = None if self._closed.is_set() else self._next()
+                request = None
                 while request is None:
                     if self._closed.is_set():
                         return
-                    self._lock.wait()
                     request = self._next()
+                    if request is None:
+                        self._lock.wait()
             number, entries, call = request
             self._since = self._since or time.monotonic()
             try:

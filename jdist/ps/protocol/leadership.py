@@ -1,6 +1,6 @@
-"""Which of a shard's two copies leads, as a pure state machine: (leadership, event) -> (leadership, commands).
+"""The leadership of a shard's two copies, as a pure state machine: (leadership, event) -> (leadership, commands).
 
-The coordinator alone decides that, so there is one opinion. A leader has a backup *in sync* once it has said so itself: from
+The coordinator alone decides which copy leads, so there is one opinion. A backup is *in sync* once the leader has reported so: from
 then on it acknowledges nothing that the backup does not hold, until it leads under a higher term. So that backup may take its
 place at any moment, and no other may.
 """
@@ -20,7 +20,7 @@ class Leadership:
     Attributes:
         term: the present leader's.
         leader: the copy that leads: 0 or 1.
-        confirmed: whether it has said so itself.
+        confirmed: whether it has confirmed that.
         joining: the incarnation of the other copy that it brings into step; None if it does not.
         holds: of each copy the incarnation that has all that was ever acknowledged; None if it does not.
         alive: of each copy the incarnation that answers; None while it is silent.

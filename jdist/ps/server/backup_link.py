@@ -130,7 +130,7 @@ class BackupLink:
                     continue
                 self._copy_is_due = self._copy_is_due or entries == 0
             if failed is not None:
-                _LOG.info("a backup does not take what it is sent: %s", failed)
+                _LOG.info("a backup does not take the state or entries that it is sent: %s", failed)
             self._closed.wait(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -139,11 +139,11 @@ class BackupLink:
         if self._is_given_up:
             return None
         if self._copy_is_due:
-            found = self._state()
-            if found is None:
+            numbered_state = self._state()
+            if numbered_state is None:
                 return None
             self._copy_is_due = self._is_copied = False
-            number, state = found
+            number, state = numbered_state
             self._drop(len(self._entries))  # they are in the state
             header, arrays = pack_shard(state)
             return number, 0, lambda: self._call("install", {**header, "number": number}, arrays, _COPY_S)
@@ -166,7 +166,7 @@ class BackupLink:
         return self._channel.begin(method, header, arrays, timeout_s=timeout_s)()[0]
 
     def _take_answer(self, answer: Header, number: int, entries: int) -> bool:
-        """Takes in what the backup has answered; returns whether the next can be sent at once."""
+        """Takes in the backup's answer; returns whether the next request can be sent at once."""
         match answer["took"]:
             case BackupAnswer.LOWER_TERM:
                 self._deposed(answer["term"])

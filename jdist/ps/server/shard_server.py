@@ -42,7 +42,7 @@ from jdist.ps.protocol.messages import (
 )
 from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
-from jdist.ps.server.malloc import LARGE_BYTES, let_go
+from jdist.ps.server.malloc import LARGE_BYTES, release_arguments
 from jdist.ps.server.shard_transfer import ShardState
 from jdist.ps.transport.interface import Header, Method, Untimely, check_files
 
@@ -52,7 +52,7 @@ Program = Callable[[Sequence[Any]], list[jax.Array]]
 
 
 def _nothing(*_: Any) -> None:
-    """Stands for a hook that is not given."""
+    """Does nothing, in the place of a hook."""
 
 
 class ShardServer:
@@ -118,12 +118,12 @@ class ShardServer:
     # What callers ask
 
     def status(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
-        """Returns what watches and coordinators ask a server from time to time."""
+        """Returns the incarnation, the history and statistics."""
         check_files()  # without any the server can do nothing, and counts as silent
         shard = self.shard  # without the lock: a server that compiles answers all the same
         counts = dataclasses.asdict(shard.counts)
-        found = {"generation": shard.generation, "version": shard.version, "counts": counts}
-        return {"incarnation": self.incarnation, **found, "begun_by": self.begun_by}, []
+        history = {"generation": shard.generation, "version": shard.version, "begun_by": self.begun_by}
+        return {"incarnation": self.incarnation, **history, "counts": counts}, []
 
     def expects_of_restore(self, header: Header) -> list[Spec]:
         """Returns the specs of a restore's arrays, and of its programs' bytes."""
@@ -164,7 +164,7 @@ class ShardServer:
             plan = self.plan
             holds, self._holds_applied = self._holds_applied, False
         if holds:
-            let_go()
+            release_arguments()
         sent = [m for m in header.get("say", ()) if isinstance(m, dict) and m.get("is") in ("Push", "Stage", "Commit")]
         views = [(m["is"], m.get("view")) for m in sent if m["is"] != "Commit" or m.get("as_one")]
         if len(views) != 1:

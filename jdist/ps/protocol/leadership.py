@@ -1,8 +1,8 @@
 """The leadership of a shard's two copies, as a pure state machine: (leadership, event) -> (leadership, commands).
 
-The coordinator alone decides which copy leads, so there is one opinion. A backup is *in sync* once the leader has reported so: from
-then on it acknowledges nothing that the backup does not hold, until it leads under a higher term. So that backup may take its
-place at any moment, and no other may.
+The coordinator alone decides which copy leads, so there is one opinion. A backup is *in sync* once the leader has reported
+so: from then on the leader acknowledges nothing that the backup does not hold, until it leads under a higher term. So that
+backup may take its place at any moment, and no other may.
 """
 
 from __future__ import annotations

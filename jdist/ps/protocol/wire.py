@@ -239,12 +239,14 @@ def to_plain(value: Any) -> Any:
         return [to_plain(x) for x in value]
     if kind is frozenset:
         return [to_plain(x) for x in sorted(value)]
-    if (names := _NAMES.get(kind)) is None:
+    if (known := _NAMES.get(kind)) is None:
         if not dataclasses.is_dataclass(kind):
             return value
-        names = _NAMES[kind] = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
-    plain = {"is": _wire_name(kind)}
-    for name in names:
+        fields = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
+        known = _NAMES[kind] = _wire_name(kind), fields
+    wire_name, fields = known
+    plain = {"is": wire_name}
+    for name in fields:
         x = getattr(value, name)
         plain[name] = x if type(x) in _ATOMS else to_plain(x)
     return plain
@@ -281,7 +283,7 @@ def from_plain(kinds: Mapping[str, type], plain: Any) -> Any:
 _ATOMS = frozenset({int, str, bool, float, bytes, type(None)})
 _LOCAL = frozenset({"call", "gradients", "result", "results"})  # names of the sender's own process
 _Check = Callable[[Any], Any]
-_NAMES: dict[type, tuple[str, ...]] = {}
+_NAMES: dict[type, tuple[str, tuple[str, ...]]] = {}  # of each dataclass its name on the wire, and its fields
 _FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
 
 

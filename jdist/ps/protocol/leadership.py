@@ -181,15 +181,8 @@ def _next_term(
 def _lead(state: Leadership) -> list[Command]:
     incarnation = state.holds[state.leader]
     assert incarnation is not None  # a leader has the state
-    return [
-        Lead(
-            copy=state.leader,
-            incarnation=incarnation,
-            term=state.term,
-            backup=state.joining,
-            anew=state.is_new_job,
-        )
-    ]
+    backup, anew = state.joining, state.is_new_job
+    return [Lead(copy=state.leader, incarnation=incarnation, term=state.term, backup=backup, anew=anew)]
 
 
 def _put(pair: Pair, copy: int, value: str | None) -> Pair:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jdist.ps.protocol.messages import (
-    Answer,
     Apply,
     Command,
     Commit,
@@ -47,7 +46,7 @@ def receive(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
     if isinstance(message, Restore):
         return _restore(shard, message)
     if (reason := _reason_to_refuse(shard, message)) is not None:
-        return shard, [*_forget_arrays(message), _refuse(shard, message, reason)]
+        return shard, _refuse(shard, message, reason)
     shard, forgotten = _settle(shard, message.settled)
     shard, commands = _take(shard, message)
     return shard, [*forgotten, *commands]
@@ -84,7 +83,7 @@ def _take(shard: Shard, message: Message) -> tuple[Shard, list[Command]]:
             staged, applied = frozenset(shard.staged), frozenset(shard.applied)
             answer = Cut(version=shard.version, staged=staged, applied=applied, settled=shard.settled)
             return shard, [Reply(call=message.call, answer=answer)]
-    return shard, [_refuse(shard, message, "unknown")]
+    return shard, _refuse(shard, message, "unknown")
 
 
 def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
@@ -95,17 +94,17 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
     if number < shard.settled or number in shard.applied or is_repeated:
         return _done(shard, message, before=_forget_arrays(message))
     if earlier is not None and ((earlier.worker, earlier.epoch) != sender or earlier.attempt > message.attempt):
-        return shard, [*_forget_arrays(message), _refuse(shard, message, "staged")]
+        return shard, _refuse(shard, message, "staged")
     if shard.frozen:
         return dataclasses.replace(shard, waiting=(*shard.waiting, message)), []
     rules, counts = shard.rules, shard.counts
     if not message.finite and rules.non_finite == "raise":
-        return shard, [*_forget_arrays(message), _refuse(shard, message, "non_finite")]
+        return shard, _refuse(shard, message, "non_finite")
     staleness = shard.version - message.base
     is_stale = rules.max_staleness is not None and staleness > rules.max_staleness
     if staleness < 0 or (is_stale and rules.on_stale == "refuse"):  # below 0: of a version that is still to come
         shard = dataclasses.replace(shard, counts=dataclasses.replace(counts, refused=counts.refused + 1))
-        return shard, [*_forget_arrays(message), _refuse(shard, message, "stale")]
+        return shard, _refuse(shard, message, "stale")
     skip = not message.finite and rules.non_finite == "skip"
     entry = Staged(
         worker=message.worker,
@@ -135,7 +134,7 @@ def _admit(shard: Shard, message: Push) -> tuple[Shard, list[Command]]:
 def _commit(shard: Shard, message: Commit) -> tuple[Shard, list[Command]]:
     todo = tuple(c for c in message.closures if c >= shard.settled and c not in shard.applied)
     if any(c not in shard.staged for c in todo) or (message.as_one and 0 < len(todo) < len(message.closures)):
-        return shard, [*_forget_arrays(message), _refuse(shard, message, "unknown")]
+        return shard, _refuse(shard, message, "unknown")
     commands: list[Command] = []
     for closures in [todo] if message.as_one and todo else [(c,) for c in todo]:
         shard, applied = _apply(shard, closures, message.scalars)
@@ -193,7 +192,7 @@ def _fence(shard: Shard, message: Fence) -> tuple[Shard, list[Command]]:
         applied=frozenset(applied),
         results=tuple((c, result) for c, result in {**staged, **applied}.items() if result is not None),
     )
-    refused = [command for m in gone for command in (*_forget_arrays(m), _refuse(shard, m, "fenced"))]
+    refused = [command for m in gone for command in _refuse(shard, m, "fenced")]
     return shard, [*refused, Reply(call=message.call, answer=held)]
 
 
@@ -218,7 +217,7 @@ def _settle(shard: Shard, below: int) -> tuple[Shard, list[Command]]:
 
 def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
     if message.generation <= shard.generation:
-        return shard, [_refuse(shard, message, "generation")]
+        return shard, _refuse(shard, message, "generation")
     kept = [entry.gradients for entry in shard.staged.values()]
     kept += [entry.result for entry in (*shard.staged.values(), *shard.applied.values())]
     waiting = shard.waiting
@@ -229,7 +228,7 @@ def _restore(shard: Shard, message: Restore) -> tuple[Shard, list[Command]]:
         applied={c: Applied(worker=None, result=None) for c in message.applied},
         settled=message.settled,
     )
-    late = [command for m in waiting for command in (*_forget_arrays(m), _refuse(shard, m, "generation"))]
+    late = [command for m in waiting for command in _refuse(shard, m, "generation")]
     return _done(shard, message, before=[*late, *_forget(*kept), Replace(version=message.version)])
 
 
@@ -237,9 +236,9 @@ def _done(shard: Shard, message: Message, *, before: list[Command] | None = None
     return shard, [*(before or []), Reply(call=message.call, answer=Done(version=shard.version))]
 
 
-def _refuse(shard: Shard, message: Message, reason: Reason) -> Reply:
-    answer: Answer = Refused(reason=reason, version=shard.version, generation=shard.generation)
-    return Reply(call=message.call, answer=answer)
+def _refuse(shard: Shard, message: Message, reason: Reason) -> list[Command]:
+    answer = Refused(reason=reason, version=shard.version, generation=shard.generation)
+    return [*_forget_arrays(message), Reply(call=message.call, answer=answer)]
 
 
 def _forget_arrays(message: Message) -> list[Command]:

@@ -19,11 +19,10 @@ from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, OutOfFilesError
 from jdist.ps.transport.routed import Route
 from jdist.ps.transport.shard_client import ShardClient
-from tests.ps.server import test_shard_server as test_ps_keeper
-from tests.ps.server.test_shard_server import program, push
+from tests.ps.server.test_shard_server import Job, program, push
 
 
-class Pair(test_ps_keeper.Job):
+class Pair(Job):
     """A state of one shard, with a copy on each of two servers; calls between them meet `fault`."""
 
     def __init__(self, fault=lambda method, header: None, **rules):
@@ -219,7 +218,7 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
         (answer,), _, _ = pair.clients[0].say([push(closure=0, base=0)], share)  # acknowledged again
         assert answer == Done(version=1)
         told = pair.both[0].methods()["say"]
-        header = {"say": [plain(push(closure=1, base=1))], "result": 0, "led": True}
+        header = {"say": [to_plain(push(closure=1, base=1))], "result": 0, "led": True}
         answer, _ = told.run(header, [*share, np.zeros(0, np.uint8)])  # it has not heard of it
         assert answer == {"moved": 2}
         assert pair.both[0]._role.name == "follows"
@@ -232,12 +231,6 @@ def test_a_backup_takes_the_place_and_the_old_leader_acknowledges_nothing():
         same(*pair.both)
         old.say([push(closure=2, base=2)], share)
         same(*pair.both)
-
-
-def plain(message):
-    from jdist.ps.protocol.wire import to_plain
-
-    return to_plain(message)
 
 
 def test_a_copy_that_comes_back_gets_what_is_staged_applied_and_returned():
@@ -298,7 +291,7 @@ def test_another_process_in_a_place_takes_nothing_that_was_meant_for_the_first()
         assert header == {"took": "stranger", "term": 1}
 
 
-def test_without_terms_it_is_a_keeper():
+def test_without_terms_it_is_a_shard_server():
     with Pair() as pair:
         one = ShardClient(FakeChannel(pair.servers["ps0"]), pair.plan, give_up_s=2)
         packed = [program(pair.layout, pair.layout.shards[0])]

@@ -182,7 +182,7 @@ class Recorded(ShardServer):
         self._number, self._history = number, history
 
     def _carry_out(self, shard, commands):
-        before = self._shard
+        before = self.shard
         super()._carry_out(shard, commands)
         if any(isinstance(command, Replace) for command in commands):
             at = shard.version, shard.settled, frozenset(shard.applied)

@@ -57,7 +57,9 @@ class Run:
             assert watch.wait_for(is_so, WAIT_S), watch._replicas
 
     def until_in_step(self):
-        self.until(lambda replicas: replicas.told and None not in replicas.holds and replicas.holds == replicas.heard)
+        self.until(
+            lambda replicas: replicas.confirmed and None not in replicas.holds and replicas.holds == replicas.alive
+        )
 
     def check(self):
         """Each closure has counted once."""
@@ -101,7 +103,8 @@ def test_a_server_that_is_stopped_and_resumed_does_no_harm(run):
     run.steps(100, wait=False)
     run.signal(0, signal.SIGSTOP)
     try:
-        run.until(lambda replicas: replicas.told and replicas.term > 1)  # one shard has moved, the other has no backup
+        # One shard has moved, the other has no backup.
+        run.until(lambda replicas: replicas.confirmed and replicas.term > 1)
         run.steps(200)
         run.check()
     finally:

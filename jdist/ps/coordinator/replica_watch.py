@@ -15,7 +15,17 @@ from jdist.errors import ShardLostError
 from jdist.ps.coordinator.engine import Engine
 from jdist.ps.coordinator.shard_watch import lost_error, refuses
 from jdist.ps.protocol import leadership as machine
-from jdist.ps.protocol.leadership import Command, Cut, Event, Forgotten, Heard, Lead, Leadership, Leads, Silent
+from jdist.ps.protocol.leadership import (
+    Announce,
+    Command,
+    Event,
+    Heartbeat,
+    HeartbeatLost,
+    Lead,
+    Leadership,
+    LinkCut,
+    StateLost,
+)
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.interface import CallFailed, Channel
 from jdist.ps.transport.routed import Route, RoutedChannel, SlotChannel
@@ -85,7 +95,7 @@ def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: 
 
 
 class ReplicaWatch:
-    """Asks both copies of a shard every second who they are, and does what `replicas` makes of it.
+    """Asks both copies of a shard every second who they are, and does what `leadership` makes of it.
 
     Args:
         number: the shard's.
@@ -118,8 +128,7 @@ class ReplicaWatch:
         term = 1 + max(status["term"] for status in found if status is not None)
         with self._lock:
             first, second = (None if status is None else status["incarnation"] for status in found)
-            heard = (first, second)
-            self._replicas, commands = machine.begin(term=term, heard=heard)
+            self._replicas, commands = machine.begin(term=term, alive=(first, second))
             self._carry_out(commands)
         for thread in self._threads:
             thread.start()
@@ -147,7 +156,7 @@ class ReplicaWatch:
                 silent_s = time.monotonic() - last
                 refusals = refusals + 1 if exc.reason == "unavailable" else 0
                 if silent_s > times.lost_after_s or refusals >= REFUSALS:
-                    self._happened(Silent(copy=copy))
+                    self._happened(HeartbeatLost(copy=copy))
                 if (refuses(exc) or silent_s > times.ps_timeout_s) and not told:
                     told = True
                     self._tell(copy, exc, silent_s)
@@ -156,7 +165,7 @@ class ReplicaWatch:
                     self._engine.shard_found(self.number)
                 last, refusals, told = time.monotonic(), 0, False
                 engine.heard_of(header["generation"], header["begun_by"])
-                self._happened(_heard(copy, header))
+                self._happened(_heartbeat(copy, header))
                 if header["leads"] and header["waiting_s"] > min(CUT_AFTER_S, times.lost_after_s):
                     self._look_at_the_link(copy, header["term"])
             engine.closed.wait(times.ping_s)
@@ -177,7 +186,7 @@ class ReplicaWatch:
             other.peer,
             self.number,
         )
-        self._happened(Cut(term=term))
+        self._happened(LinkCut(term=term))
 
     def _tell(self, copy: int, exc: CallFailed, silent_s: float) -> None:
         """A server is not there: an error where it has the only state there is; the other can be done without."""
@@ -220,11 +229,11 @@ class ReplicaWatch:
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
-                case Forgotten():
+                case StateLost():
                     self._engine.memory_lost(self.number)
                 case Lead():
                     self._lead(command)
-                case Leads():
+                case Announce():
                     route = self._copies.route(command.copy, command.term)
                     if self._copies.channel.move(route):
                         _LOG.warning("the parameter server %s leads shard %d now", route.address, self.number)
@@ -237,7 +246,7 @@ class ReplicaWatch:
         with contextlib.suppress(CallFailed):  # its watch hears of that
             header, _ = self._channels[command.copy].call("lead", said, timeout_s=self._times.ping_s)
             if header["term"] == command.term:
-                self._replicas, commands = machine.handle(self._replicas, _heard(command.copy, header))
+                self._replicas, commands = machine.handle(self._replicas, _heartbeat(command.copy, header))
                 self._carry_out(commands)
 
 
@@ -249,6 +258,6 @@ def _status(channel: Channel, timeout_s: float) -> dict[str, Any] | None:
         return None
 
 
-def _heard(copy: int, header: dict[str, Any]) -> Heard:
+def _heartbeat(copy: int, header: dict[str, Any]) -> Heartbeat:
     names = ("incarnation", "term", "leads", "in_sync")
-    return Heard(copy=copy, **{name: header[name] for name in names})
+    return Heartbeat(copy=copy, **{name: header[name] for name in names})

@@ -156,7 +156,7 @@ def test_of_callers_that_left_a_frozen_shard_nothing_is_kept():
     client.say([Thaw(generation=1)])
     (answer,), _, _ = client.say([push(base=0)], share, b"result")
     assert answer == Done(version=1)
-    assert (keeper._answers, keeper._left) == ({}, set())
+    assert (keeper._answers, keeper._abandoned) == ({}, set())
 
 
 @pytest.mark.parametrize("fault", ["lose the answer", "twice", "lose the call"])

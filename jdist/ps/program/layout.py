@@ -12,8 +12,8 @@ import numpy as np
 
 from jdist.ps.program.colocation import Group, Groups, changed_in, in_turn, make_groups, units_in
 from jdist.ps.program.partition import Partitioner, Placement, Rows, place
-from jdist.ps.program.shard_plan import ShardPlan, StepView
-from jdist.ps.program.split_step import StepParts
+from jdist.ps.program.shard_plan import ShardPlan, StepShare
+from jdist.ps.program.split_step import SplitStep
 from jdist.ps.program.wire_dtype import Rounding, Wire, make_rounding
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.wire import ROUNDED, spec_of
@@ -28,10 +28,10 @@ class Layout:
         groups: its leaves by where they are kept.
         shards: the plan of each server that keeps any part of the state; the others take no part.
         rounding: what travels rounded between servers and workers.
-        in_turn: pairs of steps whose closures must not mix; see `groups.in_turn`.
+        in_turn: pairs of steps whose closures must not mix; see `colocation.in_turn`.
     """
 
-    steps: tuple[StepParts, ...]
+    steps: tuple[SplitStep, ...]
     groups: Groups
     shards: tuple[ShardPlan, ...]
     rounding: Rounding
@@ -139,7 +139,7 @@ class Layout:
 
 
 def make_layout(
-    steps: Sequence[StepParts],
+    steps: Sequence[SplitStep],
     *,
     num_ps: int,
     partitioner: Partitioner,
@@ -185,7 +185,7 @@ def make_layout(
 
 
 def _plan(
-    steps: Sequence[StepParts],
+    steps: Sequence[SplitStep],
     groups: Groups,
     rounding: Rounding,
     rules: Rules,
@@ -212,7 +212,7 @@ def _plan(
         needed |= {i for step in steps for i in step.read}
     kept += [Rows(i) for i in groups.constant if i in needed]
 
-    def view(number: int, step: StepParts) -> StepView:
+    def view(number: int, step: SplitStep) -> StepShare:
         rows = tuple(
             dataclasses.replace(piece, of=j)
             for piece in pieces
@@ -223,13 +223,13 @@ def _plan(
         pushes = tuple(r.spec(rounding.of_pushed(number, r.of, shapes[r.of])) for r in rows)
         scalars = tuple(map(spec_of, step.update.scalar_shapes))
         read = [k for k, r in enumerate(kept) if r.of in step.read]
-        return StepView(
+        return StepShare(
             rows=rows,
             pushes=pushes if is_sync else pushes + scalars,
             scalars=scalars if is_sync else (),
             pulled=tuple(k for k in read if k < changing and (is_first or kept[k].of not in groups.everywhere)),
             pulled_once=tuple(k for k in read if k >= changing and is_first),
-            unweighted=tuple(n for n, r in enumerate(rows) if r.of not in step.traced.gradients),
+            unweighted=tuple(n for n, r in enumerate(rows) if r.of not in step.gradients),
         )
 
     views = tuple(view(number, step) for number, step in enumerate(steps))

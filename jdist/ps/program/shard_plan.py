@@ -14,7 +14,7 @@ MOST_RESULT_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepView:
+class StepShare:
     """What workers exchange with a shard for one step.
 
     Attributes:
@@ -53,7 +53,7 @@ class ShardPlan:
     rows: tuple[Rows, ...]
     kept: tuple[Spec, ...]
     changing: int
-    views: tuple[StepView, ...]
+    views: tuple[StepShare, ...]
     max_staleness: int | None
     on_stale: OnStale
     non_finite: NonFinite

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jdist.ps.program.split_step import StepParts
+from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.wire import ROUNDED
 
 Wire = Literal["float32", "bf16"]
@@ -36,7 +36,7 @@ class Rounding:
         return _rounded(shape) if j in self.pushed[step] else shape
 
 
-def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
+def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
     """What is rounded: arrays of float32. A single number stays as it is, and so does what workers carry.
 
     Args:
@@ -47,7 +47,7 @@ def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
         return Rounding(frozenset(), tuple(frozenset() for _ in steps))
     carried = {i for step in steps for i in _carried(step)}
 
-    def pushed(step: StepParts) -> frozenset[int]:
+    def pushed(step: SplitStep) -> frozenset[int]:
         exact = {j for unit in step.update.units if carried.intersection(unit.leaves) for j in unit.pushed}
         return frozenset(j for j in step.pushed if j not in exact and _may_be_rounded(step.update.pushed_shapes[j]))
 
@@ -56,12 +56,12 @@ def make_rounding(steps: Sequence[StepParts], wire: Wire) -> Rounding:
     return Rounding(leaves, tuple(map(pushed, steps)))
 
 
-def _carried(step: StepParts) -> set[int]:
+def _carried(step: SplitStep) -> set[int]:
     """Leaves that a worker reads and gives anew, as a layer's running statistics.
 
     Rounded both ways, each of their small changes would be lost.
     """
-    reads, carried = step.update.reads, step.traced.carrying.leaves
+    reads, carried = step.update.reads, step.carried.leaves
     return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}
 
 

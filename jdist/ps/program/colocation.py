@@ -1,4 +1,4 @@
-"""Which leaves of a state have to live together, for all the steps that update it."""
+"""Groups the leaves of a state that have to live on one server, for all the steps that update it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,10 @@ class Groups:
 
 
 def make_groups(updates: Sequence[Update]) -> Groups:
-    """Sorts the leaves of a state that several steps update.
+    """Groups the leaves of a state, so that what any step needs together is together.
 
     Args:
-        updates: the steps' update parts, of one state.
-
-    Returns:
-        What each step needs together is together.
+        updates: the update parts of the steps that use the state.
     """
     leaves = range(len(updates[0].shapes))
     constant = {i for i in leaves if all(i in update.constant for update in updates)}
@@ -57,13 +54,13 @@ def make_groups(updates: Sequence[Update]) -> Groups:
 
 
 def in_turn(updates: Sequence[Update], groups: Groups, *, num_shards: int) -> frozenset[tuple[int, int]]:
-    """Pairs of steps, by number, of which one must not begin before the other is done.
+    """Finds the pairs of steps, by number, of which one must not begin before the other is done.
 
     They are a step that updates and one that only reads; and, over several servers, two that change a leaf which is everywhere
     by different functions. Servers may take two closures in different orders, and their copies would come out differently.
 
     Args:
-        updates: the steps' update parts, of one state.
+        updates: the update parts of the steps that use a state.
         groups: where the leaves are kept.
         num_shards: on how many servers.
     """

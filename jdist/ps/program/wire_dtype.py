@@ -1,4 +1,4 @@
-"""What travels as bfloat16 instead of float32: half the bytes, the same range, eight bits of precision."""
+"""Chooses what travels as bfloat16 instead of float32: half the bytes, the same range, eight bits of precision."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Rounding:
     pushed: tuple[frozenset[int], ...]
 
     def of_leaf(self, i: int, shape: Any) -> Any:
-        """Shape and dtype of a leaf as workers pull it."""
+        """Returns shape and dtype of a leaf as workers pull it."""
         return _rounded(shape) if i in self.leaves else shape
 
     def of_pushed(self, step: int, j: int, shape: Any) -> Any:
-        """Shape and dtype of an array as it is pushed."""
+        """Returns shape and dtype of an array as it is pushed."""
         return _rounded(shape) if j in self.pushed[step] else shape
 
 
 def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
-    """What is rounded: arrays of float32. A single number stays as it is, and so does what workers carry.
+    """Chooses the arrays that are rounded: those of float32, but no single number and nothing that workers carry.
 
     Args:
         steps: the steps of a state.
@@ -57,9 +57,9 @@ def make_rounding(steps: Sequence[SplitStep], wire: Wire) -> Rounding:
 
 
 def _carried(step: SplitStep) -> set[int]:
-    """Leaves that a worker reads and gives anew, as a layer's running statistics.
+    """Finds the leaves that a worker reads and computes anew, as a layer's running statistics.
 
-    Rounded both ways, each of their small changes would be lost.
+    Rounded both ways, they would lose each small change.
     """
     reads, carried = step.update.reads, step.carried.leaves
     return {i for i in step.read if i in reads and (i in carried or i not in reads[i])}

@@ -243,7 +243,7 @@ def to_plain(value: Any) -> Any:
         if not dataclasses.is_dataclass(kind):
             return value
         names = _NAMES[kind] = tuple(f.name for f in dataclasses.fields(kind) if f.name not in _LOCAL)
-    plain = {"is": kind.__name__}
+    plain = {"is": _name_on_wire(kind)}
     for name in names:
         x = getattr(value, name)
         plain[name] = x if type(x) in _ATOMS else to_plain(x)
@@ -288,6 +288,11 @@ _NAMES: dict[type, tuple[str, ...]] = {}
 _FIELDS: dict[type, tuple[tuple[str, _Check, bool], ...]] = {}
 
 
+def _name_on_wire(kind: type) -> str:
+    """A dataclass's name in messages: its own, unless it keeps an older one as `WIRE_NAME`."""
+    return getattr(kind, "WIRE_NAME", kind.__name__)
+
+
 def _compiled(kind: type) -> tuple[tuple[str, _Check, bool], ...]:
     """Of each field its name, what checks a value, and whether there must be one; looked up once."""
     hints = typing.get_type_hints(kind)
@@ -324,7 +329,7 @@ def _check(hint: Any, where: str) -> _Check:
         return value
 
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return lambda value: from_plain({hint.__name__: hint}, value)
+        return lambda value: from_plain({_name_on_wire(hint): hint}, value)
     return one
 
 

@@ -1,4 +1,4 @@
-"""A step under a parameter server; called like the step, it schedules closures and returns at once."""
+"""A step under a parameter server: a call schedules closures and returns at once."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PsStep(Distributed):
         return _result(states, outputs, traced, passed, turn)
 
     def _find(self, state: PyTree) -> tuple[RemoteState, tuple[int, ...] | None]:
-        """The handle of the state that the servers have, and which of its parts the step takes; None: all of it, as it is.
+        """Finds the handle of the state on the servers, and which of its parts the step takes; None: all of it, as it is.
 
         Raises:
             StepError: the states are parts of different ones.
@@ -143,21 +143,18 @@ class PsStep(Distributed):
         return self.adopt(parts[0].whole), places
 
     def _join(self, states: tuple[PyTree, ...]) -> RemoteState:
-        """One state on the servers of several that were made each by itself; their handles are parts of it from now on."""
+        """Joins states that were made each by itself into one on the servers; their handles are parts of it from now on."""
         if self._adopted is None or not is_same_state(self._adopted[0], states):
-            if len({id(x) for x in states if isinstance(x, RemoteState)}) < sum(
-                isinstance(x, RemoteState) for x in states
-            ):
+            remote = [id(x) for x in states if isinstance(x, RemoteState)]
+            if len(set(remote)) < len(remote):
                 raise StepError(f"{self.__name__} was called with one state twice; each of its states is another.")
             for state in states:
                 self._check_own(state)
                 if not isinstance(state, RemoteState):
                     check_arrays(state, "the state")
-            self._adopted = (
-                states,
-                RemoteState(self._job, jax.device_get(tuple(user_state(fetched(x)) for x in states))),
-            )
-            for state, part in zip(states, self._adopted[1].parts, strict=True):
+            joined = RemoteState(self._job, jax.device_get(tuple(user_state(fetched(x)) for x in states)))
+            self._adopted = states, joined
+            for state, part in zip(states, joined.parts, strict=True):
                 if isinstance(state, RemoteState):
                     state.joined = part
         return self._adopted[1]
@@ -170,7 +167,7 @@ class PsStep(Distributed):
             )
 
     def adopt(self, state: PyTree) -> RemoteState:
-        """A state's handle; of a tree of arrays one is made."""
+        """Returns a state's handle; of a tree of arrays it makes one."""
         self._check_own(state)
         if isinstance(state, RemoteState):
             return state
@@ -182,7 +179,7 @@ class PsStep(Distributed):
         return self._adopted[1]
 
     def prepare(self, *args: Any, **kwargs: Any) -> PyTree:
-        """The state as a call takes and returns it; nothing of the step is run."""
+        """Makes the state that a call takes and returns; nothing of the step is run."""
         _, state, _, _ = self._signature.bind(args, kwargs)
         states = _handles(*self._find(state))
         return states[0] if len(states) == 1 else states
@@ -205,7 +202,7 @@ class PsStep(Distributed):
         return self._left_out
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Refused: there is no one program to lower.
+        """Refuses: there is no one program to lower.
 
         Raises:
             StepError: always.
@@ -215,11 +212,12 @@ class PsStep(Distributed):
             "under `jdist.one_device()`: a worker's program is that step's without the update."
         )
 
-    def _function(self, call: Call, state: RemoteState, given: _Arguments) -> StepFunction:
-        """What workers compute of the step in calls of this form; traced once."""
-        key = (call, state.signature, given.treedef, given.place, tuple((x.shape, x.dtype) for x in given.shapes))
+    def _function(self, call: Call, state: RemoteState, arguments: _Arguments) -> StepFunction:
+        """Makes what workers compute of the step in calls of this form; traced once."""
+        shapes = tuple((x.shape, x.dtype) for x in arguments.shapes)
+        key = (call, state.signature, arguments.treedef, arguments.place, shapes)
         if key not in self._functions:
-            arguments = jax.tree.unflatten(given.treedef, given.shapes)
+            batches, others = jax.tree.unflatten(arguments.treedef, arguments.shapes)
             spec = ProgramSpec(
                 taking_keys(self._step),
                 self._job.on_worker,
@@ -229,19 +227,20 @@ class PsStep(Distributed):
                 FlagNames(),
                 self.__name__,
             )
-            self._check_rows(arguments[0], 1)
-            step, closures = split_step(spec, state.shapes, *arguments), self._job.options.gradients_per_update
+            self._check_rows(batches, 1)
+            step = split_step(spec, state.shapes, batches, others)
             if self._job.options.is_sync and step.updates:
-                if given.reads is not None:
+                if arguments.reads is not None:
                     raise StepError(
                         "in synchronous mode the batch of an update is cut up among the workers, so it cannot be one that a "
                         "worker reads. Feed it by `strategy.distribute_dataset`."
                     )
-                self._check_rows(arguments[0], closures)
-                step = split_step(spec, state.shapes, *arguments, closures=closures)
+                closures = self._job.options.gradients_per_update
+                self._check_rows(batches, closures)
+                step = split_step(spec, state.shapes, batches, others, closures=closures)
                 self._functions[key] = make_sync_function(step, closures)
             else:
-                self._functions[key] = make_function(step, given.place)
+                self._functions[key] = make_function(step, arguments.place)
         return self._functions[key]
 
     def _check_rows(self, batches: PyTree, workers: int) -> None:
@@ -256,7 +255,7 @@ class PsStep(Distributed):
 
 
 def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
-    """The batches of each step of a call; the last call of a pass may have fewer than `most`."""
+    """Takes the batches of a call's steps apart; the last call of a pass may have fewer than `most`."""
     leaves = jax.tree.leaves(batches)
     if any(isinstance(leaf, RemoteBatch) for leaf in leaves):
         raise StepError(
@@ -274,13 +273,13 @@ def _unstacked(batches: PyTree, most: int) -> list[PyTree]:
 
 
 def _values(function: StepFunction, pending: Sequence[Pending]) -> list[RemoteValue]:
-    """What a call returns, leaf by leaf; last, where it `reports_finite`, whether its gradients were finite."""
+    """Makes the values that a call returns; last, where it `reports_finite`, whether its gradients were finite."""
     if function.combine is None:
         return [RemoteValue(pending, leaf(i), struct=struct) for i, struct in enumerate(function.outputs)]
     combine, results = function.combine, list[list[Any]]()
 
     def read(i: int, reported: list[list[Any]]) -> Any:
-        if not results:  # combined by whom it is asked for first, for all
+        if not results:  # whoever reads first combines for all
             _, finite, outputs = combine(reported)
             results.append([*outputs, np.bool_(finite)])
         return results[0][i]
@@ -290,7 +289,7 @@ def _values(function: StepFunction, pending: Sequence[Pending]) -> list[RemoteVa
 
 
 def _handles(state: RemoteState, parts: tuple[int, ...] | None) -> tuple[RemoteState | RemotePart, ...]:
-    """Of the states that a step takes."""
+    """Returns the handles of the states that a step takes."""
     return (state,) if parts is None else tuple(state.parts[i] for i in parts)
 
 
@@ -301,9 +300,10 @@ def _result(
     batches: PyTree,
     turn: Callable[[PyTree], PyTree],
 ) -> Any:
+    """Puts states and outputs in the places where the step returns them, and drops the rows of padding."""
     if "examples" in traced.returns:
-        found = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
-        real = next((rows for rows in found if rows is not None), None)
+        of_each = (real_rows(batch, lambda _, i=i: turn(batches)[i]) for i, batch in enumerate(batches))
+        real = next((rows for rows in of_each if rows is not None), None)
         outputs = tuple(
             jax.tree.map(lambda x: x.map(lambda rows: rows[real]), tree)
             if role == "examples" and real is not None

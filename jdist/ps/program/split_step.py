@@ -68,7 +68,7 @@ class SplitStep:
         """Whether it changes the state."""
         return bool(self.update.reads)
 
-    @property
+    @functools.cached_property
     def reports_finite(self) -> bool:
         """Whether a call's results end with whether its gradients were finite."""
         return self.updates and (self.spec.policy == "skip" or self.spec.options.loss_scaling is not None)

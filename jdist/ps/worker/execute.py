@@ -1,4 +1,4 @@
-"""One function on a worker: pulls what it reads, computes closures, and brings their gradients to the shards."""
+"""Computes the closures of one function on a worker: pulls what it reads, and pushes gradients to the shards."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class Computed:
 
 
 class Installed:
-    """A function, compiled, with what was pulled for it.
+    """A compiled function, with what was pulled for it.
 
     Args:
-        function: what it is.
+        function: its plan.
         run: the compiled function.
         shards: where its state is.
 
@@ -97,7 +97,8 @@ class Installed:
         self.function, self._shards, self._run = function, shards, run
         self._scale: WorkerScale | None = None
         self._history: tuple[int, int] | None = None  # of what was pulled
-        self._plans = _plans(function, shards.clients)
+        self._plans = [] if function.view is None else [client.plan for client in shards.clients.clients]
+        _check_plans(function, self._plans)
         self._versions: list[int | None] = [None] * len(self._plans)
         self._inputs = {
             i: aligned(s.size_bytes).view(s.numpy).reshape(s.shape)
@@ -105,15 +106,12 @@ class Installed:
         }
 
     def compute(self, who: Sender, closure: int, arguments: Sequence[Any]) -> Computed:
-        """One closure, with as many attempts as it takes.
+        """Computes a closure, in as many attempts as it takes.
 
         Args:
             who: in whose name.
             closure: its number.
             arguments: its arrays.
-
-        Returns:
-            What became of it.
 
         Raises:
             Abandoned: it is not this worker's any more.
@@ -145,9 +143,9 @@ class Installed:
             if not finite and function.non_finite == "raise":
                 return Computed([], is_finite=False)
             result = b"".join(x.tobytes() for x in outputs)
-            said = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
+            fields = {**who.said, "closure": closure, "attempt": attempt, "finite": finite, "view": function.view}
             base = self._versions[0] or 0
-            if self._push(who, said, pushed, scalars, home, result):
+            if self._push(who, fields, pushed, scalars, home, result):
                 return Computed(outputs, is_finite=finite, base=base)
         raise AssertionError  # the loop has no end
 
@@ -168,27 +166,27 @@ class Installed:
                 return results
 
     def _push(
-        self, who: Sender, said: Header, pushed: dict[int, Any], scalars: list[Any], home: int, result: bytes
+        self, who: Sender, fields: Header, pushed: dict[int, Any], scalars: list[Any], home: int, result: bytes
     ) -> bool:
-        """Brings a closure's gradients to all shards, and pulls; whether they were not too stale."""
+        """Pushes a closure's gradients to all shards, and pulls; returns whether they were fresh enough."""
         view, stages_only = self._view, self.function.stages_only
         kind = Push if len(self._plans) == 1 and not stages_only else Stage
         bases = list(self._versions)
 
         def first(i: int, plan: ShardPlan) -> Any:
             shares = [rows.cut(pushed[rows.of]) for rows in plan.views[view].rows] + scalars
-            push = kind(**said, base=bases[i] or 0)
+            push = kind(**fields, base=bases[i] or 0)
             pull = [self._pull_of(who, bases[i])] if kind is Push else []
             return [push, *pull], shares, result if i == home else None
 
         failpoints.reached(Point.BEFORE_PUSH)
-        told = self._shards.clients.say([first(i, plan) for i, plan in enumerate(self._plans)])
-        found = [(answers, arrays) for answers, arrays, _ in told]
-        refused = [answers[0] for answers, _ in found if isinstance(answers[0], Refused)]
+        replies = self._shards.clients.say([first(i, plan) for i, plan in enumerate(self._plans)])
+        refused = [answers[0] for answers, _, _ in replies if isinstance(answers[0], Refused)]
         if any(answer.reason != "stale" for answer in refused):
             raise Abandoned
         if kind is Push:
-            self._take(0, found[0][0][1], found[0][1])
+            ((answers, arrays, _),) = replies
+            self._take(0, answers[1], arrays)
             return not refused
         if stages_only:  # each attempt begins with a pull
             return not refused
@@ -196,9 +194,9 @@ class Installed:
             self._pull(who)
             return False
         failpoints.reached(Point.AFTER_PUSH)
-        commit = Commit(**who.said, closures=(said["closure"],))
-        told = self._shards.clients.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
-        for i, (answers, arrays, _) in enumerate(told):
+        commit = Commit(**who.said, closures=(fields["closure"],))
+        replies = self._shards.clients.say([([commit, self._pull_of(who, base)], None, None) for base in bases])
+        for i, (answers, arrays, _) in enumerate(replies):
             if not isinstance(answers[0], Done):
                 raise Abandoned
             self._take(i, answers[1], arrays)
@@ -214,7 +212,7 @@ class Installed:
         return Pull(**who.said, known=known, view=self._view)
 
     def _pull_one_version(self, who: Sender) -> None:
-        """In synchronous mode: until all shards have the same version, which they have but for the moment of a commit."""
+        """Pulls until all shards have the same version, as they have but for the moment of a commit."""
         end = time.monotonic() + ONE_VERSION_S
         while True:
             self._pull(who)
@@ -228,13 +226,12 @@ class Installed:
             time.sleep(0.002)
 
     def _pull(self, who: Sender) -> None:
-        asked = list(self._versions)
-        found = self._shards.clients.say([([self._pull_of(who, known)], None, None) for known in asked])
-        for i, (answers, arrays, _) in enumerate(found):
+        replies = self._shards.clients.say([([self._pull_of(who, known)], None, None) for known in self._versions])
+        for i, (answers, arrays, _) in enumerate(replies):
             self._take(i, answers[0], arrays)
 
     def _take(self, i: int, answer: Any, arrays: list[np.ndarray]) -> None:
-        """Takes over what a shard sent of the parameters."""
+        """Takes in the parameters that a shard sent."""
         if not isinstance(answer, Parameters):
             raise Abandoned
         plan = self._plans[i]
@@ -248,19 +245,16 @@ class Installed:
         self._shards.newest[i] = max(self._shards.newest[i], answer.version)
 
 
-def _plans(function: FunctionPlan, shards: Together) -> list[ShardPlan]:
-    """The plans of the shards, once it is certain that they have what the function reads, and take what it pushes."""
-    if function.view is None:
-        return []
-    plans = [client.plan for client in shards.clients]
+def _check_plans(function: FunctionPlan, plans: Sequence[ShardPlan]) -> None:
+    """Checks that shards send nothing but what a function reads, and take nothing but what it pushes."""
+    view = function.view or 0  # without one there are no plans
     try:
-        pulled = {plan.rows[k].of for plan in plans for k in plan.sent(function.view, changed=True, first=True)}
-        pushed = {rows.of for plan in plans for rows in plan.views[function.view].rows}
+        pulled = {plan.rows[k].of for plan in plans for k in plan.sent(view, changed=True, first=True)}
+        pushed = {rows.of for plan in plans for rows in plan.views[view].rows}
     except IndexError as exc:
         raise WireError("a shard's plan is broken: it sends rows that it does not keep") from exc
     if not pulled <= {*function.read} or not pushed <= {*function.pushed}:
         raise WireError("a function of another state than the shards'")
-    return plans
 
 
 class WorkerScale:

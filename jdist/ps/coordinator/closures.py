@@ -7,7 +7,7 @@ what is decided elsewhere (`dispatch`), and nothing is locked here: whoever call
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,11 @@ from jdist.errors import ClosureCancelledError, ClosureError, DatasetError, NonF
 from jdist.ps.coordinator.dataset_pass import BatchName, RemoteBatch
 from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.snapshot import ClusterSnapshot
-from jdist.ps.program.function_plan import FunctionPlan
-from jdist.ps.program.sync import Combined
+from jdist.ps.program.function_plan import Combine, FunctionPlan
 from jdist.ps.protocol.scheduler_events import Finish
 from jdist.ps.protocol.wire import Spec
 from jdist.ps.transport.interface import Header
 
-Combine = Callable[[Sequence[Sequence[Any]]], Combined]
 MOST_QUEUED = 262_144  # as in tf.distribute
 MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
 WITH_OUTPUTS = ("done", "staged")
@@ -339,11 +337,11 @@ def decide(numbers: Sequence[int], closures: Sequence[Closure], installed: Insta
     """
     try:
         assert installed.combine is not None  # only functions that have it are staged
-        combined = installed.combine([closure.pending.wait(0) for closure in closures])
+        scalars, is_finite, _ = installed.combine([closure.pending.wait(0) for closure in closures])
     except Exception as exc:  # noqa: BLE001  # whatever it is, the round must not wait for this thread for ever
         return Decision(False, error=ClosureError(f"closures {numbers}: what they gave cannot be put together: {exc}"))
     policy = installed.function.non_finite
-    if combined.finite or policy == "apply":
-        return Decision(True, combined.scalars)
+    if is_finite or policy == "apply":
+        return Decision(True, scalars)
     error = NonFiniteClosureError(numbers[0]) if policy == "raise" else None
     return Decision(False, is_skipped=policy == "skip", error=error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -22,11 +21,10 @@ from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.coordinator.replica_watch import two_copies
 from jdist.ps.coordinator.servers import devices_of_workers
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import FunctionPlan, plan_function
+from jdist.ps.program.function_plan import FunctionPlan, StepFunction, plan_function
 from jdist.ps.program.layout import Layout, make_layout
 from jdist.ps.program.shard_plan import ShardPlan
-from jdist.ps.program.split_step import StepParts
-from jdist.ps.program.sync import Traced
+from jdist.ps.program.split_step import SplitStep
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.transport.shard_client import ShardClient
 
@@ -102,7 +100,7 @@ class Session:
         return self._coordinator
 
     def schedule(
-        self, state: RemoteState, traced: Traced, arguments: Sequence[Any], reads: RemoteBatch | None = None
+        self, state: RemoteState, function: StepFunction, arguments: Sequence[Any], reads: RemoteBatch | None = None
     ) -> list[Pending]:
         """Schedules the closures of a call of a step; brings the state to the servers first, if it is not there.
 
@@ -115,18 +113,19 @@ class Session:
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
             known = [step.identity for step in steps]
-            if traced.parts.identity not in known:
-                self._place(state, [*steps, traced.parts])
-                known.append(traced.parts.identity)
-            step = known.index(traced.parts.identity)
-            number = self._number(traced, lambda: self._shipped(traced, step))
+            identity = function.step.identity
+            if identity not in known:
+                self._place(state, [*steps, function.step])
+                known.append(identity)
+            step = known.index(identity)
+            number = self._number(function, lambda: self._shipped(function, step))
             assert self._layout is not None  # the state has been placed
             if any((step, other) in self._layout.in_turn for other in self._mixed):
                 self.coordinator.part()
                 self._mixed.clear()
             self._mixed.add(step)
-            if traced.sync is not None:
-                return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
+            if function.cut is not None:
+                return self.coordinator.schedule_round(number, function.cut(arguments))
             return [self.coordinator.schedule(number, arguments, reads)]
 
     def schedule_function(
@@ -164,14 +163,11 @@ class Session:
             self._functions[key] = self.coordinator.add(*make())
         return self._functions[key]
 
-    def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
+    def _shipped(self, function: StepFunction, step: int) -> tuple[Any, ...]:
         assert self._layout is not None  # the state has been placed
-        layout, is_sync = self._layout, traced.sync is not None
-        function = plan_function(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
-        function = dataclasses.replace(function, batch=traced.batch, loss_scale=traced.loss_scale)
-        combine = None if traced.sync is None else traced.sync.combine
-        program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
-        return function, program, combine
+        layout = self._layout
+        program = pack(layout.worker(step, function.run), [*layout.inputs(step), *function.arguments])
+        return plan_function(layout, step, function), program, function.combine
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
@@ -226,7 +222,7 @@ class Session:
         self._functions.clear()
         self._mixed.clear()
 
-    def _place(self, state: RemoteState, steps: Sequence[StepParts]) -> None:
+    def _place(self, state: RemoteState, steps: Sequence[SplitStep]) -> None:
         """Lays a state out for these steps. Another state that is on the servers is brought here first."""
         servers, options = self.servers, self.options
         if state is not self._state:

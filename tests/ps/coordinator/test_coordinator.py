@@ -18,7 +18,7 @@ from jdist.ps.coordinator import snapshots
 from jdist.ps.coordinator.coordinator import Coordinator
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf
 from jdist.ps.program.artifact import pack
-from jdist.ps.program.function_plan import FunctionPlan, plan_function
+from jdist.ps.program.function_plan import FunctionPlan, make_function, plan_function
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Restore
@@ -63,18 +63,10 @@ class Job:
         self.state = create(tx or optax.sgd(0.1, 0.9))
         self.parts, state, batches, others = apart(step, self.state, BATCH)
         self.leaves, self.arguments = raw(state), jax.tree.leaves((batches, others))
-        treedef = jax.tree.structure((batches, others))
         self.layout = make_layout([self.parts], num_ps=num_ps, partitioner=fixed_shards(num_ps), rules=rules)
         inputs = [self.leaves[i] for i in self.parts.read]
 
-        def worker(values):
-            pushed, scalars, finite, outputs = self.parts.worker(
-                values[: len(inputs)], *jax.tree.unflatten(treedef, values[len(inputs) :])
-            )
-            return [*pushed, *scalars, finite, *outputs]
-
-        outputs = jax.eval_shape(worker, [*inputs, *self.arguments])
-        outputs = outputs[len(self.parts.pushed) + len(self.parts.update.scalar_shapes) + 1 :]
+        function = make_function(self.parts)
         self.keepers = [ShardServer() for _ in self.layout.shards]
         self.servers = {
             f"ps{s.server}": FakeServer(f"ps{s.server}", k.methods())
@@ -89,8 +81,8 @@ class Job:
         self.worker_servers = [FakeServer(f"worker{i}", w.methods()) for i, w in enumerate(self.workers)]
         self.times = times
         self.programs = [[program(self.layout, shard)] for shard in self.layout.shards]
-        self.function = plan_function(self.layout, 0, self.arguments, outputs, "raise")
-        self.packed = pack(worker, [*inputs, *self.arguments])
+        self.function = plan_function(self.layout, 0, function)
+        self.packed = pack(function.run, [*inputs, *self.arguments])
         self.begin(generation=1)
 
     def begin(self, generation):

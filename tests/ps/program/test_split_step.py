@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 from jdist.errors import BoundaryError
-from jdist.ps.program.split_step import take_apart
+from jdist.ps.program.split_step import split_step
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
 from jdist.step.program_spec import ProgramSpec
@@ -60,7 +60,7 @@ def apart(step, state, *arguments, strategy=None, **keywords):
     spec, signature = spec_of(step, strategy, **options)
     call, state, batches, others = signature.bind((state, *arguments), keywords)
     spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.watched, spec.name)
-    return take_apart(spec, state, batches, others), state, batches, others
+    return split_step(spec, state, batches, others), state, batches, others
 
 
 def together(parts, state, batches, others):

@@ -204,15 +204,15 @@ class WatchedJob(Session):
 
     def _make_coordinator(self, *given):
         coordinator = super()._make_coordinator(*given)
-        engine = coordinator.engine
-        finish = engine.closures.finish
+        queue = coordinator.queue
+        finish = queue.closures.finish
 
         def noting(command, error=None):
             if command.outcome == "done":
-                self._history.add("finished", command.closure, engine.generation)
+                self._history.add("finished", command.closure, queue.generation)
             return finish(command, error)
 
-        engine.closures.finish = noting
+        queue.closures.finish = noting
         return coordinator
 
 

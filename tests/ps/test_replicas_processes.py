@@ -83,7 +83,7 @@ def test_a_server_killed_and_then_the_other_cost_no_update(run):
     run.steps(200)
     run.until_in_step()  # it came back, and is the backup
     run.check()
-    assert run.coordinator.engine.generation == 1
+    assert run.coordinator.queue.generation == 1
     assert [watch._replicas.leader for watch in run.coordinator._watches] == [1, 0]  # both on the second server
     run.steps(100, wait=False)
     run.signal(1, signal.SIGKILL)
@@ -91,7 +91,7 @@ def test_a_server_killed_and_then_the_other_cost_no_update(run):
     run.steps(100)
     run.until_in_step()
     run.check()
-    assert run.coordinator.engine.generation == 1
+    assert run.coordinator.queue.generation == 1
     assert [watch._replicas.leader for watch in run.coordinator._watches] == [0, 1]
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
@@ -109,7 +109,7 @@ def test_a_server_that_is_stopped_and_resumed_does_no_harm(run):
     run.until_in_step()
     run.steps(100)
     run.check()
-    assert run.coordinator.engine.generation == 1
+    assert run.coordinator.queue.generation == 1
 
 
 def test_both_servers_killed_send_all_back_to_the_snapshot_and_the_count_is_exact(run):
@@ -119,7 +119,7 @@ def test_both_servers_killed_send_all_back_to_the_snapshot_and_the_count_is_exac
     run.signal(1, signal.SIGKILL)
     run.steps(100)
     run.check()
-    assert run.coordinator.engine.generation > 1
+    assert run.coordinator.queue.generation > 1
     run.until_in_step()
 
 

@@ -19,7 +19,6 @@ from jdist.ps.coordinator.datasets import WorkerDataset, name_of_function
 from jdist.ps.coordinator.options import PsOptions, Servers
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
-from jdist.ps.coordinator.replica_watch import two_copies
 from jdist.ps.coordinator.servers import devices_of_workers
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.function_plan import FunctionPlan, plan_function
@@ -28,6 +27,7 @@ from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.program.split_step import StepParts
 from jdist.ps.program.sync import Traced
 from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.transport.routed import two_copies
 from jdist.ps.transport.shard_client import ShardClient
 
 PyTree = Any
@@ -126,8 +126,8 @@ class Session:
                 self._mixed.clear()
             self._mixed.add(step)
             if traced.sync is not None:
-                return self.coordinator.schedule_round(number, traced.sync.shares(arguments))
-            return [self.coordinator.schedule(number, arguments, reads)]
+                return self.coordinator.queue.schedule_round(number, traced.sync.shares(arguments))
+            return [self.coordinator.queue.schedule(number, arguments, reads)]
 
     def schedule_function(
         self,
@@ -151,7 +151,7 @@ class Session:
             if self._coordinator is None:
                 self._coordinator = self._make_coordinator([])
                 self._coordinator.begin([], [])
-            return self._coordinator.schedule(self._number(key, make), arguments, reads)
+            return self._coordinator.queue.schedule(self._number(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
         """A dataset of which each worker reads its own share."""
@@ -161,7 +161,7 @@ class Session:
 
     def _number(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> int:
         if key not in self._functions:
-            self._functions[key] = self.coordinator.add(*make())
+            self._functions[key] = self.coordinator.queue.add(*make())
         return self._functions[key]
 
     def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
@@ -177,13 +177,13 @@ class Session:
         """Waits for every closure; raises what failed."""
         coordinator = self._coordinator  # without the lock, so that others may schedule meanwhile, or close
         if coordinator is not None:
-            coordinator.join(timeout_s)
+            coordinator.queue.join(timeout_s)
 
     @property
     def done(self) -> bool:
         """Whether every closure is done."""
         coordinator = self._coordinator
-        return coordinator is None or coordinator.done
+        return coordinator is None or coordinator.queue.done
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]:
         """The leaves of a state, after every closure.
@@ -202,8 +202,8 @@ class Session:
         with self._lock:
             if self._coordinator is None:
                 return self._skipped_before
-            self._coordinator.join()
-            return self._skipped_before + self._coordinator.engine.num_skipped
+            self._coordinator.queue.join()
+            return self._skipped_before + self._coordinator.queue.num_skipped
 
     def close(self) -> None:
         """Ends the workers' threads, the connections and what was started."""
@@ -220,7 +220,7 @@ class Session:
 
     def _leave(self) -> None:
         if self._coordinator is not None:
-            self._skipped_before += self._coordinator.engine.num_skipped
+            self._skipped_before += self._coordinator.queue.num_skipped
             self._coordinator.close()
         self._coordinator = self._layout = self._state = None
         self._functions.clear()
@@ -235,8 +235,8 @@ class Session:
             self._state.leaves = list(self.fetch(self._state))
         first = 0
         if self._coordinator is not None:
-            self._coordinator.join()
-            first = self._coordinator.scheduled
+            self._coordinator.queue.join()
+            first = self._coordinator.queue.scheduled
         self._leave()
         layout = make_layout(
             steps,
@@ -271,7 +271,6 @@ class Session:
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
-            addresses=addresses,
             times=self.options.times,
             rounds=self._rounds(),
             copies=copies,

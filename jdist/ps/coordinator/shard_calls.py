@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jdist.errors import ShardLostError
-from jdist.ps.coordinator.engine import Engine
+from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.protocol.messages import Answer, Commit, Held, Refused, Restore
 from jdist.ps.protocol.scheduler_events import Answered, Tell
 from jdist.ps.protocol.times import Times
@@ -21,16 +23,27 @@ class ShardCalls:
 
     Args:
         shards: the shards.
-        engine: what is scheduled.
+        queue: gets the answers.
         times: how long it waits.
+        state_of: from a shard's number to what it begins with: its arrays, and a program for each of its views.
+        on_replaced: takes the history that a shard has instead of this coordinator's, and who began it.
     """
 
-    def __init__(self, shards: Together, engine: Engine, times: Times):
-        self._shards, self._engine, self._times = shards, engine, times
+    def __init__(
+        self,
+        shards: Together,
+        queue: ClosureQueue,
+        times: Times,
+        *,
+        state_of: Callable[[int], tuple[Sequence[Any], Sequence[bytes]]],
+        on_replaced: Callable[[int, str], None],
+    ):
+        self._shards, self._queue, self._times = shards, queue, times
+        self._state_of, self._on_replaced = state_of, on_replaced
         self._threads = Threads(2 * len(shards.clients) + 2, "jdist-tell")
 
     def tell(self, command: Tell) -> None:
-        """Sends a message; the engine gets an `Answered`."""
+        """Sends a message; the queue gets an `Answered`."""
         self._threads.submit(self._until_answered, command)
 
     def close(self) -> None:
@@ -38,47 +51,47 @@ class ShardCalls:
         self._threads.close()
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the end of its threads, once the engine is closed."""
+        """Waits for the end of its threads, once the queue is closed."""
         self._threads.join(timeout_s)
 
     def _until_answered(self, command: Tell) -> None:
-        """How long a shard may take for it, its watch says; a message of an old history is of no interest any more."""
-        engine, refusals = self._engine, 0
-        while not engine.closed.is_set() and command.message.generation == engine.generation:
+        """Repeats a message, however long it takes: the shard's watch bounds that. One of an old history is dropped."""
+        queue, refusals = self._queue, 0
+        while not queue.closed.is_set() and command.message.generation == queue.generation:
             try:
                 answer = self._answer_to(command)
             except ShardLostError as exc:
                 refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
                 # What it begins with is not to its liking. What else it cannot do leaves it empty: its watch will hear of it.
                 if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
-                    return engine.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
-                engine.closed.wait(self._times.ping_s)
+                    return queue.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
+                queue.closed.wait(self._times.ping_s)
                 continue
             except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
-                engine.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
+                queue.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
                 raise
             if _is_behind(answer, command):
                 # It has lost its memory, or is about to begin this history; taken for an answer, "it has nothing" would be
                 # said of what it only does not know.
-                engine.closed.wait(self._times.ping_s)
+                queue.closed.wait(self._times.ping_s)
                 continue
             if (
                 isinstance(command.message, Restore)
                 and isinstance(answer, Refused)
-                and engine.generation == answer.generation
+                and queue.generation == answer.generation
             ):
                 begun_by = self._shards.clients[command.shard].status()["begun_by"]
                 if begun_by != whose():  # it began at the same time; else only the first answer was lost
-                    return engine.replaced(answer.generation, begun_by)
-            return engine.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+                    return self._on_replaced(answer.generation, begun_by)
+            return queue.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 
     def _answer_to(self, command: Tell) -> Answer:
         client, message = self._shards.clients[command.shard], command.message
         if isinstance(message, Restore):
-            return client.restore(message, *self._engine.state_of(command.shard))
+            return client.restore(message, *self._state_of(command.shard))
         scalars = None
         if isinstance(message, Commit) and message.as_one:
-            view, scalars = self._engine.scalars_of(message)
+            view, scalars = self._queue.scalars_of(message)
             message = dataclasses.replace(message, view=view)
         (answer,), _, results = client.say([message], scalars)
         return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer

@@ -1,17 +1,21 @@
-"""Where a shard is now: a channel that goes with its leader from one server to the other."""
+"""Where a shard is now: its two copies, and a channel that goes with their leader from one server to the other."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from jdist.errors import WireError
+from jdist.errors import ShardLostError, WireError
 from jdist.ps.protocol.wire import Spec, from_plain
 from jdist.ps.transport.interface import Arrays, CallFailed, Channel, Header
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +160,68 @@ class RoutedChannel:
         except CallFailed:
             return False
         return bool(header.get("leads"))
+
+
+class Copies:
+    """Where the two copies of a shard are.
+
+    Args:
+        connect: from a server's address to a channel.
+        places: `(address, slot)` of each copy; the first leads at the beginning.
+
+    Attributes:
+        channel: to whichever leads; connected at the first call.
+        places: as given.
+    """
+
+    def __init__(self, connect: Callable[[str], Channel], places: Sequence[tuple[str, int]]):
+        self._connect, self.places = connect, tuple(places)
+        self.channel = RoutedChannel(connect, self.route(0, 0))
+
+    def route(self, copy: int, term: int) -> Route:
+        """Returns the way to a copy that leads since a term."""
+        address, slot = self.places[copy]
+        return Route(address=address, slot=slot, term=term)
+
+    def connected(self, copy: int) -> Channel:
+        """Returns a channel to a copy, whether it leads or not."""
+        address, slot = self.places[copy]
+        return SlotChannel(self._connect(address), slot)
+
+    def statuses(self, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Asks both copies who they are; None stands for one that does not answer.
+
+        Raises:
+            ShardLostError: neither does.
+        """
+
+        def ask(channel: Channel) -> dict[str, Any] | None:
+            try:
+                return channel.call("status", {}, timeout_s=timeout_s)[0]
+            except CallFailed as exc:
+                _LOG.warning("%s does not answer: %s", channel.peer, exc.reason)
+                return None
+            finally:
+                channel.close()
+
+        with ThreadPoolExecutor(2) as pool:
+            statuses = list(pool.map(ask, [self.connected(copy) for copy in (0, 1)]))
+        if statuses == [None, None]:
+            first, second = (address for address, _ in self.places)
+            raise ShardLostError(f"neither {first} nor {second} answers, which have the two copies of a shard")
+        return statuses
+
+
+def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: Sequence[str]) -> list[Copies]:
+    """Places each shard on its own server, and its backup on the next.
+
+    Args:
+        connect: from a server's address to a channel.
+        addresses: of each shard, its own server.
+        ps: all servers.
+    """
+    after = dict(zip(ps, [*ps[1:], ps[0]], strict=True))
+    return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
 
 
 def _if_led(expects: Callable[[Header], Sequence[Spec]]) -> Callable[[Header], Sequence[Spec]]:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps.coordinator.snapshot import take_snapshot
+from jdist.ps.coordinator.snapshots import take_snapshot
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
@@ -227,7 +227,7 @@ def test_a_snapshot_contains_what_was_settled_since_it_was_asked_for():
         client.say([Commit(generation=1, closures=(0,))])
     job.clients[0].say([Pull(generation=1, settled=1)])  # one shard has heard of it, and one has not
     together = Together(job.clients)
-    found = take_snapshot(together, number=1, generation=1, settled=0, is_wanted=lambda: True)
+    found, _ = take_snapshot(together, number=1, generation=1, settled=0, is_wanted=lambda: True)
     together.close()
     assert (found.settled, found.applied, found.version) == (1, frozenset(), 1)
 

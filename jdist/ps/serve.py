@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +17,7 @@ from jdist.cluster.exit_status import FINISHED, PEER_LOST, PREEMPTED
 from jdist.cluster.listen import numeric_address
 from jdist.cluster.resolvers.tf_config import tf_config
 from jdist.errors import LaunchError, PortInUseError, WireError
-from jdist.ps.transport.interface import Header, Method, Methods
+from jdist.ps.transport.interface import Header, Method
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others
 
 Role = Literal["worker", "ps"]
@@ -30,43 +28,6 @@ READY = "jdist serve: {role} listens on {address}"
 _LOOK_S = 1.0
 _MOST_ADDRESSES = 4096
 _REACH_S = 5.0
-
-
-class LastHeard:
-    """When somebody last asked for something, and whether the coordinator has said that it is over."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._under_way = 0
-        self._lock = threading.Lock()
-        self.over = threading.Event()
-
-    def watch(self, methods: Methods) -> dict[str, Method]:
-        """Methods that take note of every call, and one more: "end"."""
-        watched = {name: dataclasses.replace(method, run=self._noting(method.run)) for name, method in methods.items()}
-        return {**watched, "end": Method(self._end)}
-
-    def silent_s(self) -> float:
-        """Seconds since the last call ended; 0 while one is under way."""
-        with self._lock:
-            return 0.0 if self._under_way else time.monotonic() - self._at
-
-    def _noting(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(header: Header, arrays: list[Any]) -> Any:
-            with self._lock:
-                self._under_way += 1
-            try:
-                return run(header, arrays)
-            finally:
-                with self._lock:
-                    self._under_way -= 1
-                    self._at = time.monotonic()
-
-        return noting
-
-    def _end(self, header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
-        self.over.set()
-        return {}, []
 
 
 def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
@@ -153,19 +114,23 @@ def serve(
 
     keep_freed_memory()
     failpoints.arm(0, os.environ)
-    heard = LastHeard()
-    worker = None
+    over, worker = threading.Event(), None
     if role == WORKER:
         os.environ[IS_SERVER] = "1"
         worker = WorkerServer(lambda to: RpcChannel(to, security=security), allow=allow, script=script)
     # Its own shard, and the backup of another's.
     copies = [ReplicatedShard(lambda to: RpcChannel(to, security=security), allow=allow) for _ in range(2)]
     methods = slots(copies) if worker is None else {**worker.methods(), "reach": _reach(security)}
+
+    def end_server(header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
+        over.set()
+        return {}, []
+
     with contextlib.ExitStack() as ends, _ended_by_sigterm():
         for end in [copy.close for copy in copies] if worker is None else [worker.close]:
             ends.callback(end)
         try:
-            server = RpcServer(address, heard.watch(methods), security=security)
+            server = RpcServer(address, {**methods, "end": Method(end_server)}, security=security)
             ends.callback(server.stop, 1.0)
             if health_address is not None:
                 ends.callback(serve_health(health_address, SERVICE, is_well=lambda: server.is_well))
@@ -175,13 +140,13 @@ def serve(
             ) from exc
         print(READY.format(role=role, address=join(split(address)[0], server.port)), flush=True)
         if with_parent:
-            threading.Thread(target=_until_closed, args=(heard.over,), daemon=True).start()
-        while not heard.over.wait(min(_LOOK_S, grace_s)):
+            threading.Thread(target=_until_closed, args=(over,), daemon=True).start()
+        while not over.wait(min(_LOOK_S, grace_s)):
             if with_parent:
                 # What the parent has forked may live on, and hold the other end of standard input.
                 if os.getppid() != parent:
                     return FINISHED
-            elif heard.silent_s() > grace_s:
+            elif server.silent_s > grace_s:
                 print(f"jdist serve: {role} heard from nobody for {grace_s:g} s, it ends", file=sys.stderr, flush=True)
                 return PEER_LOST
         return FINISHED

@@ -41,7 +41,7 @@ from jdist.ps.protocol.messages import (
 from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
 from jdist.ps.server.malloc import LARGE_BYTES, let_go
-from jdist.ps.transport.interface import Header, Method, Untimely, check_files
+from jdist.ps.transport.interface import FailedPrecondition, Header, Method, check_files
 
 MOST_MESSAGES = 4096
 MOST_NAME = 300
@@ -150,7 +150,7 @@ class ShardServer:
         if len(views) != 1:
             raise WireError("arrays of no push, or of several")
         if plan is None:
-            raise Untimely("a push to an empty shard")
+            raise FailedPrecondition("a push to an empty shard")
         ((kind, number),) = views
         if type(number) is not int or not 0 <= number < len(plan.views) or self._programs[number] is _nothing:
             raise WireError("a push of no step that is known here and updates something")

@@ -14,13 +14,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterator
 
 from jdist.errors import WireError
-from jdist.ps.protocol.wire import Spec
-from jdist.ps.transport.interface import EXHAUSTED, Arrays, CallFailed, Header
+from jdist.ps.transport.interface import EXHAUSTED, Answer, Arrays, CallFailed, Expects, Header
 from jdist.ps.transport.security import Security
 from jdist.ps.transport.stream import Stream
 
@@ -209,9 +206,7 @@ class BulkChannel:
         self._closed = False
         self._unreachable_until = 0.0
 
-    def begin(
-        self, header: Header, arrays: Arrays, expects: Callable[[Header], Sequence[Spec]], timeout_s: float
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]] | None:
+    def begin(self, header: Header, arrays: Arrays, expects: Expects, timeout_s: float) -> Callable[[], Answer] | None:
         """Says something; returns what waits for the answer, or None where no data connection can be had.
 
         Raises:
@@ -224,7 +219,7 @@ class BulkChannel:
         with self._failing(stream):
             stream.send(header, arrays, by=by)
 
-        def finish() -> tuple[Header, list[np.ndarray]]:
+        def finish() -> Answer:
             with self._failing(stream):
                 answer, found = stream.receive(
                     lambda header: () if "failed" in header else expects(header),

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal, Unpack
 
-import numpy as np
-
-from jdist.ps.protocol.wire import Buffers, Spec, chunks, decode, encode
-from jdist.ps.transport.interface import EXHAUSTED, Arrays, CallFailed, Header, Methods, OutOfFilesError
+from jdist.ps.protocol.wire import Buffers, chunks, decode, encode
+from jdist.ps.transport.interface import (
+    EXHAUSTED,
+    Answer,
+    Arrays,
+    CallFailed,
+    CallOptions,
+    Expects,
+    Header,
+    Methods,
+    OutOfFilesError,
+    no_arrays,
+)
 
 Fault = Literal["lose the call", "lose the answer", "twice"]
 
@@ -79,9 +88,9 @@ class FakeChannel:
         arrays: Arrays = (),
         *,
         timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        expects: Expects = no_arrays,
         bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
+    ) -> Answer:
         """See `Channel`."""
         fault = self._fault(method, header)
         if fault == "lose the call":
@@ -98,7 +107,9 @@ class FakeChannel:
             buffers.take(chunk)
         return found, buffers.arrays()
 
-    def begin(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> Callable[[], Any]:
+    def begin(
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         """See `Channel`."""
         return functools.partial(self.call, method, header, arrays, **options)
 

@@ -6,8 +6,11 @@ import functools
 import hmac
 import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
+from typing import Unpack
 
 import grpc
 import numpy as np
@@ -18,14 +21,18 @@ from jdist.ps.transport.bulk import BulkChannel, BulkServer
 from jdist.ps.transport.health import MOST_WATCHES, health
 from jdist.ps.transport.interface import (
     EXHAUSTED,
+    Answer,
     Arrays,
     CallFailed,
+    CallOptions,
+    Expects,
+    FailedPrecondition,
     Header,
     Method,
     Methods,
     OutOfFilesError,
-    Untimely,
     check_files,
+    no_arrays,
 )
 from jdist.ps.transport.security import OPEN
 from jdist.ps.transport.security import Security as Security
@@ -91,6 +98,7 @@ class RpcServer:
         """
         self._token, self._most_bytes = security.token, most_bytes
         self._methods = dict(methods)
+        self._lock, self._num_running, self._ended_at_s = threading.Lock(), 0, time.monotonic()
         self._data: BulkServer | None = None
         self._server = grpc.server(
             futures.ThreadPoolExecutor(threads + MOST_WATCHES, thread_name_prefix="jdist-rpc"),
@@ -125,6 +133,12 @@ class RpcServer:
         """Whether it can serve new callers at the moment."""
         return self._data is None or self._data.is_accepting
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last call of a method ended; 0 while one is under way."""
+        with self._lock:
+            return 0.0 if self._num_running else time.monotonic() - self._ended_at_s
+
     def stop(self, grace_s: float = 0.0) -> None:
         """Ends; calls under way may take `grace_s` more seconds."""
         self._server.stop(grace_s).wait()
@@ -154,7 +168,7 @@ class RpcServer:
             _log_refusal(exc)
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
-            answer, results = method.run(header, arrays)
+            answer, results = self._run(method, header, arrays)
         except Exception as exc:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
             context.abort(grpc.StatusCode.INTERNAL, _failure(exc))
         yield from _frames(answer, results)
@@ -176,9 +190,19 @@ class RpcServer:
             _log_refusal(exc)
             return {"failed": "refused"}, []
         try:
-            return methods[0].run(header, arrays)
+            return self._run(methods[0], header, arrays)
         except Exception as exc:  # noqa: BLE001  # as above
             return {"failed": _failure(exc)}, []
+
+    def _run(self, method: Method, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Arrays]:
+        with self._lock:
+            self._num_running += 1
+        try:
+            return method.run(header, arrays)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                self._ended_at_s = time.monotonic()
 
     def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
         """The method that a header names, and the arrays that come with it.
@@ -249,9 +273,9 @@ class RpcChannel:
         arrays: Arrays = (),
         *,
         timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
+        expects: Expects = no_arrays,
         bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
+    ) -> Answer:
         """See `Channel`."""
         header = {**header, "method": method}
         bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
@@ -275,20 +299,12 @@ class RpcChannel:
             raise CallFailed(self._address, "closed") from exc
 
     def begin(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         """See `Channel`."""
-        begun = self._data.begin({**header, "method": method}, arrays, expects, timeout_s)
-        if begun is not None:
-            return begun
-        return functools.partial(self.call, method, header, arrays, timeout_s=timeout_s, expects=expects, bulk=bulk)
+        expects = options.get("expects", no_arrays)
+        begun = self._data.begin({**header, "method": method}, arrays, expects, options["timeout_s"])
+        return begun or functools.partial(self.call, method, header, arrays, **options)
 
     def close(self) -> None:
         """See `Channel`."""
@@ -329,7 +345,7 @@ def _failure(exc: Exception) -> str:
 
 
 def _log_refusal(exc: Exception) -> None:
-    _LOG.log(logging.INFO if isinstance(exc, Untimely) else logging.WARNING, "refused a call: %s", exc)
+    _LOG.log(logging.INFO if isinstance(exc, FailedPrecondition) else logging.WARNING, "refused a call: %s", exc)
 
 
 def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
@@ -337,7 +353,7 @@ def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-def _received(answers: Iterator[bytes], expects: Callable[[Header], Sequence[Spec]]) -> tuple[Header, list[np.ndarray]]:
+def _received(answers: Iterator[bytes], expects: Expects) -> Answer:
     header, first = decode(next(answers))
     buffers = Buffers(expects(header), most_bytes=1 << 40)
     buffers.take(first)

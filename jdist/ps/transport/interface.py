@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from jdist.ps.protocol.wire import Spec
 
 Header = dict[str, Any]
 Arrays = Sequence[Any]
+Answer = tuple[Header, list[np.ndarray]]
+Expects = Callable[[Header], Sequence[Spec]]  # from a header to the arrays that come with it
 EXHAUSTED = "exhausted"
 
 
@@ -65,7 +67,12 @@ def check_files(*, anew: bool = False) -> None:
     _checked_until_s = now + _CHECKED_FOR_S
 
 
-class Untimely(WireError):
+def no_arrays(header: Header) -> Sequence[Spec]:
+    """Expects no arrays, whatever the header."""
+    return ()
+
+
+class FailedPrecondition(WireError):
     """A call that would be right, had this process not been started anew: its caller has not heard of that, and soon will."""
 
 
@@ -80,11 +87,25 @@ class Method:
     """
 
     run: Callable[[Header, list[np.ndarray]], tuple[Header, Arrays]]
-    expects: Callable[[Header], Sequence[Spec]] = lambda header: ()
+    expects: Expects = no_arrays
     limited: bool = False
 
 
 Methods = Mapping[str, Method]
+
+
+class CallOptions(TypedDict, total=False):
+    """How a method is called.
+
+    Attributes:
+        timeout_s: seconds after which the call has failed; the server may still do what it was asked.
+        expects: the arrays that come with an answer of this header; none, unless said.
+        bulk: whether more than 1 MiB may come back.
+    """
+
+    timeout_s: Required[float]
+    expects: Expects
+    bulk: bool
 
 
 class Channel(Protocol):
@@ -95,25 +116,14 @@ class Channel(Protocol):
         """Whom it leads to, for messages."""
         ...
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
         """Calls a method.
 
         Args:
             method: its name.
             header: plain values.
             arrays: what goes with it.
-            timeout_s: seconds after which the call has failed; the server may still do what it was asked.
-            expects: the arrays that come with an answer of this header.
-            bulk: whether more than 1 MiB may come back.
+            **options: see `CallOptions`.
 
         Returns:
             The answer's header and arrays.
@@ -124,15 +134,8 @@ class Channel(Protocol):
         ...
 
     def begin(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         """As `call`, over a data connection where there is one, and without waiting for the answer.
 
         Returns:

@@ -7,13 +7,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import numpy as np
+from typing import Any, Unpack
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps.protocol.wire import Spec, from_plain
-from jdist.ps.transport.interface import Arrays, CallFailed, Channel, Header
+from jdist.ps.protocol.wire import from_plain
+from jdist.ps.transport.interface import Answer, Arrays, CallFailed, CallOptions, Channel, Expects, Header, no_arrays
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,20 +44,22 @@ class SlotChannel:
     """
 
     def __init__(self, channel: Channel, slot: int, *, led: bool = False):
-        self._channel, self._said = channel, {"slot": slot, "led": led}
+        self._channel, self._fields = channel, {"slot": slot, "led": led}
 
     @property
     def peer(self) -> str:
         """See `Channel`."""
         return self._channel.peer
 
-    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> tuple[Header, list[np.ndarray]]:
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
         """See `Channel`."""
-        return self._channel.call(method, {**header, **self._said}, arrays, **options)
+        return self._channel.call(method, {**header, **self._fields}, arrays, **options)
 
-    def begin(self, method: str, header: Header, arrays: Arrays = (), **options: Any) -> Callable[[], Any]:
+    def begin(
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         """See `Channel`."""
-        return self._channel.begin(method, {**header, **self._said}, arrays, **options)
+        return self._channel.begin(method, {**header, **self._fields}, arrays, **options)
 
     def close(self) -> None:
         """See `Channel`."""
@@ -100,34 +100,16 @@ class RoutedChannel:
         """See `Channel`."""
         return self._channel.peer
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> tuple[Header, list[np.ndarray]]:
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
         """See `Channel`."""
-        channel = self._channel
-        options: dict[str, Any] = {"timeout_s": timeout_s, "expects": _if_led(expects), "bulk": bulk}
+        channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
         return self._led(channel, lambda: channel.call(method, header, arrays, **options))
 
     def begin(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Callable[[Header], Sequence[Spec]] = lambda header: (),
-        bulk: bool = False,
-    ) -> Callable[[], tuple[Header, list[np.ndarray]]]:
+        self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
+    ) -> Callable[[], Answer]:
         """See `Channel`."""
-        channel = self._channel
-        options: dict[str, Any] = {"timeout_s": timeout_s, "expects": _if_led(expects), "bulk": bulk}
+        channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
         begun = self._led(channel, lambda: channel.begin(method, header, arrays, **options))
         return lambda: self._led(channel, begun)
 
@@ -224,7 +206,7 @@ def two_copies(connect: Callable[[str], Channel], addresses: Sequence[str], ps: 
     return [Copies(connect, [(address, 0), (after[address], 1)]) for address in addresses]
 
 
-def _if_led(expects: Callable[[Header], Sequence[Spec]]) -> Callable[[Header], Sequence[Spec]]:
+def _if_led(expects: Expects) -> Expects:
     return lambda header: () if "moved" in header else expects(header)
 
 

@@ -19,7 +19,7 @@ from jdist.errors import ShardLostError
 from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import TRAVELLING, Message, Parameters, Pull, Restore
 from jdist.ps.protocol.wire import CHUNK_BYTES, Spec, from_plain, to_plain
-from jdist.ps.transport.interface import CallFailed, Channel
+from jdist.ps.transport.interface import CallFailed, CallOptions, Channel, Header
 from jdist.ps.transport.threads import Threads
 
 T = TypeVar("T")
@@ -87,20 +87,30 @@ class ShardClient:
         self, messages: Sequence[Message], pushes: Sequence[Any] | None = None, result: bytes | None = None
     ) -> Callable[[], Said]:
         """As `say`, without waiting for the answer; returns what waits for it."""
-        header: dict[str, Any] = {"say": [to_plain(m) for m in messages]}
+        header: Header = {"say": [to_plain(m) for m in messages]}
         arrays: list[Any] = []
         if pushes is not None:
             result = result or b""
             header["result"] = len(result)
             arrays = [*pushes, np.frombuffer(result, np.uint8)]
-        expects = _Expects(self.plan, self._sent, messages)
+        answers: list[Any] = []
+
+        def expects(answer: Header) -> list[Spec]:
+            nonlocal answers
+            answers = [from_plain(TRAVELLING, plain) for plain in _without_results(answer["answers"])]
+            specs: list[Spec] = []
+            for message, each in zip(messages, answers, strict=True):
+                if isinstance(each, Parameters) and isinstance(message, Pull):
+                    places = self.plan.sent(message.view, changed=each.changed, first=message.known is None)
+                    specs += [self._sent[i] for i in places]
+            return specs
 
         data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
         asked = object()
         self._under_way[asked] = time.monotonic()
 
         def begun(timeout_s: float) -> Callable[[], Any]:
-            options: dict[str, Any] = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
+            options: CallOptions = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
             if data:
                 return self.channel.begin("say", header, arrays, **options)
             return functools.partial(self.channel.call, "say", header, arrays, **options)
@@ -129,7 +139,7 @@ class ShardClient:
             finally:
                 del self._under_way[asked]
             results = {c: bytes(b) for plain in answer["answers"] for c, b in plain.get("results", [])}
-            return expects.answers(answer), received, results
+            return answers, received, results
 
         return finish
 
@@ -174,30 +184,6 @@ class ShardClient:
                     ) from exc
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 2.0)
-
-
-class _Expects:
-    """The arrays that come with the answers to some messages."""
-
-    def __init__(self, plan: ShardPlan, sent: Sequence[Spec], messages: Sequence[Message]):
-        self._plan, self._sent, self._messages = plan, sent, messages
-        self._of: Any = None
-        self._answers: list[Any] = []
-
-    def answers(self, header: dict[str, Any]) -> list[Any]:
-        """The answers themselves; read once, as they are asked for before the arrays come and afterwards."""
-        if self._of is not header:
-            self._of = header
-            self._answers = [from_plain(TRAVELLING, plain) for plain in _without_results(header["answers"])]
-        return self._answers
-
-    def __call__(self, header: dict[str, Any]) -> list[Spec]:
-        found: list[Spec] = []
-        for message, answer in zip(self._messages, self.answers(header), strict=True):
-            if isinstance(answer, Parameters) and isinstance(message, Pull):
-                places = self._plan.sent(message.view, changed=answer.changed, first=message.known is None)
-                found += [self._sent[i] for i in places]
-        return found
 
 
 def unreached(clients: Sequence[ShardClient], timeout_s: float) -> list[str]:

@@ -32,7 +32,7 @@ from jdist.ps.protocol.messages import (
 from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
-from jdist.ps.transport.interface import CallFailed, Untimely
+from jdist.ps.transport.interface import CallFailed, FailedPrecondition
 from jdist.ps.transport.shard_client import ShardClient, Together
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import BATCH, apart, create, train_step
@@ -248,13 +248,13 @@ def test_stale_gradients_may_count_less():
 def test_a_push_to_an_empty_shard_comes_too_early_and_two_at_once_make_no_sense():
     job = Job(1)
     said = {"result": 0, "say": [{"is": "Push", "view": 0}]}
-    with pytest.raises(Untimely, match="empty shard"):
+    with pytest.raises(FailedPrecondition, match="empty shard"):
         job.keepers[0].methods()["say"].expects(said)
     job.restore()
     assert job.keepers[0].methods()["say"].expects(said)
     with pytest.raises(WireError, match="of several") as info:
         job.keepers[0].methods()["say"].expects({**said, "say": 2 * said["say"]})
-    assert not isinstance(info.value, Untimely)
+    assert not isinstance(info.value, FailedPrecondition)
 
 
 def test_a_server_that_is_gone_is_named():

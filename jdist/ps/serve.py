@@ -23,7 +23,8 @@ from jdist.ps.transport.security import Security, how_to_protect, open_to_others
 Role = Literal["worker", "ps"]
 WORKER: Role = "worker"
 PS: Role = "ps"
-IS_SERVER = "JDIST_IS_SERVER"  # set in a worker's process, so that a script without a guard starts nothing in it
+# Set in a worker's process, so that a script without a guard starts nothing in it.
+IS_SERVER = "JDIST_IS_SERVER"
 READY = "jdist serve: {role} listens on {address}"
 _LOOK_S = 1.0
 _MOST_ADDRESSES = 4096
@@ -31,7 +32,7 @@ _REACH_S = 5.0
 
 
 def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> tuple[Role, str]:
-    """What to be and where to listen: as the flags say, else as TF_CONFIG does.
+    """Returns what to be and where to listen: as the flags say, else as TF_CONFIG does.
 
     Raises:
         ClusterConfigError: TF_CONFIG is not right.
@@ -40,26 +41,26 @@ def place(role: str | None, address: str | None, environ: Mapping[str, str]) -> 
     spec = None if role is not None and address is not None else tf_config(environ)
     if role is not None and role not in (WORKER, PS):
         raise LaunchError(f"--role is {role!r}; it must be worker or ps.")
-    found: Role | None = role
-    if found is None and spec is not None:
+    task: Role | None = role
+    if task is None and spec is not None:
         if spec.task_type not in ("worker", "ps"):
             raise LaunchError(
                 f"TF_CONFIG says that this process is the {spec.task_type}, which runs your program, not "
                 "`jdist serve`. Servers are the tasks of type worker and ps; to start one whatever TF_CONFIG says, give "
                 "--role and --address."
             )
-        found = PS if spec.task_type == "ps" else WORKER
-    if found is None:
+        task = PS if spec.task_type == "ps" else WORKER
+    if task is None:
         raise LaunchError("nothing says what to serve as: set TF_CONFIG, or give --role worker or --role ps.")
-    if address is None and spec is not None and spec.task_type == found:
+    if address is None and spec is not None and spec.task_type == task:
         if spec.address is None:
             raise LaunchError(
                 f"TF_CONFIG does not say where {spec.task_type} {spec.task_index} listens. Write its "
                 "address there, or give --address."
             )
         host, port = split(spec.address)
-        return found, join(numeric_address(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
-    return found, "127.0.0.1:0" if address is None else address
+        return task, join(numeric_address(host, environ, whose=f"{spec.task_type} {spec.task_index}"), port)
+    return task, "127.0.0.1:0" if address is None else address
 
 
 def serve(
@@ -175,17 +176,17 @@ def _check_form(flag: str, address: str) -> None:
 
 
 def _reach(security: Security) -> Method:
-    """Has this process try to reach others, as only it can tell whether it is let in there."""
+    """Makes the method that tries to reach other servers, as only this process can tell whether it is let in there."""
     from jdist.ps.transport.diagnose import reach_all
 
     def run(header: Header, arrays: list[Any]) -> tuple[Header, list[Any]]:
         addresses = header.get("addresses")
         if not isinstance(addresses, list) or len(addresses) > _MOST_ADDRESSES:
-            raise WireError("no list of addresses")
+            raise WireError(f"`addresses` must be a list of at most {_MOST_ADDRESSES}")
         for address in addresses:
             _check_form("an address", str(address))
-        found = reach_all([str(a) for a in addresses], security, _REACH_S)
-        return {"found": [None if t is None else [t.text, t.lasts] for t in found]}, []
+        diagnoses = reach_all([str(a) for a in addresses], security, _REACH_S)
+        return {"found": [None if d is None else [d.text, d.lasts] for d in diagnoses]}, []
 
     return Method(run)
 

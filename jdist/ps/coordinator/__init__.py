@@ -1,4 +1,4 @@
-"""The program's own process: it schedules closures and decides what counts.
+"""The coordinator: schedules closures from the program's own process, and decides which take effect.
 
 Start at `api.ClusterCoordinator`, which users see. `session` has the state's layout and programs; `closure_queue` the
 closures, under one lock with the machine of `ps.protocol.scheduler`; `coordinator` connects them: `worker_link` to

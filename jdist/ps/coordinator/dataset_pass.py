@@ -1,4 +1,4 @@
-"""Once through a dataset that workers read: which batches there are, and which worker reads which."""
+"""One pass over a dataset that workers read: which batches there are, and which worker reads which."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_S = 0.01
 
 
 class DatasetPass:
-    """Once through a dataset.
+    """Hands out the batches of one pass over a dataset.
 
     Each worker reads its own share, from its first batch on; another one does so only while that worker is lost. How many
     batches a share has may be unknown: then workers read ahead to find out, and may be given a batch that turns out not to
@@ -52,7 +52,7 @@ class DatasetPass:
         self._unnamed: weakref.WeakSet[RemoteBatch] = weakref.WeakSet()  # handed to the caller; no worker has had them
 
     def next(self) -> RemoteBatch | None:
-        """One more batch; None at the end."""
+        """Returns one more batch; None at the end."""
         while True:
             with self._lock:
                 if self._reserved < sum(self._known):
@@ -74,7 +74,7 @@ class DatasetPass:
                 time.sleep(_POLL_S)
 
     def _to_be_read(self) -> dict[int, int]:
-        """Of shares without a known end, how many batches are to be known; of none while enough is read ahead."""
+        """Returns of shares without a known end how far each is to be read; of none while enough is read ahead."""
         wanted = self._ahead_of(self._taken)
         if wanted or any(batch.is_wanted for batch in list(self._unnamed)):
             return wanted
@@ -86,13 +86,13 @@ class DatasetPass:
         return {p: until for p, until in wanted.items() if self._known[p] < until}
 
     def _leave_out(self) -> None:
-        """The caller has forgotten some batches, which nobody will read: they count as taken."""
+        """Counts as taken what the caller has forgotten, as nobody will read it."""
         for _ in range(self._reserved - sum(self._taken) - len(self._unnamed)):
             most = max(range(len(self._known)), key=lambda p: self._known[p] - self._taken[p])
             self._taken[most] += self._known[most] > self._taken[most]
 
     def use(self, batch: RemoteBatch, pending: Pending) -> None:
-        """A call takes a batch.
+        """Gives a batch to a call.
 
         Raises:
             DatasetError: another call has it.
@@ -107,7 +107,7 @@ class DatasetPass:
             batch.pending = pending
 
     def take(self, batch: RemoteBatch, worker: int, lost: Collection[int]) -> BatchName | None:
-        """The name of the batch that a worker is to read: the same one as before, or the next of its own share.
+        """Names the batch that a worker is to read: the same one as before, or the next of its own share.
 
         Args:
             batch: what was given to a call.
@@ -126,10 +126,10 @@ class DatasetPass:
             batch.name = None
             self._unnamed.add(batch)
             shares = [worker, *sorted(lost, key=self._left, reverse=True)]
-            found = next((p for p in shares if self._left(p) > 0), None)
-            if found is not None:
+            pipeline = next((p for p in shares if self._left(p) > 0), None)
+            if pipeline is not None:
                 self._unnamed.discard(batch)
-                batch.name = self._next_of(found)
+                batch.name = self._next_of(pipeline)
             elif not any(self._left(p) > 0 for p in range(len(self._known))):
                 raise DatasetError(
                     f"{self.header['name']} has {sum(self._known):,} batches on all workers together, which is fewer than were "
@@ -138,7 +138,7 @@ class DatasetPass:
             return batch.name
 
     def ended(self, pipeline: int, count: int) -> None:
-        """A share has turned out to have only so many batches."""
+        """Notes that a share has turned out to have only so many batches."""
         with self._lock:
             self._end(pipeline, count)
 
@@ -147,7 +147,7 @@ class DatasetPass:
         self._taken[pipeline] = min(self._taken[pipeline], count)
 
     def _left(self, pipeline: int) -> float:
-        """How many batches of a share nobody has taken, as far as is known."""
+        """Counts the batches of a share that nobody has taken, as far as is known."""
         return self._known[pipeline] - self._taken[pipeline] if self._ended[pipeline] else math.inf
 
     def _may_be_there(self, name: BatchName) -> bool:
@@ -162,7 +162,7 @@ class RemoteBatch:
     """A batch that a worker will read; stands for the whole tree of it.
 
     Attributes:
-        reads: what it is one of.
+        reads: the pass that it is of.
         name: which one, once a worker had it; it stays the same if another computes it again.
         pending: the results of the call that it was given to; None before.
     """

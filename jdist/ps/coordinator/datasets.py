@@ -1,4 +1,4 @@
-"""Datasets that live on workers, as the coordinator has them."""
+"""Datasets that workers read, as the coordinator has them."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class WorkerDataset:
             "pipelines": len(self._connects),
         }
         self._passes = itertools.count()
-        found = [self.ask(p, "open", {**self.header, "pipeline": p}) for p in range(len(self._connects))]
-        self.steps: list[int | None] = [answer["steps"] for answer in found]
-        specs = [from_structure(answer["spec"]) for answer in found]
+        answers = [self.ask(p, "open", {**self.header, "pipeline": p}) for p in range(len(self._connects))]
+        self.steps: list[int | None] = [answer["steps"] for answer in answers]
+        specs = [from_structure(answer["spec"]) for answer in answers]
         if any(spec != specs[0] for spec in specs):
             raise DatasetError(
                 f"{name}: the workers' batches differ in their trees, shapes or dtypes: {specs[0]} and others"
@@ -92,7 +92,7 @@ class WorkerDataset:
 
 
 def name_of_function(fn: Any) -> str:
-    """The name by which a worker finds a function.
+    """Returns the name by which a worker finds a function.
 
     Args:
         fn: a function of a module, or "module:function".
@@ -126,8 +126,8 @@ def name_of_function(fn: Any) -> str:
     return f"{module}:{path}"
 
 
-def spread(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
-    """A tree of arguments in which a `RemoteBatch` may stand for a part.
+def flatten(tree: PyTree) -> tuple[list[Any], Any, tuple[int, int] | None, RemoteBatch | None]:
+    """Flattens a tree of arguments in which a `RemoteBatch` may stand for a part.
 
     Returns:
         `(leaves, treedef, (first, count) of the leaves that are its, it)`; these leaves are structs.

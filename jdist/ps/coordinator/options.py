@@ -1,4 +1,4 @@
-"""What a job is told: where it runs, and how its state is spread, travels and is updated."""
+"""Options of a session: where it runs, and how its state is laid out, travels and is updated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jdist.ps.transport.interface import Channel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Where a job runs.
+    """The processes that a session uses.
 
     Attributes:
         workers: addresses of the workers.
@@ -43,9 +43,13 @@ class Servers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PsOptions:
-    """How a state is spread over the servers and travels, what they do with late gradients, and how many make an update."""
+    """How a state is laid out over the servers, travels and is updated; see `jdist.parameter_server`.
 
-    on_worker: Callable[[int], Strategy]  # from a worker's number of devices to what its part of a step is traced under
+    Attributes:
+        on_worker: from a worker's number of devices to the strategy that its part of a step is traced under.
+    """
+
+    on_worker: Callable[[int], Strategy]
     partitioner: Partitioner
     placement: Placement
     rules: Rules

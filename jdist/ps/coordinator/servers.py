@@ -1,4 +1,4 @@
-"""The servers of a cluster, as its coordinator finds them: named, protected, there, and told when all is over."""
+"""The servers of a cluster: found, protected, waited for, and told when all is over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _QUIET_S = 5.0  # who waits longer for the servers says so, and is content with 
 
 
 def cluster_of_environment() -> ClusterSpec | None:
-    """The cluster that the environment describes; None for one process by itself.
+    """Returns the cluster that the environment describes; None for one process by itself.
 
     Raises:
         ClusterConfigError: see `jdist.cluster.resolve`.
@@ -66,8 +66,8 @@ def check_place(spec: ClusterSpec) -> None:
         )
 
 
-def connected(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
-    """The servers of a cluster, once all parameter servers and a worker are there and let each other in.
+def connect_servers(spec: ClusterSpec, *, insecure: bool, keep: bool, start_timeout_s: float) -> Servers:
+    """Returns the servers of a cluster, once all parameter servers and a worker are there and let each other in.
 
     The other workers may come later, at any time: a coordinator that starts again need not wait for one that is gone.
 
@@ -151,7 +151,7 @@ def seen_from(worker: str, ps: Sequence[str], security: Security) -> list[Diagno
 
 def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
     """Waits until nothing is missing, and after a while only until the job can begin; says for whom."""
-    begin, said = time.monotonic(), False
+    begin, has_told = time.monotonic(), False
     while True:
         lines, can_begin = look()
         waited_s = time.monotonic() - begin
@@ -169,8 +169,8 @@ def _wait(look: Callable[[], tuple[list[str], bool]], timeout_s: float) -> None:
                 f"after {timeout_s:g} s the cluster has not all parameter servers and a worker. {'; '.join(lines[:4])}. Is "
                 "`jdist serve` running as each of them?"
             )
-        if waited_s > _QUIET_S and not said:
-            said = True
+        if waited_s > _QUIET_S and not has_told:
+            has_told = True
             print(f"jdist: waiting for the servers of the cluster: {'; '.join(lines[:4])}", file=sys.stderr, flush=True)
         time.sleep(min(_RETRY_S, timeout_s))
 
@@ -228,8 +228,8 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
         while True:
             answers = pool.map(lambda address: _devices_of(address, servers, times.lost_after_s), servers.workers)
             by_address = dict(zip(servers.workers, answers, strict=True))
-            found = {address: answer for address, answer in by_address.items() if isinstance(answer, int)}
-            if found:
+            devices = {address: answer for address, answer in by_address.items() if isinstance(answer, int)}
+            if devices:
                 break
             failed = [answer for answer in by_address.values() if isinstance(answer, CallFailed)]
             refusal = next((exc for exc in failed if exc.reason == "unauthenticated"), None)
@@ -237,12 +237,12 @@ def devices_of_workers(servers: Servers, times: Times) -> int:
                 exc = refusal or failed[0]
                 raise ClusterError(f"the worker {exc.peer} does not answer: {exc}") from exc
             time.sleep(times.reconnect_s)
-    if len(set(found.values())) > 1:
+    if len(set(devices.values())) > 1:
         raise StrategyError(
-            f"the workers have different numbers of devices, {found}; a step is made for one number. Give each as many, "
+            f"the workers have different numbers of devices, {devices}; a step is made for one number. Give each as many, "
             "for example by CUDA_VISIBLE_DEVICES."
         )
-    return next(iter(found.values()))
+    return next(iter(devices.values()))
 
 
 def _devices_of(address: str, servers: Servers, timeout_s: float) -> int | CallFailed:

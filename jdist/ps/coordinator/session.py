@@ -1,4 +1,4 @@
-"""What runs of one strategy: the servers, the state that they have now, and the steps that use it."""
+"""The session of one strategy: its servers, the state that they have now, and the programs of the steps that use it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PyTree = Any
 
 
 class Session:
-    """What is running of one strategy.
+    """Lays states out over servers, and schedules steps and functions of one strategy.
 
     Args:
         servers: where it runs, or what starts that when it is first needed.
@@ -56,7 +56,7 @@ class Session:
 
     @property
     def servers(self) -> Servers:
-        """Where it runs; started when they are first asked for."""
+        """The workers and parameter servers; started when they are first asked for."""
         with self._lock:
             if self._is_closed:
                 raise StrategyError(
@@ -70,7 +70,7 @@ class Session:
 
     @functools.cached_property
     def on_worker(self) -> Strategy:
-        """How a worker runs its part of a step: mirrored over its devices, which are asked for here.
+        """The strategy of a worker's part of a step: mirrored over its devices, whose number workers are asked for.
 
         Raises:
             StrategyError: the workers have different numbers of devices.
@@ -85,11 +85,11 @@ class Session:
         return self.options.on_worker(count)
 
     def describe(self) -> str:
-        """Where it runs, in a few words; starts nothing."""
-        found = self._servers
-        if found is None:
+        """Says where it runs, in a few words; starts nothing."""
+        servers = self._servers
+        if servers is None:
             return "workers and parameter servers of this machine, started when they are needed"
-        named = [("worker", found.workers), ("parameter server", found.ps)]
+        named = [("worker", servers.workers), ("parameter server", servers.ps)]
         return " and ".join(
             f"{len(addresses)} {name}{'s' * (len(addresses) > 1)} ({addresses[0]}{', ...' * (len(addresses) > 1)})"
             for name, addresses in named
@@ -114,12 +114,12 @@ class Session:
         """
         with self._lock:
             steps = self._layout.steps if self._layout is not None and state is self._state else ()
-            known = [step.identity for step in steps]
-            if traced.parts.identity not in known:
+            identities = [step.identity for step in steps]
+            if traced.parts.identity not in identities:
                 self._place(state, [*steps, traced.parts])
-                known.append(traced.parts.identity)
-            step = known.index(traced.parts.identity)
-            number = self._number(traced, lambda: self._shipped(traced, step))
+                identities.append(traced.parts.identity)
+            step = identities.index(traced.parts.identity)
+            number = self._number(traced, lambda: self._plan(traced, step))
             assert self._layout is not None  # the state has been placed
             if any((step, other) in self._layout.in_turn for other in self._mixed):
                 self.coordinator.part()
@@ -154,7 +154,7 @@ class Session:
             return self._coordinator.queue.schedule(self._number(key, make), arguments, reads)
 
     def dataset(self, fn: Any, options: dict[str, Any]) -> WorkerDataset:
-        """A dataset of which each worker reads its own share."""
+        """Makes a dataset of which each worker reads its own share."""
         servers = self.servers
         connects = [functools.partial(servers.connect, address) for address in servers.workers]
         return WorkerDataset(name_of_function(fn), options, connects, self.options.times.no_worker_timeout_s)
@@ -164,14 +164,15 @@ class Session:
             self._functions[key] = self.coordinator.queue.add(*make())
         return self._functions[key]
 
-    def _shipped(self, traced: Traced, step: int) -> tuple[Any, ...]:
+    def _plan(self, traced: Traced, step: int) -> tuple[Any, ...]:
+        """Returns what the queue takes in of a step's function: its plan, its program and what combines its closures."""
         assert self._layout is not None  # the state has been placed
         layout, is_sync = self._layout, traced.sync is not None
-        function = plan_function(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
-        function = dataclasses.replace(function, batch=traced.batch, loss_scale=traced.loss_scale)
+        plan = plan_function(layout, step, traced.sent, traced.outputs, traced.non_finite, stages_only=is_sync)
+        plan = dataclasses.replace(plan, batch=traced.batch, loss_scale=traced.loss_scale)
         combine = None if traced.sync is None else traced.sync.combine
         program = pack(layout.worker(step, traced.function), [*layout.inputs(step), *traced.arguments])
-        return function, program, combine
+        return plan, program, combine
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
@@ -186,7 +187,7 @@ class Session:
         return coordinator is None or coordinator.queue.done
 
     def fetch(self, state: RemoteState) -> list[np.ndarray]:
-        """The leaves of a state, after every closure.
+        """Returns the leaves of a state, after every closure.
 
         Raises:
             StrategyError: it was on servers that have been closed.
@@ -198,7 +199,7 @@ class Session:
             return self._layout.join_leaves(self._coordinator.state().kept, state.leaves)
 
     def num_skipped(self) -> int:
-        """How many closures of the running state were left out, as a gradient was not finite."""
+        """Counts the updates that were left out, as a gradient was not finite; waits for every closure."""
         with self._lock:
             if self._coordinator is None:
                 return self._skipped_before
@@ -263,7 +264,7 @@ class Session:
         servers = self.servers
         addresses = [servers.ps[plan.server] for plan in plans]
         copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
-        channels = [found.channel for found in copies] or [servers.connect(address) for address in addresses]
+        channels = [each.channel for each in copies] or [servers.connect(address) for address in addresses]
         clients = [
             ShardClient(channel, plan, give_up_s=self.options.times.ps_timeout_s)
             for channel, plan in zip(channels, plans, strict=True)
@@ -283,20 +284,20 @@ class Session:
         return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
 
     def _program(self, layout: Layout, shard: ShardPlan, step: int) -> bytes:
-        """What a server does for a step, packed; empty if the step changes nothing."""
+        """Returns a server's program for a step, packed; empty if the step changes nothing."""
         parts = layout.steps[step]
         if not parts.update.reads:
             return b""
-        taken = tuple(shard.program_specs(step))
-        key = (parts.identity, layout.groups, shard.rows, shard.changing, shard.rounded, taken)
+        specs = tuple(shard.program_specs(step))
+        key = (parts.identity, layout.groups, shard.rows, shard.changing, shard.rounded, specs)
         if key not in self._packed:
-            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in taken]
+            structs = [jax.ShapeDtypeStruct(s.shape, s.numpy) for s in specs]
             self._packed[key] = pack(layout.program(shard, step), structs)
         return self._packed[key]
 
 
 def _leaves_here(state: RemoteState) -> list[Any]:
-    """The leaves of a state that is on no server."""
+    """Returns the leaves of a state that is on no server."""
     if any(x is None for x in state.leaves):
         raise StrategyError(
             "this state is not here: it was on parameter servers when they were closed (`strategy.coordinator.close()`), so "

@@ -156,7 +156,7 @@ class CopiesWatch:
                 self._happened(Silent(copy=copy))
 
         def give_up(exc: CallFailed, silent_s: float) -> None:
-            """An error where it has the only state there is; else the other copy does."""
+            """Gives the shard up where this copy has the only state there is; else the other copy does."""
             with self._lock:
                 is_leader = copy == self._leadership.leader
             if is_leader:
@@ -297,7 +297,7 @@ def _refuses(exc: CallFailed) -> bool:
 
 
 def _lost_error(exc: CallFailed, silent_s: float, more: str = "") -> ShardLostError:
-    """What the user is told of a server that is given up.
+    """Says of a server that is given up what is wrong, and how to mend it.
 
     Args:
         exc: why the last question failed.

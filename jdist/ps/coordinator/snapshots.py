@@ -84,7 +84,7 @@ class Snapshots:
         self._threads.join(timeout_s)
 
     def _take_quietly(self) -> None:
-        """What is wrong with a shard is its watch's affair."""
+        """Takes one; what is wrong with a shard is its watch's affair."""
         with self._queue.lock:
             self._is_due = False
         try:
@@ -107,7 +107,7 @@ class Snapshots:
         )
 
         def is_with_a_worker() -> bool:
-            """Whether a worker has yet to say what became of what the shards disagree on: before, another try is in vain."""
+            """Before that worker has said what became of what the shards disagree on, another try is in vain."""
             return any(disputed.intersection(worker.closures) for worker in queue.dispatch.workers.values())
 
         def are_reported() -> bool:

@@ -262,7 +262,7 @@ class WorkerLink:
         return is_cut
 
     def _level(self, exc: CallFailed) -> int:
-        """The user hears of a loss, and once of another token; not of each try to reach a worker."""
+        """Returns how loudly a failure is told: the user hears of a loss, and once of another token, not of each try."""
         refused_before, self._refused = self._refused, exc.reason == "unauthenticated"
         lost = self._registered and not self._gave_up
         return logging.WARNING if lost or (self._refused and not refused_before) else logging.INFO
@@ -342,8 +342,8 @@ class WorkerLink:
         outputs = [closure.function.plan.outputs for closure, _ in taken]
 
         def returned(answer: Header) -> list[Spec]:
-            found = zip(answer["outcomes"], outputs, strict=True)
-            return [spec for outcome, specs in found if outcome["outcome"] in WITH_OUTPUTS for spec in specs]
+            pairs = zip(answer["outcomes"], outputs, strict=True)
+            return [spec for outcome, specs in pairs if outcome["outcome"] in WITH_OUTPUTS for spec in specs]
 
         answer, results = channel.call(
             "execute",

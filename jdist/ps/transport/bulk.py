@@ -1,4 +1,4 @@
-"""A data connection beside gRPC, for calls with many bytes: TCP, under TLS where there are certificates.
+"""Data connections beside gRPC, for calls with many bytes: TCP, under TLS where there are certificates.
 
 gRPC copies each byte several times; here arrays are sent from where they are and received where they stay. Who may connect is
 decided over gRPC: a caller that has shown its token there gets a *ticket*, which opens one connection, once, within seconds. A
@@ -25,9 +25,8 @@ _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
 MOST_CONNECTIONS = 256
 MOST_STRANGERS = 32  # connections that have not shown a ticket yet; beyond them the oldest has to go
-MOST_LARGE = (
-    2  # calls with many bytes under way at once: a server's memory does not grow with the number of its workers
-)
+# Calls with many bytes under way at once: a server's memory does not grow with the number of its workers.
+MOST_LARGE = 2
 ROOM_S = 120.0
 _POLL_S = 1.0  # between looks at strangers whose time is over
 _PAUSE_S = 0.1  # after a connection that could not be accepted
@@ -77,7 +76,7 @@ class BulkServer:
         return self._is_accepting
 
     def ticket(self) -> bytes:
-        """Opens one connection, to be handed to a caller whose token was right."""
+        """Returns a ticket for one connection, to be handed to a caller whose token was right."""
         ticket, now = secrets.token_bytes(_TICKET_BYTES), time.monotonic()
         with self._lock:
             self._tickets = {t: end for t, end in self._tickets.items() if end > now}
@@ -178,10 +177,10 @@ class BulkServer:
     def _admit(self, stream: Stream, shown: bytes) -> bool:
         now = time.monotonic()
         with self._lock:
-            found = [ticket for ticket in self._tickets if hmac.compare_digest(ticket, shown)]
-            known = bool(found) and self._tickets.pop(found[0]) > now
-            known = self._strangers.pop(threading.current_thread(), None) is not None and known
-            if not known or self._closed or len(self._streams) >= MOST_CONNECTIONS:
+            equal = [ticket for ticket in self._tickets if hmac.compare_digest(ticket, shown)]
+            is_valid = bool(equal) and self._tickets.pop(equal[0]) > now
+            is_valid = self._strangers.pop(threading.current_thread(), None) is not None and is_valid
+            if not is_valid or self._closed or len(self._streams) >= MOST_CONNECTIONS:
                 _LOG.warning("refused a data connection")
                 return False
             self._streams.add(stream)
@@ -207,13 +206,13 @@ class BulkChannel:
         self._unreachable_until = 0.0
 
     def begin(self, header: Header, arrays: Arrays, expects: Expects, timeout_s: float) -> Callable[[], Answer] | None:
-        """Says something; returns what waits for the answer, or None where no data connection can be had.
+        """Sends a call; returns what waits for the answer, or None where no data connection can be had.
 
         Raises:
             CallFailed: as `Channel.call`; so does what is returned.
         """
         by = time.monotonic() + timeout_s
-        stream = self._connected(by)
+        stream = self._stream(by)
         if stream is None:
             return None
         with self._failing(stream):
@@ -221,7 +220,7 @@ class BulkChannel:
 
         def finish() -> Answer:
             with self._failing(stream):
-                answer, found = stream.receive(
+                answer, received = stream.receive(
                     lambda header: () if "failed" in header else expects(header),
                     most_bytes=1 << 40,
                     by=by,
@@ -234,7 +233,7 @@ class BulkChannel:
                 self._busy.discard(stream)
                 if not self._closed:
                     self._idle.append(stream)
-            return answer, found
+            return answer, received
 
         return finish
 
@@ -266,7 +265,7 @@ class BulkChannel:
             self._busy.discard(stream)
         stream.close()
 
-    def _connected(self, by: float) -> Stream | None:
+    def _stream(self, by: float) -> Stream | None:
         with self._lock:
             if self._closed:
                 raise CallFailed(self._address, "closed")
@@ -275,13 +274,13 @@ class BulkChannel:
                 return self._idle.pop()
         if time.monotonic() < self._unreachable_until:
             return None
-        found = self._ask(by - time.monotonic())
-        if found is None:
+        answer = self._ask(by - time.monotonic())
+        if answer is None:
             self._unreachable_until = time.monotonic() + UNREACHABLE_S
             return None
-        port, ticket = found
+        port, ticket = answer
         try:
-            connection = self._opened(port, ticket, min(5.0, by - time.monotonic()))
+            connection = self._open(port, ticket, min(5.0, by - time.monotonic()))
         except OSError as exc:
             _LOG.warning("%s: no data connection to port %d, gRPC is slower: %s", self._address, port, exc)
             self._unreachable_until = time.monotonic() + UNREACHABLE_S
@@ -294,7 +293,7 @@ class BulkChannel:
             self._busy.add(stream)
         return stream
 
-    def _opened(self, port: int, ticket: bytes, timeout_s: float) -> socket.socket:
+    def _open(self, port: int, ticket: bytes, timeout_s: float) -> socket.socket:
         connection = socket.create_connection((self._host, port), timeout=timeout_s)
         try:
             _tune(connection)

@@ -1,4 +1,4 @@
-"""Whether a server can be reached, and if not, why: gRPC says "unavailable" for a certificate as for a cable."""
+"""Diagnoses of servers that cannot be reached: gRPC says "unavailable" for a certificate as for a cable."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reach(address: str, security: Security, timeout_s: float) -> Diagnosis | Non
     return None
 
 
-def _unavailable(address: str, security: Security, said: str) -> Diagnosis:
+def _unavailable(address: str, security: Security, reason: str) -> Diagnosis:
     """Looks at the connection itself, as gRPC does not tell."""
     host, port = split(address)
     try:
@@ -77,18 +77,18 @@ def _unavailable(address: str, security: Security, said: str) -> Diagnosis:
     except OSError as exc:
         return Diagnosis(f"nothing answers there ({exc.strerror or exc})", lasts=False)
     with connection:
-        found = _without_tls(connection) if security.files is None else _with_tls(connection, host, security)
-    if found is not None:
-        return Diagnosis(found, lasts=True)
+        text = _without_tls(connection) if security.files is None else _with_tls(connection, host, security)
+    if text is not None:
+        return Diagnosis(text, lasts=True)
     # What holds the port took the connection in.
     return Diagnosis(
-        f"what listens there does not answer ({said}): another program has the port, or the server stands still",
+        f"what listens there does not answer ({reason}): another program has the port, or the server stands still",
         lasts=False,
     )
 
 
 def _without_tls(connection: socket.socket) -> str | None:
-    """Whether the server speaks TLS, which this process does not."""
+    """Says that the server speaks TLS, which this process does not, if it is so."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -101,7 +101,7 @@ def _without_tls(connection: socket.socket) -> str | None:
 
 
 def _with_tls(connection: socket.socket, host: str, security: Security) -> str | None:
-    """What keeps the two sides from a handshake."""
+    """Says what keeps the two sides from a handshake, if something does."""
     assert security.files is not None  # asked before
     context = tls_context(security.files, ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])

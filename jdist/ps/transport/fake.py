@@ -1,4 +1,4 @@
-"""A transport within one process, for tests: the same bytes, no socket; and faults where a test wants them."""
+"""A transport within one process, for tests: the same bytes, no socket, and faults where a test wants them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,15 @@ class FakeServer:
         self._stopped.clear()
 
     def answer(self, method: str, frame: bytes, payload: list[bytes]) -> tuple[bytes, list[bytes]]:
-        """What comes back for the bytes of a call."""
+        """Answers the bytes of a call."""
         if self._stopped.is_set():
             raise CallFailed(self.address, "unavailable")
         try:
             header, _ = decode(frame)
-            found = self._methods[method]
-            buffers = Buffers(found.expects(header), most_bytes=self._most_bytes)
+            buffers = Buffers(self._methods[method].expects(header), most_bytes=self._most_bytes)
             for chunk in payload:
                 buffers.take(chunk)
-            answer, arrays = found.run(header, buffers.arrays())
+            answer, arrays = self._methods[method].run(header, buffers.arrays())
         except CallFailed:
             raise
         except OutOfFilesError as exc:
@@ -101,11 +100,11 @@ class FakeChannel:
             answer, received = self._server.answer(method, frame, payload)
         if fault == "lose the answer":
             raise CallFailed(self.peer, "deadline")
-        found, _ = decode(answer)
-        buffers = Buffers(expects(found), most_bytes=1 << 30)
+        answer_header, _ = decode(answer)
+        buffers = Buffers(expects(answer_header), most_bytes=1 << 30)
         for chunk in received:
             buffers.take(chunk)
-        return found, buffers.arrays()
+        return answer_header, buffers.arrays()
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]

@@ -1,4 +1,4 @@
-"""The transport between processes: gRPC with generic handlers, and a data connection for what is large."""
+"""The transport between processes: gRPC with generic handlers, and data connections for what is large."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _OPTIONS = [
 
 
 _OF_SERVERS = [
-    # A caller that has gone without a word keeps no connection: a cut link sends no end. A bound on idle connections would take
-    # those that are wanted as well, and 1.5 % of every small call.
+    # A caller that has gone without a word keeps no connection: a cut link sends no end. A bound on
+    # idle connections would take those that are wanted as well, and 1.5 % of every small call.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -152,7 +152,7 @@ class RpcServer:
         yield from self._answer(requests, context)
 
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """What comes back for the frames of a call; whatever is wrong with it, the caller learns one word."""
+        """Answers the frames of a call; whatever is wrong with it, the caller learns one word."""
         self._check_token(context)
         if (context.time_remaining() or math.inf) > MOST_S:  # without a deadline it could hold a thread for ever
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
@@ -174,7 +174,7 @@ class RpcServer:
         yield from _frames(answer, results)
 
     def _answer_bulk(self, stream: Stream, make_room: Callable[[], None]) -> tuple[Header, Arrays]:
-        """The same of a call over a data connection, which whoever got a ticket may make."""
+        """Answers a call over a data connection, which whoever got a ticket may make."""
         methods: list[Method] = []
 
         def expects(header: Header) -> Sequence[Spec]:
@@ -205,7 +205,7 @@ class RpcServer:
                 self._ended_at_s = time.monotonic()
 
     def _expected(self, header: Header) -> tuple[Method, list[Spec]]:
-        """The method that a header names, and the arrays that come with it.
+        """Returns the method that a header names, and the arrays that come with it.
 
         Raises:
             WireError: there is none, or something else is wrong with the header.
@@ -213,7 +213,7 @@ class RpcServer:
         name = header.pop("method", None)
         method = self._methods.get(name) if isinstance(name, str) else None
         if method is None:
-            raise WireError("a method that is not known")
+            raise WireError(f"there is no method {str(name)[:40]!r}")
         try:
             return method, list(method.expects(header))
         except WireError:
@@ -279,8 +279,8 @@ class RpcChannel:
         """See `Channel`."""
         header = {**header, "method": method}
         bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
-        if bulk and (found := self._data.begin(header, arrays, expects, timeout_s)) is not None:
-            return found()
+        if bulk and (finish := self._data.begin(header, arrays, expects, timeout_s)) is not None:
+            return finish()
         frames = _frames(header, arrays)
         first = next(frames)
         try:
@@ -314,12 +314,12 @@ class RpcChannel:
 
     def _ask_for_ticket(self, timeout_s: float) -> tuple[int, bytes] | None:
         try:
-            found, _ = self.call(_DATA, {}, timeout_s=timeout_s)
+            answer, _ = self.call(_DATA, {}, timeout_s=timeout_s)
         except CallFailed as exc:
             if exc.reason == "refused":
                 return None  # it has no data connections
             raise
-        return found["port"], found["ticket"]
+        return answer["port"], answer["ticket"]
 
 
 _REASONS = {
@@ -332,7 +332,7 @@ _REASONS = {
 
 
 def _failure(exc: Exception) -> str:
-    """Logs an error in a method; the one word that the caller learns of it."""
+    """Logs an error in a method, and returns the one word that the caller learns of it."""
     if isinstance(exc, OutOfFilesError):
         return EXHAUSTED
     try:

@@ -1,4 +1,4 @@
-"""What every transport offers: a call with a header and arrays, answered by a header and arrays."""
+"""The interface of every transport: a call with a header and arrays, answered by a header and arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CallFailed(ConnectionError):
     """A call got no answer: the peer is gone, did not answer by the deadline, or refused the caller.
 
     Attributes:
-        peer: whom.
+        peer: the server's address.
         reason: "unavailable", "deadline", "unauthenticated", "refused" where the peer found the call wrong, "exhausted" where
             it has no file descriptor left, which may pass, or "closed" where this side has ended the connection, so that no
             other call will do better.
@@ -95,7 +95,7 @@ Methods = Mapping[str, Method]
 
 
 class CallOptions(TypedDict, total=False):
-    """How a method is called.
+    """Options of a call.
 
     Attributes:
         timeout_s: seconds after which the call has failed; the server may still do what it was asked.
@@ -113,7 +113,7 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> str:
-        """Whom it leads to, for messages."""
+        """The server's address, for messages."""
         ...
 
     def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:

@@ -83,7 +83,7 @@ class RoutedChannel:
         self._channel: Channel = SlotChannel(connect(route.address), route.slot, led=True)
 
     def move(self, route: Route) -> bool:
-        """Takes in where the leader is now; whether that is elsewhere."""
+        """Takes in where the leader is now; returns whether that is elsewhere."""
         with self._lock:
             before, known = self._channel, self.route
             if route.term <= known.term or self._closed:
@@ -120,9 +120,9 @@ class RoutedChannel:
         self._channel.close()
 
     def _led(self, channel: Channel, call: Callable[[], Any]) -> Any:
-        """What a call gives, if who was asked leads."""
+        """Makes a call, and returns its answer if the copy leads that was asked."""
         try:
-            found = call()
+            answer = call()
         except CallFailed as exc:
             if channel is not self._channel or (exc.reason == "refused" and not self._leads(channel)):
                 raise CallFailed(exc.peer, "moved") from exc
@@ -131,12 +131,12 @@ class RoutedChannel:
             if channel is self._channel and not self._closed:
                 raise
             raise CallFailed(channel.peer, "moved") from exc
-        if isinstance(found, tuple) and "moved" in found[0]:
+        if isinstance(answer, tuple) and "moved" in answer[0]:
             raise CallFailed(channel.peer, "moved")
-        return found
+        return answer
 
     def _leads(self, channel: Channel) -> bool:
-        """Whether a copy that found a call wrong would know: one without a state takes no push."""
+        """Asks whether a copy leads that found a call wrong: one without a state takes no push."""
         try:
             header, _ = channel.call("status", {}, timeout_s=1.0)
         except CallFailed:
@@ -211,24 +211,24 @@ def _if_led(expects: Expects) -> Expects:
 
 
 def routes_in(header: Header) -> list[Route]:
-    """The routes that a header brings; none where shards have no backups.
+    """Returns the routes that a header brings; none where shards have no backups.
 
     Raises:
         WireError: they are none.
     """
     routes = header.get("routes", [])
     if not isinstance(routes, list):
-        raise WireError("no list of routes")
+        raise WireError("`routes` must be a list")
     return [from_plain(ROUTE, route) for route in routes]
 
 
 def slot_of(header: Header, slots: int) -> int:
-    """Which copy a call is for.
+    """Returns which copy a call is for.
 
     Raises:
         WireError: there is none of that number.
     """
     slot = header.get("slot", 0)
     if type(slot) is not int or not 0 <= slot < slots:
-        raise WireError("a copy of a shard that is not here")
+        raise WireError(f"`slot` must be an int from 0 to {slots - 1}")
     return slot

@@ -1,4 +1,4 @@
-"""Messages over a socket: a header, and the bytes of its arrays, received where they stay."""
+"""Messages over a socket: a header and the bytes of its arrays, received where they stay."""
 
 from __future__ import annotations
 

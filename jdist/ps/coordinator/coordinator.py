@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ from jdist.cluster import exit_status
 from jdist.errors import ClosureCancelledError, JobReplacedError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
-from jdist.ps.coordinator.shard_calls import ShardCalls
-from jdist.ps.coordinator.shard_watch import Copies, CopiesWatch, ShardWatch
+from jdist.ps.coordinator.shard_calls import deliver
+from jdist.ps.coordinator.shard_watch import CopiesWatch, ShardWatch
 from jdist.ps.coordinator.snapshots import Snapshots
 from jdist.ps.coordinator.worker_link import Workers
 from jdist.ps.protocol.scheduler_events import Assign, Decide, Parted, Rollback, Tell
@@ -20,6 +21,7 @@ from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import to_plain
 from jdist.ps.transport.interface import Channel, Header
+from jdist.ps.transport.routed import Copies
 from jdist.ps.transport.shard_client import ShardClient, Together
 from jdist.ps.transport.threads import Threads
 
@@ -57,17 +59,25 @@ class Coordinator:
         self._shards, self._copies, self._times, self._on_replaced = Together(shards), copies, times, on_replaced
         self._programs: Sequence[Sequence[bytes]] = ()
         self.queue = queue = ClosureQueue(len(shards), depth=depth, rounds=rounds)
-        self.snapshots = Snapshots(self._shards, queue, self._routes, give_up_s=2 * times.ps_timeout_s)
+        tellers, decider = Threads(2 * len(shards) + 2, "jdist-tell"), Threads(1, "jdist-decide")
+        self._pools = tellers, decider, Threads(1, "jdist-snapshot")
+        self.snapshots = Snapshots(self._shards, queue, self._routes, self._pools[-1], give_up_s=2 * times.ps_timeout_s)
         self._workers = Workers(workers, queue, shards, self._routes, times)
-        self._calls = ShardCalls(self._shards, queue, times, state_of=self._state_of, on_replaced=self.replaced)
-        self._deciding = Threads(1, "jdist-decide")
+        tell = functools.partial(
+            deliver,
+            shards=self._shards,
+            queue=queue,
+            times=times,
+            state_of=self._state_of,
+            on_replaced=self.replaced,
+        )
         hears: dict[str, Any] = {"on_status": self.heard_of, "on_memory_lost": self.memory_lost}
         self._watches: list[ShardWatch | CopiesWatch] = [
             CopiesWatch(n, each, queue, times, **hears) for n, each in enumerate(copies)
         ] or [ShardWatch(n, client, queue, times, **hears) for n, client in enumerate(shards)]
         queue.executors[Assign] = self._workers.assign
-        queue.executors[Tell] = self._calls.tell
-        queue.executors[Decide] = lambda command: self._deciding.submit(queue.decide, command.closures)
+        queue.executors[Tell] = lambda command: tellers.submit(tell, command)
+        queue.executors[Decide] = lambda command: decider.submit(queue.decide, command.closures)
         queue.snapshot_due = self.snapshots.due
 
     def begin(
@@ -114,11 +124,10 @@ class Coordinator:
         self.queue.end(ClosureCancelledError("the coordinator was closed"))
         self._workers.end()
         self._shards.close()
-        self._calls.close()
-        self.snapshots.close()
-        self._deciding.close()
-        for thread in (*self._watches, self._workers, self._calls, self.snapshots, self._deciding):
-            thread.join(self._times.lost_after_s)
+        for pool in self._pools:
+            pool.close()
+        for threads in (*self._watches, self._workers, *self._pools):
+            threads.join(self._times.lost_after_s)
 
     def _end_if_replaced(self) -> None:
         # No launcher starts it again: two would take turns.

@@ -118,12 +118,6 @@ def _call_in_turn(calls: Sequence[Callable[[], None]]) -> None:
         del _CALLS.queue
 
 
-def cancel(pending: Sequence[Pending]) -> bool:
-    """Cancels closures, all or none; returns False if it was too late."""
-    of_queue = pending[0]._cancel if pending else None
-    return of_queue is not None and of_queue(pending)
-
-
 def when_all_arrived(pending: Sequence[Pending], call: Callable[[], None]) -> None:
     """Calls something once the results of all of these closures are there, or at once."""
     if not pending:
@@ -179,7 +173,8 @@ class RemoteValue(NDArrayOperatorsMixin):
         Returns:
             Whether it is cancelled. False: it is too late, as a worker has it, or it is done; or the mode is synchronous.
         """
-        return cancel(self.pending)
+        cancel = self.pending[0]._cancel if self.pending else None
+        return cancel is not None and cancel(self.pending)
 
     def map(self, function: Callable[[np.ndarray], Any]) -> RemoteValue:
         """Applies a function to the array, on the host, once it is there."""

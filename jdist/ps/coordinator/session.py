@@ -261,27 +261,22 @@ class Session:
         state.leaves = [None if i in kept else x for i, x in enumerate(state.leaves)]
 
     def _make_coordinator(self, plans: Sequence[ShardPlan]) -> Coordinator:
-        servers = self.servers
+        servers, options = self.servers, self.options
         addresses = [servers.ps[plan.server] for plan in plans]
-        copies = two_copies(servers.connect, addresses, servers.ps) if self.options.replicas == 2 else []
+        copies = two_copies(servers.connect, addresses, servers.ps) if options.replicas == 2 else []
         channels = [each.channel for each in copies] or [servers.connect(address) for address in addresses]
         clients = [
-            ShardClient(channel, plan, give_up_s=self.options.times.ps_timeout_s)
+            ShardClient(channel, plan, give_up_s=options.times.ps_timeout_s)
             for channel, plan in zip(channels, plans, strict=True)
         ]
         return Coordinator(
             [functools.partial(servers.connect, address) for address in servers.workers],
             clients,
-            times=self.options.times,
-            rounds=self._rounds(),
+            times=options.times,
+            rounds=Rounds(size=options.gradients_per_update, spare=options.backup_workers) if options.is_sync else None,
             copies=copies,
             on_replaced=servers.leave,
         )
-
-    def _rounds(self) -> Rounds | None:
-        if not self.options.is_sync:
-            return None
-        return Rounds(size=self.options.gradients_per_update, spare=self.options.backup_workers)
 
     def _program(self, layout: Layout, shard: ShardPlan, step: int) -> bytes:
         """Returns a server's program for a step, packed; empty if the step changes nothing."""

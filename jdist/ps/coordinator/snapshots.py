@@ -28,6 +28,8 @@ class Snapshots:
         shards: the shards.
         queue: the closures.
         routes: says where the leader of each shard is.
+        threads: takes those that are due: a thread of its own, as a snapshot waits until lost workers' closures are sorted
+            out, which other threads do.
         give_up_s: how long it may take until the shards agree on one.
 
     Attributes:
@@ -36,12 +38,19 @@ class Snapshots:
 
     newest: ClusterSnapshot
 
-    def __init__(self, shards: Together, queue: ClosureQueue, routes: Callable[[], Header], *, give_up_s: float):
+    def __init__(
+        self,
+        shards: Together,
+        queue: ClosureQueue,
+        routes: Callable[[], Header],
+        threads: Threads,
+        *,
+        give_up_s: float,
+    ):
         self._shards, self._queue, self._routes, self._give_up_s = shards, queue, routes, give_up_s
+        self._threads = threads
         self._taking, self._number = threading.Lock(), 0
         self._is_due = False
-        # A thread of its own: a snapshot waits until lost workers' closures are sorted out, which other threads do.
-        self._threads = Threads(1, "jdist-snapshot")
 
     def take(self) -> ClusterSnapshot:
         """Takes a snapshot of all shards as they are now; it is the newest from now on.
@@ -74,14 +83,6 @@ class Snapshots:
         if not self._is_due:
             self._is_due = True
             self._threads.submit(self._take_quietly)
-
-    def close(self) -> None:
-        """Takes no further ones."""
-        self._threads.close()
-
-    def join(self, timeout_s: float) -> None:
-        """Waits for the end of its thread, once the queue is closed."""
-        self._threads.join(timeout_s)
 
     def _take_quietly(self) -> None:
         """Takes one; what is wrong with a shard is its watch's affair."""

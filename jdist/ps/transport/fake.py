@@ -77,7 +77,6 @@ class FakeChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._server.address
 
     def call(
@@ -90,7 +89,6 @@ class FakeChannel:
         expects: Expects = no_arrays,
         bulk: bool = False,
     ) -> Answer:
-        """See `Channel`."""
         fault = self._fault(method, header)
         if fault == "lose the call":
             raise CallFailed(self.peer, "deadline")
@@ -109,7 +107,6 @@ class FakeChannel:
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        """See `Channel`."""
         return functools.partial(self.call, method, header, arrays, **options)
 
     def close(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hmac
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Unpack
 
@@ -106,7 +107,7 @@ class RpcServer:
         )
         handlers = {
             "Call": grpc.unary_unary_rpc_method_handler(self._call),
-            "Bulk": grpc.stream_stream_rpc_method_handler(self._bulk),
+            "Bulk": grpc.stream_stream_rpc_method_handler(self._answer),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, handlers), health(SERVICE, is_well=lambda: self.is_well))
@@ -147,9 +148,6 @@ class RpcServer:
 
     def _call(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         return next(iter(self._answer(iter([request]), context)))
-
-    def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        yield from self._answer(requests, context)
 
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers the frames of a call; whatever is wrong with it, the caller learns one word."""
@@ -263,7 +261,6 @@ class RpcChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._address
 
     def call(
@@ -276,7 +273,6 @@ class RpcChannel:
         expects: Expects = no_arrays,
         bulk: bool = False,
     ) -> Answer:
-        """See `Channel`."""
         header = {**header, "method": method}
         bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
         if bulk and (finish := self._data.begin(header, arrays, expects, timeout_s)) is not None:
@@ -286,7 +282,7 @@ class RpcChannel:
         try:
             if not bulk:
                 return _received(iter([self._small(first, timeout=timeout_s, metadata=self._metadata)]), expects)
-            requests = _again(first, frames)
+            requests = itertools.chain([first], frames)
             return _received(self._large(requests, timeout=timeout_s, metadata=self._metadata), expects)
         except grpc.RpcError as exc:
             status = exc.code()  # type: ignore[attr-defined]  # what grpc raises is a Call as well
@@ -301,13 +297,11 @@ class RpcChannel:
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        """See `Channel`."""
         expects = options.get("expects", no_arrays)
         begun = self._data.begin({**header, "method": method}, arrays, expects, options["timeout_s"])
         return begun or functools.partial(self.call, method, header, arrays, **options)
 
     def close(self) -> None:
-        """See `Channel`."""
         self._closed = True
         self._data.close()
         self._channel.close()
@@ -346,11 +340,6 @@ def _failure(exc: Exception) -> str:
 
 def _log_refusal(exc: Exception) -> None:
     _LOG.log(logging.INFO if isinstance(exc, FailedPrecondition) else logging.WARNING, "refused a call: %s", exc)
-
-
-def _again(first: bytes, rest: Iterable[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
 
 
 def _received(answers: Iterator[bytes], expects: Expects) -> Answer:

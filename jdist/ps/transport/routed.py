@@ -48,21 +48,17 @@ class SlotChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._channel.peer
 
     def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        """See `Channel`."""
         return self._channel.call(method, {**header, **self._fields}, arrays, **options)
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        """See `Channel`."""
         return self._channel.begin(method, {**header, **self._fields}, arrays, **options)
 
     def close(self) -> None:
-        """See `Channel`."""
         self._channel.close()
 
 
@@ -97,24 +93,20 @@ class RoutedChannel:
 
     @property
     def peer(self) -> str:
-        """See `Channel`."""
         return self._channel.peer
 
     def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
-        """See `Channel`."""
         channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
         return self._led(channel, lambda: channel.call(method, header, arrays, **options))
 
     def begin(
         self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]
     ) -> Callable[[], Answer]:
-        """See `Channel`."""
         channel, options["expects"] = self._channel, _if_led(options.get("expects", no_arrays))
         begun = self._led(channel, lambda: channel.begin(method, header, arrays, **options))
         return lambda: self._led(channel, begun)
 
     def close(self) -> None:
-        """See `Channel`."""
         with self._lock:
             self._closed = True
         self._channel.close()

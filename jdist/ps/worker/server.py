@@ -74,7 +74,7 @@ class WorkerServer:
             **self._data.methods(),
             "attach": Method(self._attach),
             "unreached": Method(self._unreached),
-            "install": Method(self._install, self._expects_of_install),
+            "install": Method(self._install, lambda header: [program_spec(header.get("program"))]),
             "execute": Method(self._execute, self._expects_of_execute),
         }
 
@@ -117,9 +117,6 @@ class WorkerServer:
             self._routed = routed
         before.clients.close()
         return {}, []
-
-    def _expects_of_install(self, header: Header) -> list[Spec]:
-        return [program_spec(header.get("program"))]
 
     def _install(self, header: Header, arrays: list[np.ndarray]) -> tuple[Header, list[Any]]:
         """Takes in a function, and returns the name by which closures call it."""

@@ -88,8 +88,8 @@ class ClosureQueue:
         self.replaced_by: JobReplacedError | None = None
         self._to_come = 0  # closures that wait for arguments
         self._error: JDistError | None = None
-        self._lost: dict[int, ShardLostError] = {}  # shards that have been given up, until they answer
-        self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of updates that are being committed
+        self._lost: dict[int, ShardLostError] = {}  # given up, until they answer
+        self._scalars: dict[tuple[int, ...], list[np.ndarray]] = {}  # of the update in progress
         self._rounds_skipped = 0
 
     def begin(self, first: int) -> None:
@@ -149,7 +149,7 @@ class ClosureQueue:
             ShardLostError: a shard has not answered for long.
             DatasetError: another call has what it reads.
         """
-        arguments = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # the caller may change his
+        arguments = [x if isinstance(x, RemoteValue) else np.array(x) for x in arguments]  # copies
         pending = Pending(cancel=self.cancel)
         with self.lock:
             self._wait_for_room()
@@ -229,7 +229,7 @@ class ClosureQueue:
         else:
             try:
                 cast = self.closures.function(function).cast(arguments)
-            except Exception as exc:  # noqa: BLE001  # whatever it is, it is this closure's, and others wait for it
+            except Exception as exc:  # noqa: BLE001  # it is this closure's
                 error = exc if isinstance(exc, ClosureError) else ClosureError(f"an argument cannot be taken: {exc!r}")
         with self.lock:
             if pending.done:
@@ -253,7 +253,7 @@ class ClosureQueue:
             self._carry_out(event)
             if self._error is not None and not isinstance(event, Cancelled):
                 self._cancel_waiting()  # what came back meanwhile, from a worker that was lost
-            if self.dispatch.is_idle or self._is_awaited:  # to wake somebody in vain takes longer than the event
+            if self.dispatch.is_idle or self._is_awaited:  # else waking others costs more than the event
                 self._is_awaited = False
                 self.lock.notify_all()
 
@@ -318,7 +318,7 @@ class ClosureQueue:
         """
         sender = {"worker": assigned.worker, "epoch": assigned.epoch, "generation": assigned.generation}
         taken = list[tuple[Closure, BatchName | None]]()
-        # All at once: what is for another worker to read now may not be in a moment, if that one is lost.
+        # All at once: what is another worker's to read may be this one's in a moment, if that is lost.
         with self.lock:
             lost = [w for w, known in self.dispatch.workers.items() if known.state != "ready"]
             for closure in self.closures.of(numbers):
@@ -350,7 +350,7 @@ class ClosureQueue:
         """
         with self.lock:
             if not self.is_present(reported.worker, reported.epoch, reported.generation):
-                return  # a rollback has discarded what this was computed from, or the worker counts as lost
+                return  # a rollback came between, or the worker counts as lost
             for closure in self.closures.of([reported.closure]):
                 closure.pending.arrive(results, error)
             if is_skipped:

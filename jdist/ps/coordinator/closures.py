@@ -23,7 +23,7 @@ from jdist.ps.protocol.wire import Spec
 Combine = Callable[[Sequence[Sequence[Any]]], Combined]
 MOST_QUEUED_BYTES = 512 << 20  # of the arguments of closures that are not done
 SNAPSHOT_EVERY = 1000  # closures, whose arguments are kept until then
-MOST_LOGGED_BYTES = 256 << 20  # of the arguments that are kept, beyond which a snapshot is due earlier
+MOST_LOGGED_BYTES = 256 << 20  # of arguments that are kept; beyond, a snapshot is due earlier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Function:
         try:
             assert self.combine is not None  # only functions that have it are staged
             combined = self.combine([closure.pending.wait(0) for closure in closures])
-        except Exception as exc:  # noqa: BLE001  # whatever it is, the round must not wait for this thread for ever
+        except Exception as exc:  # noqa: BLE001  # the round must not wait for ever
             return False, [], ClosureError(f"closures {numbers}: what they gave cannot be put together: {exc}")
         if combined.finite or self.plan.non_finite == "apply":
             return True, combined.scalars, None
@@ -143,9 +143,9 @@ class Closures:
         self._skipped_before = 0
         self._functions: list[Function] = []
         self._known: dict[int, Closure] = {}
-        self._void: set[int] = set()  # since the snapshot: closures that had no effect on the state and never will
+        self._void: set[int] = set()  # since the snapshot: closures that never take effect
         self._since = 0  # closures that have been done since the snapshot
-        self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done, and of those that are
+        self._queued_bytes, self._logged_bytes = 0, 0  # of closures that are not done; that are
 
     def add_function(self, plan: FunctionPlan, program: bytes, combine: Combine | None) -> int:
         """Takes in a function, and returns its number."""

@@ -94,13 +94,14 @@ class Coordinator:
         Raises:
             ShardLostError: a shard does not answer.
         """
-        atexit.register(self._end_if_replaced)  # runs after `close`, and after what the program registers from here on
-        # A program may end without a word, or by an exception, with closures in flight: their servers are not missed then.
+        # The first runs last, also after what the program registers from here on. A program may end with
+        # closures in flight: their servers are not missed then.
+        atexit.register(self._end_if_replaced)
         atexit.register(self.close)
         self._programs = programs
         self.snapshots.newest = ClusterSnapshot(settled=first, kept=kept)
         self.queue.begin(first)
-        for watch in self._watches:  # first, as a shard with a backup takes nothing before it was told who leads
+        for watch in self._watches:  # first: a shard with a backup takes nothing before one leads
             watch.start()
         self.queue.handle(Rollback(settled=first, applied=frozenset(), generation=generation))
         self._workers.start()
@@ -153,7 +154,7 @@ class Coordinator:
         while True:
             self.queue.join()
             scheduled, snapshot = self.queue.scheduled, self.snapshots.take()
-            if snapshot.settled >= scheduled:  # else a shard has lost its memory in between, and they run again
+            if snapshot.settled >= scheduled:  # else a shard lost its memory, and closures run again
                 return snapshot
 
     def memory_lost(self, shard: int) -> None:

@@ -49,7 +49,8 @@ class DatasetPass:
         self._ended = [count is not None for count in steps]
         self._taken = [0 for _ in steps]
         self._reserved = 0
-        self._unnamed: weakref.WeakSet[RemoteBatch] = weakref.WeakSet()  # handed to the caller; no worker has had them
+        # Handed to the caller; no worker has had them.
+        self._unnamed: weakref.WeakSet[RemoteBatch] = weakref.WeakSet()
 
     def next(self) -> RemoteBatch | None:
         """Returns one more batch; None at the end."""
@@ -79,7 +80,8 @@ class DatasetPass:
         if wanted or any(batch.is_wanted for batch in list(self._unnamed)):
             return wanted
         self._leave_out()
-        return self._ahead_of(self._taken) or self._ahead_of(self._known)  # the caller has them, and wants more
+        # The caller has those, and wants more.
+        return self._ahead_of(self._taken) or self._ahead_of(self._known)
 
     def _ahead_of(self, counts: Sequence[int]) -> dict[int, int]:
         wanted = {p: counts[p] + AHEAD for p, ended in enumerate(self._ended) if not ended}

@@ -91,7 +91,7 @@ class Pending:
             is_there = self._is_there
         if error is not None:
             raise error
-        return self._leaves if is_there else self.wait(timeout_s)  # it was given up, and is not any more
+        return self._leaves if is_there else self.wait(timeout_s)  # it is not given up any more
 
     @property
     def done(self) -> bool:

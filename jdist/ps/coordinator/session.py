@@ -176,7 +176,7 @@ class Session:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits for every closure; raises what failed."""
-        coordinator = self._coordinator  # without the lock, so that others may schedule meanwhile, or close
+        coordinator = self._coordinator  # without the lock: others may schedule meanwhile, or close
         if coordinator is not None:
             coordinator.queue.join(timeout_s)
 
@@ -254,7 +254,7 @@ class Session:
             generation = 1 + coordinator.highest_generation()
             coordinator.begin(layout.split_leaves(state.leaves), programs, first=first, generation=generation)
         except BaseException:
-            coordinator.close()  # the state is here still, and comes to the servers with the next call
+            coordinator.close()  # the state is here still, and goes to the servers with the next call
             raise
         self._coordinator, self._layout, self._state = coordinator, layout, state
         kept = {rows.of for shard in layout.shards for rows in shard.rows}

@@ -42,7 +42,7 @@ def deliver(
             answer = _answer_to(command, client, queue, state_of)
         except ShardLostError as exc:
             refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
-            # What it begins with is not to its liking. What else it cannot do leaves it empty: its watch will hear of it.
+            # It cannot begin with that state. Whatever else fails there leaves it empty, which its watch sees.
             if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
                 return queue.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
             queue.closed.wait(times.ping_s)
@@ -51,8 +51,8 @@ def deliver(
             queue.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
             raise
         if _is_behind(answer, command):
-            # It has lost its memory, or is about to begin this history; taken for an answer, "it has nothing" would be
-            # said of what it only does not know.
+            # It has lost its memory, or is about to begin this history: it does not know, which is not to say
+            # that it has nothing.
             queue.closed.wait(times.ping_s)
             continue
         if (
@@ -61,7 +61,7 @@ def deliver(
             and queue.generation == answer.generation
         ):
             begun_by = client.status()["begun_by"]
-            if begun_by != whose():  # it began at the same time; else only the first answer was lost
+            if begun_by != whose():  # else only the first answer was lost
                 return on_replaced(answer.generation, begun_by)
         return queue.handle(Answered(shard=command.shard, message=command.message, answer=answer))
 

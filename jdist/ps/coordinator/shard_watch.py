@@ -19,8 +19,8 @@ from jdist.ps.transport.routed import Copies
 from jdist.ps.transport.shard_client import ShardClient
 
 _LOG = logging.getLogger(__name__)
-CUT_AFTER_S = 3.0  # that what was sent has had no answer: then it is asked whether there is a way at all
-REFUSALS = 3  # connections refused, one after the other, after which nothing listens there: no need to wait longer
+CUT_AFTER_S = 3.0  # without an answer from the backup; then the leader is asked whether it reaches it
+REFUSALS = 3  # connections refused in a row, after which nothing listens there
 Status = dict[str, Any]
 
 
@@ -31,10 +31,8 @@ class ShardWatch:
     incarnation has an empty memory.
 
     Args:
-        number: the shard's.
         client: how to reach it.
         queue: hears whether the shard is given up.
-        times: how often it asks, and how long it waits.
         on_status: takes the history that the shard has, and who began it.
         on_memory_lost: takes the shard's number once its memory is empty.
     """
@@ -87,10 +85,8 @@ class CopiesWatch:
     """Asks both copies of a shard every second who they are, and does what `leadership` makes of it.
 
     Args:
-        number: the shard's.
         copies: where they are.
         queue: hears whether the shard is given up.
-        times: how often it asks, and how long it waits.
         on_status: takes the history that a copy has, and who began it.
         on_memory_lost: takes the shard's number once no copy has its state.
     """
@@ -268,7 +264,6 @@ def _ask_again_and_again(
         ask: asks, for so many seconds.
         shard: the number of the server's shard, which is found again when the server answers after it was given up.
         queue: hears that.
-        times: how often it asks, and how long it waits.
         on_status: takes each answer.
         give_up: is called once it has not answered for long, or refuses the token; with why, and since when.
         on_failure: is called after each question without an answer, as well.

@@ -25,8 +25,6 @@ class Snapshots:
     """Takes snapshots while the job goes on.
 
     Args:
-        shards: the shards.
-        queue: the closures.
         routes: says where the leader of each shard is.
         threads: takes those that are due: a thread of its own, as a snapshot waits until lost workers' closures are sorted
             out, which other threads do.
@@ -119,7 +117,7 @@ class Snapshots:
             end = time.monotonic() + DISPUTED_S
             while is_with_a_worker() and is_wanted() and not queue.is_a_shard_lost and time.monotonic() < end:
                 queue.wait_for_event(DISPUTED_S)
-            # Of a closure that is in it nobody could get the result any more, were it not here before a rollback.
+            # After a rollback nobody computes again what is in it: its results have to be here before.
             while not are_reported() and is_wanted() and not queue.is_a_shard_lost:
                 queue.wait_for_event()
             if snapshot is None or queue.generation != generation or queue.is_a_shard_lost:
@@ -147,7 +145,6 @@ def take_snapshot(
     before these are read.
 
     Args:
-        shards: the shards.
         number: of the snapshot; higher than of all before it.
         generation: their history.
         settled: closures below this number are applied on all of them.

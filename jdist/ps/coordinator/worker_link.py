@@ -29,10 +29,7 @@ class Workers:
 
     Args:
         connects: makes a channel to each worker.
-        queue: the closures.
-        shards: the shards that keep the state.
         routes: says where the leader of each shard is.
-        times: how long it waits.
     """
 
     def __init__(
@@ -126,12 +123,8 @@ class WorkerLink:
     """One worker, as the coordinator has it.
 
     Args:
-        number: the worker's.
         connect: makes a channel to it.
-        queue: the closures.
-        shards: the shards that keep the state.
         routes: says where the leader of each shard is.
-        times: how long it waits.
         check: is called after each sign of life, and after a loss.
         exclude: takes the worker, and why it is not used any more.
 
@@ -161,7 +154,7 @@ class WorkerLink:
         self._assigned: collections.deque[Assign] = collections.deque()
         self._refused = False
         self._channel: Channel | None = None
-        self._names: dict[int, str] = {}  # of the functions that were installed over this connection, by number
+        self._names: dict[int, str] = {}  # of functions installed over this connection, by number
         self._opened: set[int] = set()  # datasets, as well
         # One for each link: what one is assigned, the others need not hear of.
         self._news = threading.Condition(queue.mutex)
@@ -370,7 +363,7 @@ class WorkerLink:
             reported = Reported(**sender, closure=closure.number, outcome=how, base=outcome.get("base", 0))
             self._queue.report(reported, leaves, _error_of(outcome), is_skipped=is_skipped)
         if any(outcome["outcome"] == "abandoned" for outcome in answer["outcomes"]):
-            # It was fenced, or a shard is lost to it: as with a lost worker, the shards say what became of the closures.
+            # It was fenced, or lost a shard: as with a lost worker, shards say what became of the closures.
             self._gave_up = True
             raise CallFailed(channel.peer, "unavailable", "it gave closures up")
         return again
@@ -389,7 +382,7 @@ class WorkerLink:
             self._queue.fail(ClosureError(f"a worker cannot open {dataset['name']}: {error}"))
 
     def _ping(self, busy: Channel, lost: threading.Event) -> None:
-        """Asks the worker whether it lives, over a connection of its own; if it has not answered for long, ends the other."""
+        """Asks the worker whether it is alive, over a second connection; ends the first if it has not answered for long."""
         channel, last = self._connect(), time.monotonic()
         try:
             while not lost.wait(self._times.ping_s):

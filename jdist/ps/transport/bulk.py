@@ -24,7 +24,7 @@ from jdist.ps.transport.stream import Stream
 _LOG = logging.getLogger(__name__)
 TICKET_S = 10.0  # from a ticket to the connection that it opens
 MOST_CONNECTIONS = 256
-MOST_STRANGERS = 32  # connections that have not shown a ticket yet; beyond them the oldest has to go
+MOST_STRANGERS = 32  # connections without a ticket yet; beyond, the oldest has to go
 # Calls with many bytes under way at once: a server's memory does not grow with the number of its workers.
 MOST_LARGE = 2
 ROOM_S = 120.0
@@ -63,7 +63,8 @@ class BulkServer:
         self._lock = threading.Lock()
         self._tickets: dict[bytes, float] = {}  # and when each ends
         self._streams: set[Stream] = set()
-        self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}  # and until when each may be one
+        # Connections that have not shown a ticket, and until when they may.
+        self._strangers: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._is_accepting = True
         self._room = threading.Semaphore(MOST_LARGE)
         self._closed = False
@@ -102,7 +103,7 @@ class BulkServer:
             except OSError as exc:
                 if self._closed:
                     return
-                # No files left, no memory, a caller that has gone: whatever it is, others may be accepted later.
+                # No files left, no memory, a caller that has gone: others may be accepted later.
                 if self._is_accepting:
                     _LOG.error("no data connection can be accepted for now, and is tried again: %s", exc)
                 self._is_accepting = False
@@ -135,7 +136,7 @@ class BulkServer:
         for thread in threads:
             connection, _ = self._strangers.pop(thread)
             with contextlib.suppress(OSError):  # it has gone by itself
-                connection.shutdown(socket.SHUT_RDWR)  # which wakes the thread that waits for it; it closes
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits, which closes it
 
     def _serve(self, connection: socket.socket) -> None:
         stream: Stream | None = None

@@ -119,8 +119,8 @@ def _with_tls(connection: socket.socket, host: str, security: Security) -> str |
     except OSError:
         return None
     with wrapped, contextlib.suppress(TimeoutError):
-        # The client of TLS 1.3 has done its part before the server looks at its certificate; a server that accepts it
-        # speaks first.
+        # The client of TLS 1.3 is done before the server looks at its certificate; a server that accepts
+        # it speaks first.
         try:
             accepted = bool(wrapped.recv(1))
         except (ssl.SSLError, ConnectionError):

@@ -57,7 +57,7 @@ class FakeServer:
             raise
         except OutOfFilesError as exc:
             raise CallFailed(self.address, EXHAUSTED) from exc
-        except Exception as exc:  # as a server of its own: whatever it is, a caller learns nothing of it
+        except Exception as exc:  # a caller learns nothing of it
             raise CallFailed(self.address, "refused") from exc
         return encode(answer), [bytes(chunk) for chunk in chunks(arrays)]
 

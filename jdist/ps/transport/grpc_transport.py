@@ -48,7 +48,7 @@ _MOST_MESSAGE_BYTES = MOST_HEADER_BYTES + CHUNK_BYTES + 1024
 _OPTIONS = [
     ("grpc.max_send_message_length", _MOST_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MOST_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on a taken port is an error, not a silent share of its calls
+    ("grpc.so_reuseport", 0),  # else a second server on a taken port would share its calls
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -152,7 +152,8 @@ class RpcServer:
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers the frames of a call; whatever is wrong with it, the caller learns one word."""
         self._check_token(context)
-        if (context.time_remaining() or math.inf) > MOST_S:  # without a deadline it could hold a thread for ever
+        # Without a deadline a call could hold a thread for ever.
+        if (context.time_remaining() or math.inf) > MOST_S:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
             header, first = decode(next(requests))
@@ -167,7 +168,7 @@ class RpcServer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
         try:
             answer, results = self._run(method, header, arrays)
-        except Exception as exc:  # noqa: BLE001  # whatever it is, grpc would send its text to the caller
+        except Exception as exc:  # noqa: BLE001  # grpc would send its text to the caller
             context.abort(grpc.StatusCode.INTERNAL, _failure(exc))
         yield from _frames(answer, results)
 

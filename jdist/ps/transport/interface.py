@@ -43,7 +43,8 @@ class OutOfFilesError(OSError):
     """This process has no file descriptor left. XLA and the C++ library open files, too, and say so in their own words."""
 
 
-_CHECKED_FOR_S = 0.02  # an open and a close for each push, which both let go of the interpreter, took 4 % of 600 us
+# An open and a close for each push, which both let go of the interpreter, took 4 % of 600 us.
+_CHECKED_FOR_S = 0.02
 _checked_until_s = 0.0
 
 

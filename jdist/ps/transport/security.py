@@ -60,7 +60,7 @@ class Security:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.authority.decode())
-        with tempfile.NamedTemporaryFile() as pair:  # `ssl` reads a key from a file only; this one is its owner's alone
+        with tempfile.NamedTemporaryFile() as pair:  # `ssl` reads a key from files; only its owner reads this
             pair.write(self.key + b"\n" + self.certificate)
             pair.flush()
             context.load_cert_chain(pair.name)
@@ -121,9 +121,8 @@ def tls_context(files: tuple[str, str, str], protocol: int) -> ssl.SSLContext:
     certificate, key, authority = files
     context = ssl.SSLContext(protocol)
     try:
-        context.load_cert_chain(
-            certificate, key, password=lambda: b""
-        )  # else an encrypted key is asked for on the terminal
+        # Without a password the one of an encrypted key is asked for on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: b"")
     except (ssl.SSLError, ValueError) as exc:
         raise refused(
             KEY,

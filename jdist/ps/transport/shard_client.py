@@ -49,7 +49,7 @@ class ShardClient:
         slow_s = 2 * sum(s.size_bytes for s in self._sent) / SLOWEST_BYTES_S
         self._timeout_s, self._give_up_s = timeout_s + slow_s, give_up_s + slow_s
         self.is_bulk = _is_bulk(self._sent)
-        self._under_way: dict[object, float] = {}  # what was asked and has no answer yet, since when
+        self._under_way: dict[object, float] = {}  # calls without an answer, and since when
 
     @property
     def waiting_s(self) -> float:
@@ -105,13 +105,13 @@ class ShardClient:
                     specs += [self._sent[i] for i in places]
             return specs
 
-        data = any(m.worker is not None for m in messages)  # the coordinator's are control, which is gRPC's
+        is_data = any(m.worker is not None for m in messages)  # the coordinator's are control: over gRPC
         asked = object()
         self._under_way[asked] = time.monotonic()
 
         def begun(timeout_s: float) -> Callable[[], Any]:
             options: CallOptions = {"timeout_s": timeout_s, "expects": expects, "bulk": self.is_bulk}
-            if data:
+            if is_data:
                 return self.channel.begin("say", header, arrays, **options)
             return functools.partial(self.channel.call, "say", header, arrays, **options)
 
@@ -246,7 +246,7 @@ class Together:
             return self.each(lambda i, client: client.say(*calls[i]))
         waits = [client.begin(*what) for client, what in zip(self.clients, calls, strict=True)]
         answers, errors = list[Answers](), list[ShardLostError]()
-        for wait in waits:  # all of them: a connection with an answer that nobody read is of no use any more
+        for wait in waits:  # all: a connection with an unread answer is of no use any more
             try:
                 answers.append(wait())
             except ShardLostError as exc:

@@ -13,7 +13,7 @@ from jdist.ps.transport.interface import Answer, Arrays, Expects, Header
 
 _LOG = logging.getLogger(__name__)
 STALL_S = 20.0  # without a byte in the middle of a message
-_LEEWAY_S = 0.5  # so much later a wait may end than it should: to set it anew each time is a call of the system
+_LEEWAY_S = 0.5  # by which a wait may be too long: to set it anew each time is a system call
 _SIZE = struct.Struct(">Q")
 _SMALL_BYTES = 1 << 16
 

@@ -71,6 +71,6 @@ def _carry_out(queued: queue.SimpleQueue[_Work | None]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(run(*args))
-            except BaseException as exc:  # noqa: BLE001  # it is raised where the result is asked for
+            except BaseException as exc:  # noqa: BLE001  # raised where the result is asked for
                 future.set_exception(exc)
         del work, future, run, args  # nothing is held while it waits

@@ -40,7 +40,7 @@ class WorkerData:
 
     def __init__(self, script: str | None = None, num_replicas: int = 1):
         self._script, self._num_replicas, self._lock = script, num_replicas, threading.Lock()
-        self._datasets: dict[int, Callable[[int], DistributedDataset]] = {}  # make the share of a pipeline, by dataset
+        self._datasets: dict[int, Callable[[int], DistributedDataset]] = {}  # from a pipeline to its share
         self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
 
     def methods(self) -> dict[str, Method]:
@@ -146,7 +146,7 @@ class _Pipeline:
 
     def __init__(self, make: Callable[[], DistributedDataset]):
         self._make, self._dataset = make, make()
-        self._reading, self._lock = threading.Lock(), threading.Lock()  # the second is never held for long
+        self._reading, self._lock = threading.Lock(), threading.Lock()  # the second only for moments
         self._batches: Iterator[Any] | None = None
         self._next = 0  # the number of the iterator's next batch
         self._known = 0  # batches that are there for sure

@@ -171,7 +171,7 @@ class WorkerServer:
         given_arrays = iter(arrays)
         with self._running:  # what an earlier incarnation of the coordinator asked for ends first
             for closure, installed, batch in zip(closures, functions, batches, strict=True):
-                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # what took that away takes the rest as well
+                if outcomes and outcomes[-1]["outcome"] == "abandoned":  # as are all after it
                     outcomes.append({"closure": closure, "outcome": "abandoned"})
                     continue
                 arguments = list(itertools.islice(given_arrays, len(installed.function.arguments)))
@@ -188,7 +188,7 @@ class WorkerServer:
                     if self._attached > attached:  # whoever asked for these is not there any more
                         raise Abandoned
                     computed = installed.compute(who, closure, arguments)
-                except jax.errors.JaxRuntimeError:  # out of memory, for example: the closure's fault, or this machine's
+                except jax.errors.JaxRuntimeError:  # out of memory, for example
                     outcomes.append({"closure": closure, "outcome": "void", "error": traceback.format_exc()})
                     continue
                 except (Abandoned, ShardLostError):

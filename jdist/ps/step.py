@@ -18,8 +18,7 @@ from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.batching import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
-from jdist.ps.coordinator.datasets import flatten
+from jdist.ps.coordinator.datasets import RemoteBatch, flatten
 from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.coordinator.session import Session

@@ -8,8 +8,8 @@ import threading
 from collections import Counter
 from typing import Any
 
-from jdist.ps.coordinator.options import PsOptions, Servers
-from jdist.ps.coordinator.session import Session
+from jdist.ps.coordinator.servers import Servers
+from jdist.ps.coordinator.session import PsOptions, Session
 from jdist.ps.program.partition import fixed_shards
 from jdist.ps.protocol.messages import Replace
 from jdist.ps.protocol.shard import Rules

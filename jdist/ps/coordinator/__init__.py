@@ -2,7 +2,7 @@
 
 Start at `api.ClusterCoordinator`, which users see. `session` has the state's layout and programs; `closure_queue` the
 closures, under one lock with the machine of `ps.protocol.scheduler`; `coordinator` connects them: `worker_link` to
-workers, `shard_calls`, `snapshots` and `shard_watch` to shards.
+workers, `snapshots` and `shard_watch` to shards.
 
 May import: ps.worker, ps.transport, ps.program, ps.protocol, step.
 """

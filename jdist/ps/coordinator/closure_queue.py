@@ -21,7 +21,7 @@ from jdist.errors import (
     ShardLostError,
 )
 from jdist.ps.coordinator.closures import Closure, Closures, ClusterSnapshot, Combine
-from jdist.ps.coordinator.dataset_pass import BatchName, RemoteBatch
+from jdist.ps.coordinator.datasets import BatchName, RemoteBatch
 from jdist.ps.coordinator.interrupts import uninterrupted
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, when_all_arrived
 from jdist.ps.program.function_plan import FunctionPlan

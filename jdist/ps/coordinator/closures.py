@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jdist.errors import ClosureCancelledError, ClosureError, NonFiniteClosureError, NoWorkersError
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
+from jdist.ps.coordinator.datasets import RemoteBatch
 from jdist.ps.coordinator.remote_value import Pending
 from jdist.ps.program.function_plan import FunctionPlan
 from jdist.ps.program.sync import Combined

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import functools
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdist.cluster import exit_status
-from jdist.errors import ClosureCancelledError, JobReplacedError
+from jdist.errors import ClosureCancelledError, JobReplacedError, ShardLostError
 from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
-from jdist.ps.coordinator.shard_calls import deliver
 from jdist.ps.coordinator.shard_watch import CopiesWatch, ShardWatch
 from jdist.ps.coordinator.snapshots import Snapshots
 from jdist.ps.coordinator.worker_link import Workers
-from jdist.ps.protocol.scheduler_events import Assign, Decide, Parted, Rollback, Tell
+from jdist.ps.protocol.messages import Answer, Commit, Held, Refused, Restore
+from jdist.ps.protocol.scheduler_events import Answered, Assign, Decide, Parted, Rollback, Tell
 from jdist.ps.protocol.sync_rounds import Rounds
 from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import to_plain
-from jdist.ps.transport.interface import Channel, Header
+from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.transport.routed import Copies
-from jdist.ps.transport.shard_client import ShardClient, Together
+from jdist.ps.transport.shard_client import ShardClient, Together, whose
 from jdist.ps.transport.threads import Threads
 
 _LOG = logging.getLogger(__name__)
+MOST_REFUSALS = 5
 
 
 class Coordinator:
@@ -63,20 +64,12 @@ class Coordinator:
         self._pools = tellers, decider, Threads(1, "jdist-snapshot")
         self.snapshots = Snapshots(self._shards, queue, self._routes, self._pools[-1], give_up_s=2 * times.ps_timeout_s)
         self._workers = Workers(workers, queue, shards, self._routes, times)
-        tell = functools.partial(
-            deliver,
-            shards=self._shards,
-            queue=queue,
-            times=times,
-            state_of=self._state_of,
-            on_replaced=self.replaced,
-        )
         hears: dict[str, Any] = {"on_status": self.heard_of, "on_memory_lost": self.memory_lost}
         self._watches: list[ShardWatch | CopiesWatch] = [
             CopiesWatch(n, each, queue, times, **hears) for n, each in enumerate(copies)
         ] or [ShardWatch(n, client, queue, times, **hears) for n, client in enumerate(shards)]
         queue.executors[Assign] = self._workers.assign
-        queue.executors[Tell] = lambda command: tellers.submit(tell, command)
+        queue.executors[Tell] = lambda command: tellers.submit(self._deliver, command)
         queue.executors[Decide] = lambda command: decider.submit(queue.decide, command.closures)
         queue.snapshot_due = self.snapshots.due
 
@@ -183,9 +176,51 @@ class Coordinator:
         _LOG.error("%s", error)
         self._on_replaced()
 
-    def _state_of(self, shard: int) -> tuple[Sequence[Any], Sequence[bytes]]:
-        """What a shard begins with: its arrays, and a program for each of its views."""
-        return self.snapshots.newest.kept[shard], self._programs[shard]
+    def _deliver(self, command: Tell) -> None:
+        """Sends a shard a message until it answers, however long that takes: its watch bounds it.
+
+        A message of an old history is dropped.
+        """
+        queue, client, refusals = self.queue, self._shards.clients[command.shard], 0
+        while not queue.closed.is_set() and command.message.generation == queue.generation:
+            try:
+                answer = self._answer_to(command, client)
+            except ShardLostError as exc:
+                refusals += isinstance(exc.__cause__, CallFailed) and exc.__cause__.reason == "refused"
+                # It cannot begin with that state. Whatever else fails there leaves it empty, which its watch sees.
+                if refusals and (isinstance(command.message, Restore) or refusals > MOST_REFUSALS):
+                    return queue.shard_lost(command.shard, ShardLostError(f"{exc}; see what it has written"))
+                queue.closed.wait(self._times.ping_s)
+                continue
+            except Exception as exc:  # whatever it is, nobody may wait for this thread for ever
+                queue.shard_lost(command.shard, ShardLostError(f"a parameter server cannot be told: {exc!r}"))
+                raise
+            is_refused = isinstance(answer, Refused)
+            if (
+                is_refused
+                and answer.reason in ("empty", "generation")
+                and answer.generation < command.message.generation
+            ):
+                # It has lost its memory, or is about to begin this history: it does not know, which is not
+                # to say that it has nothing.
+                queue.closed.wait(self._times.ping_s)
+                continue
+            if isinstance(command.message, Restore) and is_refused and queue.generation == answer.generation:
+                begun_by = client.status()["begun_by"]
+                if begun_by != whose():  # else only the first answer was lost
+                    return self.replaced(answer.generation, begun_by)
+            return queue.handle(Answered(shard=command.shard, message=command.message, answer=answer))
+
+    def _answer_to(self, command: Tell, client: ShardClient) -> Answer:
+        message, scalars = command.message, None
+        if isinstance(message, Restore):
+            kept, programs = self.snapshots.newest.kept[command.shard], self._programs[command.shard]
+            return client.restore(message, kept, programs)
+        if isinstance(message, Commit) and message.as_one:
+            view, scalars = self.queue.scalars_of(message)
+            message = dataclasses.replace(message, view=view)
+        (answer,), _, results = client.say([message], scalars)
+        return dataclasses.replace(answer, results=tuple(results.items())) if isinstance(answer, Held) else answer
 
     def _routes(self) -> Header:
         """Where the leader of each shard is, as workers are told; nothing where shards have one copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import socket
@@ -16,17 +17,44 @@ from jdist.cluster.address import split
 from jdist.cluster.resolvers.resolve import resolve
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import ClusterError, ClusterTimeoutError, StrategyError
-from jdist.ps.coordinator.options import Servers
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.diagnose import Diagnosis, reach_all
 from jdist.ps.transport.grpc_transport import RpcChannel
-from jdist.ps.transport.interface import CallFailed
+from jdist.ps.transport.interface import CallFailed, Channel
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _CALL_S = 5.0
 _RETRY_S = 0.5
 _TELLING_S = 10.0  # machines that are gone do not answer, and may be many
 _QUIET_S = 5.0  # who waits longer for the servers says so, and is content with one worker
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Servers:
+    """The processes that a session uses.
+
+    Attributes:
+        workers: addresses of the workers.
+        ps: addresses of the parameter servers.
+        connect: from an address to a channel.
+        close: ends what was started for the job.
+        leave: has `close` leave others alone: they are another job's.
+        processes: gives the process ids of what was started: the parameter servers, then the workers.
+        running_workers: gives those of the workers that have not ended.
+    """
+
+    workers: tuple[str, ...]
+    ps: tuple[str, ...]
+    connect: Callable[[str], Channel]
+    close: Callable[[], None]
+    leave: Callable[[], None] = lambda: None
+    processes: Callable[[], tuple[int, ...]] = tuple
+    running_workers: Callable[[], tuple[int, ...]] = tuple
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of what was started, as they are now: one that has ended is started again."""
+        return self.processes()
 
 
 def cluster_of_environment() -> ClusterSpec | None:

@@ -14,23 +14,45 @@ import numpy as np
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
 from jdist.ps.coordinator.coordinator import Coordinator
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
-from jdist.ps.coordinator.datasets import WorkerDataset, name_of_function
-from jdist.ps.coordinator.options import PsOptions, Servers
+from jdist.ps.coordinator.datasets import RemoteBatch, WorkerDataset, name_of_function
 from jdist.ps.coordinator.remote_state import RemoteState
 from jdist.ps.coordinator.remote_value import Pending
-from jdist.ps.coordinator.servers import devices_of_workers
+from jdist.ps.coordinator.servers import Servers, devices_of_workers
 from jdist.ps.program.artifact import pack
 from jdist.ps.program.function_plan import FunctionPlan, plan_function
 from jdist.ps.program.layout import Layout, make_layout
+from jdist.ps.program.partition import Partitioner, Placement
 from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.program.split_step import StepParts
 from jdist.ps.program.sync import Traced
+from jdist.ps.program.wire_dtype import Wire
+from jdist.ps.protocol.shard import Rules
 from jdist.ps.protocol.sync_rounds import Rounds
+from jdist.ps.protocol.times import Times
 from jdist.ps.transport.routed import two_copies
 from jdist.ps.transport.shard_client import ShardClient
 
 PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PsOptions:
+    """How a state is laid out over the servers, travels and is updated; see `jdist.parameter_server`.
+
+    Attributes:
+        on_worker: from a worker's number of devices to the strategy that its part of a step is traced under.
+    """
+
+    on_worker: Callable[[int], Strategy]
+    partitioner: Partitioner
+    placement: Placement
+    rules: Rules
+    times: Times
+    wire: Wire = "float32"
+    is_sync: bool = False
+    gradients_per_update: int = 1
+    backup_workers: int = 0
+    replicas: int = 1
 
 
 class Session:

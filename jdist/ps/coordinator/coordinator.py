@@ -22,7 +22,7 @@ from jdist.ps.protocol.times import Times
 from jdist.ps.protocol.wire import to_plain
 from jdist.ps.transport.interface import CallFailed, Channel, Header
 from jdist.ps.transport.routed import Copies
-from jdist.ps.transport.shard_client import ShardClient, Together, whose
+from jdist.ps.transport.shard_client import ShardClient, ShardClients, whose
 from jdist.ps.transport.threads import Threads
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Coordinator:
         copies: Sequence[Copies] = (),
         on_replaced: Callable[[], None] = lambda: None,
     ):
-        self._shards, self._copies, self._times, self._on_replaced = Together(shards), copies, times, on_replaced
+        self._shards, self._copies, self._times, self._on_replaced = ShardClients(shards), copies, times, on_replaced
         self._programs: Sequence[Sequence[bytes]] = ()
         self.queue = queue = ClosureQueue(len(shards), depth=depth, rounds=rounds)
         tellers, decider = Threads(2 * len(shards) + 2, "jdist-tell"), Threads(1, "jdist-decide")

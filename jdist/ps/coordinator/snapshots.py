@@ -13,7 +13,7 @@ from jdist.ps.coordinator.closure_queue import ClosureQueue
 from jdist.ps.coordinator.closures import ClusterSnapshot
 from jdist.ps.protocol.messages import Cut, Freeze, Snapshot, Thaw
 from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import Together
+from jdist.ps.transport.shard_client import ShardClients
 from jdist.ps.transport.threads import Threads
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Snapshots:
 
     def __init__(
         self,
-        shards: Together,
+        shards: ShardClients,
         queue: ClosureQueue,
         routes: Callable[[], Header],
         threads: Threads,
@@ -130,7 +130,7 @@ class Snapshots:
 
 
 def take_snapshot(
-    shards: Together,
+    shards: ShardClients,
     *,
     number: int,
     generation: int,

@@ -209,12 +209,8 @@ def _without_results(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in plain.items() if k != "results"} if "results" in plain else plain for plain in answers]
 
 
-class Together:
-    """Asks all shards at the same time.
-
-    Args:
-        clients: the shards.
-    """
+class ShardClients:
+    """Clients of all shards, which are asked at the same time."""
 
     def __init__(self, clients: Sequence[ShardClient]):
         self.clients = tuple(clients)

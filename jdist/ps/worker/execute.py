@@ -21,7 +21,7 @@ from jdist.ps.program.shard_plan import ShardPlan, StepView
 from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import Together
+from jdist.ps.transport.shard_client import ShardClients
 
 ONE_VERSION_S = 60.0
 
@@ -52,7 +52,7 @@ class Shards:
         clients: how to reach them.
     """
 
-    def __init__(self, clients: Together):
+    def __init__(self, clients: ShardClients):
         self.clients = clients
         self._history: tuple[int, int] | None = None
         self.newest: list[int] = []  # version that any function has seen of each
@@ -249,7 +249,7 @@ class _Exchange(NamedTuple):
     pushes: list[Rows]
 
 
-def _exchanges(function: FunctionPlan, shards: Together) -> list[_Exchange]:
+def _exchanges(function: FunctionPlan, shards: ShardClients) -> list[_Exchange]:
     assert function.view is not None  # a function without one has no part in the state
     inputs, pushed = ({number: n for n, number in enumerate(of)} for of in (function.read, function.pushed))
 

@@ -22,7 +22,7 @@ from jdist.ps.program.shard_plan import SHARD_PLAN, program_spec
 from jdist.ps.protocol.wire import Spec, from_plain
 from jdist.ps.transport.interface import Channel, FailedPrecondition, Header, Method, check_files
 from jdist.ps.transport.routed import RoutedChannel, routes_in
-from jdist.ps.transport.shard_client import ShardClient, Together, unreached
+from jdist.ps.transport.shard_client import ShardClient, ShardClients, unreached
 from jdist.ps.worker.data import EndOfDataError, WorkerData
 from jdist.ps.worker.execute import Abandoned, Installed, Sender, Shards
 
@@ -60,7 +60,7 @@ class WorkerServer:
         self._times = {"timeout_s": timeout_s, "give_up_s": give_up_s}
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._attached = 0  # how often the coordinator has connected
-        self._shards = Shards(Together([]))
+        self._shards = Shards(ShardClients([]))
         self._routed: Sequence[RoutedChannel] = ()  # where a shard has a backup
         self._functions: dict[str, Installed] = {}
         self._devices = devices or jax.local_device_count()
@@ -112,7 +112,7 @@ class WorkerServer:
         channels = routed or [self._connect(address) for address in addresses]
         clients = [ShardClient(channel, plan, **self._times) for channel, plan in zip(channels, plans, strict=True)]
         with self._lock:
-            before, self._shards, self._functions = self._shards, Shards(Together(clients)), {}
+            before, self._shards, self._functions = self._shards, Shards(ShardClients(clients)), {}
             self._attached += 1
             self._routed = routed
         before.clients.close()

@@ -33,7 +33,7 @@ from jdist.ps.protocol.shard import Rules
 from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, FailedPrecondition
-from jdist.ps.transport.shard_client import ShardClient, Together
+from jdist.ps.transport.shard_client import ShardClient, ShardClients
 from tests.ps.program.test_layout import raw
 from tests.ps.program.test_split_step import BATCH, apart, create, train_step
 
@@ -226,7 +226,7 @@ def test_a_snapshot_contains_what_was_settled_since_it_was_asked_for():
         client.say([push(Stage, closure=0, base=0)], share)
         client.say([Commit(generation=1, closures=(0,))])
     job.clients[0].say([Pull(generation=1, settled=1)])  # one shard has heard of it, and one has not
-    together = Together(job.clients)
+    together = ShardClients(job.clients)
     found, _ = take_snapshot(together, number=1, generation=1, settled=0, is_wanted=lambda: True)
     together.close()
     assert (found.settled, found.applied, found.version) == (1, frozenset(), 1)
@@ -279,7 +279,7 @@ def test_whoever_has_closed_the_connection_does_not_try_again():
 
 def test_all_shards_are_asked_at_the_same_time():
     job = Job(2).restore()
-    together = Together(job.clients)
+    together = ShardClients(job.clients)
     barrier = threading.Barrier(2, timeout=30)
     assert together.each(lambda i, client: (barrier.wait(), i)[1]) == [0, 1]
     with pytest.raises(ZeroDivisionError):

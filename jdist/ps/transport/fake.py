@@ -14,7 +14,6 @@ from jdist.ps.transport.interface import (
     Arrays,
     CallFailed,
     CallOptions,
-    Expects,
     Header,
     Methods,
     OutOfFilesError,
@@ -79,16 +78,7 @@ class FakeChannel:
     def peer(self) -> str:
         return self._server.address
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Expects = no_arrays,
-        bulk: bool = False,
-    ) -> Answer:
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
         fault = self._fault(method, header)
         if fault == "lose the call":
             raise CallFailed(self.peer, "deadline")
@@ -99,7 +89,7 @@ class FakeChannel:
         if fault == "lose the answer":
             raise CallFailed(self.peer, "deadline")
         answer_header, _ = decode(answer)
-        buffers = Buffers(expects(answer_header), most_bytes=1 << 30)
+        buffers = Buffers(options.get("expects", no_arrays)(answer_header), most_bytes=1 << 30)
         for chunk in received:
             buffers.take(chunk)
         return answer_header, buffers.arrays()

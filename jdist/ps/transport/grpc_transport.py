@@ -264,18 +264,10 @@ class RpcChannel:
     def peer(self) -> str:
         return self._address
 
-    def call(
-        self,
-        method: str,
-        header: Header,
-        arrays: Arrays = (),
-        *,
-        timeout_s: float,
-        expects: Expects = no_arrays,
-        bulk: bool = False,
-    ) -> Answer:
+    def call(self, method: str, header: Header, arrays: Arrays = (), **options: Unpack[CallOptions]) -> Answer:
+        timeout_s, expects = options["timeout_s"], options.get("expects", no_arrays)
         header = {**header, "method": method}
-        bulk = bulk or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
+        bulk = options.get("bulk", False) or sum(np.asarray(x).nbytes for x in arrays) > CHUNK_BYTES
         if bulk and (finish := self._data.begin(header, arrays, expects, timeout_s)) is not None:
             return finish()
         frames = _frames(header, arrays)

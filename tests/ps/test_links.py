@@ -18,7 +18,7 @@ def cluster(tmp_path_factory):
 
 
 def both_in_step(job):
-    return all(None not in watch._replicas.holds for watch in job.coordinator._watches)
+    return all(None not in watch._leadership.holds for watch in job.coordinator._watches)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

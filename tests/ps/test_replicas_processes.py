@@ -54,7 +54,7 @@ class Run:
     def until(self, is_so):
         """Waits until something is so of both shards' copies."""
         for watch in self.coordinator._watches:
-            assert watch.wait_for(is_so, WAIT_S), watch._replicas
+            assert watch.wait_for(is_so, WAIT_S), watch._leadership
 
     def until_in_step(self):
         self.until(lambda replicas: replicas.told and None not in replicas.holds and replicas.holds == replicas.heard)
@@ -84,7 +84,7 @@ def test_a_server_killed_and_then_the_other_cost_no_update(run):
     run.until_in_step()  # it came back, and is the backup
     run.check()
     assert run.coordinator.queue.generation == 1
-    assert [watch._replicas.leader for watch in run.coordinator._watches] == [1, 0]  # both on the second server
+    assert [watch._leadership.leader for watch in run.coordinator._watches] == [1, 0]  # both on the second server
     run.steps(100, wait=False)
     run.signal(1, signal.SIGKILL)
     run.check()  # takes a snapshot, of shards that have no leader at first
@@ -92,7 +92,7 @@ def test_a_server_killed_and_then_the_other_cost_no_update(run):
     run.until_in_step()
     run.check()
     assert run.coordinator.queue.generation == 1
-    assert [watch._replicas.leader for watch in run.coordinator._watches] == [0, 1]
+    assert [watch._leadership.leader for watch in run.coordinator._watches] == [0, 1]
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
 

@@ -12,7 +12,7 @@ from jdist.doctor.finding import Finding, failed, passed, warned
 from jdist.doctor.network import handshake
 from jdist.errors import ClusterConfigError
 from jdist.ps.coordinator.servers import seen_from
-from jdist.ps.transport.diagnose import Trouble, reach_all
+from jdist.ps.transport.diagnose import Diagnosis, reach_all
 from jdist.ps.transport.security import Security, how_to_protect, open_to_others, read_security
 
 _ANSWER_S = 10.0  # for one answer
@@ -79,10 +79,10 @@ def _answers(spec: ClusterSpec, security: Security, timeout_s: float) -> list[Fi
     return findings
 
 
-def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Trouble | None]:
-    """Finds why each server cannot be reached, None if it can; waits as long as that may help."""
+def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) -> dict[str, Diagnosis | None]:
+    """Finds why each server cannot be reached, if it cannot, once waiting longer does not help."""
     begin, is_reported = time.monotonic(), False
-    troubles: dict[str, Trouble | None] = {}
+    troubles: dict[str, Diagnosis | None] = {}
     missing = list(named)
     while True:
         troubles |= zip(missing, reach_all(missing, security, min(timeout_s, _ANSWER_S)), strict=True)
@@ -97,7 +97,7 @@ def _troubles(named: Mapping[str, str], security: Security, timeout_s: float) ->
         time.sleep(_RETRY_S)
 
 
-def _finding(who: str, trouble: Trouble | None) -> Finding:
+def _finding(who: str, trouble: Diagnosis | None) -> Finding:
     if trouble is None:
         return passed("servers", f"{who} answers")
     return failed("servers", f"{who}: {trouble.text}", _SETTINGS if trouble.lasts else _NOT_THERE)

@@ -17,8 +17,7 @@ from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.batching import real_rows
 from jdist.errors import BatchError, StepError, StrategyError
-from jdist.ps.coordinator.dataset_pass import RemoteBatch
-from jdist.ps.coordinator.datasets import spread
+from jdist.ps.coordinator.datasets import RemoteBatch, flatten
 from jdist.ps.coordinator.remote_state import RemotePart, RemoteState
 from jdist.ps.coordinator.remote_value import Pending, RemoteValue, leaf, stacked
 from jdist.ps.coordinator.session import Session
@@ -60,7 +59,7 @@ class _Arguments:
     @classmethod
     def of(cls, batches: PyTree, others: PyTree) -> _Arguments:
         """Takes in those of one call."""
-        leaves, treedef, place, reads = spread((batches, others))
+        leaves, treedef, place, reads = flatten((batches, others))
         start, count = place or (0, 0)
         sent = [*leaves[:start], *leaves[start + count :]]
         check_arrays(jax.tree.unflatten(treedef, leaves)[0] if place is None else sent, "the batch")

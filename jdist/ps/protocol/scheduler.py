@@ -1,9 +1,9 @@
 """The scheduler of closures as a pure state machine: (dispatch, event) -> (dispatch, commands).
 
-The coordinator's half of docs/parameter_server_protocol.md: closures are handed out in their order, those of a lost worker
-are committed or handed out again, and after a rollback all that the snapshot does not contain. The shell,
-`jdist/ps/coordinator/engine.py`, holds functions, arguments, results and connections, and repeats a `Tell` until it is
-answered.
+The coordinator's half of docs/parameter_server_protocol.md: closures are handed out in their order, those of a
+lost worker are committed or handed out again, and after a rollback all that the snapshot does not contain. The
+shell, `jdist/ps/coordinator/closure_queue.py`, holds functions, arguments and results; what is connected to it
+carries out commands, and repeats a `Tell` until it is answered.
 """
 
 from __future__ import annotations

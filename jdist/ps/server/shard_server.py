@@ -44,7 +44,7 @@ from jdist.ps.protocol.shard import Shard, receive
 from jdist.ps.protocol.wire import ROUNDED, Spec, from_plain, mean_of_integers, to_plain
 from jdist.ps.server.malloc import LARGE_BYTES, release_arguments
 from jdist.ps.server.shard_transfer import ShardState
-from jdist.ps.transport.interface import Header, Method, Untimely, check_files
+from jdist.ps.transport.interface import FailedPrecondition, Header, Method, check_files
 
 MOST_MESSAGES = 4096
 MOST_NAME = 300
@@ -170,7 +170,7 @@ class ShardServer:
         if len(views) != 1:
             raise WireError("the arrays of a call must be of one push, not of none or of several")
         if plan is None:
-            raise Untimely("a push to an empty shard; it must be restored first")
+            raise FailedPrecondition("a push to an empty shard; it must be restored first")
         ((kind, number),) = views
         if type(number) is not int or not 0 <= number < len(plan.views) or self._programs[number] is None:
             raise WireError("the `view` of a push must be that of a step that is known here and updates something")

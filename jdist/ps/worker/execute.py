@@ -20,7 +20,7 @@ from jdist.ps.program.shard_plan import ShardPlan
 from jdist.ps.protocol.messages import Commit, Done, Parameters, Pull, Push, Refused, Stage
 from jdist.ps.protocol.wire import aligned
 from jdist.ps.transport.interface import Header
-from jdist.ps.transport.shard_client import Together
+from jdist.ps.transport.shard_client import ShardClients
 
 ONE_VERSION_S = 60.0
 
@@ -51,7 +51,7 @@ class Shards:
         clients: how to reach them.
     """
 
-    def __init__(self, clients: Together):
+    def __init__(self, clients: ShardClients):
         self.clients = clients
         self._history: tuple[int, int] | None = None
         self.newest: list[int] = []  # version that any function has seen of each

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jdist.errors import ShardLostError, WireError
-from jdist.ps.coordinator.replica_watch import two_copies
 from jdist.ps.protocol.messages import Commit, Done, Fence, Freeze, Parameters, Pull, Push, Restore, Stage, Thaw
 from jdist.ps.protocol.replica_role import Role
 from jdist.ps.protocol.wire import to_plain
@@ -17,7 +16,7 @@ from jdist.ps.server.replicated_shard import ReplicatedShard, slots
 from jdist.ps.server.shard_transfer import ShardState, expected, pack_shard, unpack_shard
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, OutOfFilesError
-from jdist.ps.transport.routed import Route
+from jdist.ps.transport.routed import Route, two_copies
 from jdist.ps.transport.shard_client import ShardClient
 from tests.ps.server.test_shard_server import Job, program, push
 

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from jdist.ps.coordinator.replica_watch import ReplicaWatch, two_copies
+from jdist.ps.coordinator.shard_watch import CopiesWatch
 from jdist.ps.protocol.times import Times
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import Method
+from jdist.ps.transport.routed import two_copies
 
 
 class Hub:
@@ -80,7 +81,7 @@ def watched():
         hub, servers = Hub(), {a: Server(a, syncs=syncs) for a in ("a", "b")}
         (copies,) = two_copies(lambda address: FakeChannel(servers[address].fake), ["a"], ["a", "b"])
         times = Times(ping_s=0.01, lost_after_s=0.2, ps_timeout_s=ps_timeout_s)
-        watch = ReplicaWatch(3, copies, hub, times)
+        watch = CopiesWatch(3, copies, hub, times, on_status=hub.heard_of, on_memory_lost=hub.memory_lost)
         ended.append((hub, watch))
         watch.start()
         return watch, hub, servers, copies
@@ -106,7 +107,7 @@ def test_a_leader_that_does_not_reach_its_backup_goes_on_without_it_until_it_doe
     assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
     servers["a"].copies[0]["waiting_s"] = 60.0
     time.sleep(0.2)
-    assert watch._replicas.holds == both  # the way is there: it computes
+    assert watch._leadership.holds == both  # the way is there: it computes
     servers["a"].reaches = servers["a"].syncs = False
     assert watch.wait_for(lambda replicas: replicas.holds == ("a-0", None) and replicas.confirmed, 20)
     servers["a"].copies[0]["waiting_s"] = 0.0
@@ -115,7 +116,7 @@ def test_a_leader_that_does_not_reach_its_backup_goes_on_without_it_until_it_doe
     servers["a"].reaches = servers["a"].syncs = True
     servers["a"].copies[0]["in_sync"] = "b-1"
     assert watch.wait_for(lambda replicas: replicas.holds == both, 20)
-    assert (hub.lost, hub.errors, watch._replicas.leader) == ([], [], 0)
+    assert (hub.lost, hub.errors, watch._leadership.leader) == ([], [], 0)
     assert caplog.text.count("shard 3 has two copies in step again") == 1
 
 

@@ -25,7 +25,7 @@ def prefetch_threads():
 
 
 @pytest.fixture(autouse=True)
-def no_thread_left():
+def no_thread_left(quick_collection):
     """Fails every test here that leaves a prefetch thread behind."""
     yield
     gc.collect()

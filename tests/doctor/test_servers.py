@@ -14,6 +14,8 @@ from jdist.doctor.report import examine
 from jdist.doctor.servers import servers
 from tests.ps.servers import configs, serving, written
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):

@@ -24,6 +24,8 @@ from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY, Security, r
 from jdist.strategies.parameter_server import parameter_server
 from tests.ps.servers import configs, environment, serving, written
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 PROGRAM = Path(__file__).with_name("line_program.py")
 
 

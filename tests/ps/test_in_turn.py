@@ -9,7 +9,8 @@ import pytest
 import jdist
 from jdist.ps.program.layout import make_layout
 from jdist.ps.program.partition import fixed_shards
-from tests.ps.program.test_split_step import BATCH, apart, loss
+from tests.ps.hidden_layer import BATCH, loss
+from tests.ps.program.test_split_step import apart
 
 
 def fresh():

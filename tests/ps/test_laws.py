@@ -1,10 +1,15 @@
 """The law of microbatches under parameter servers: those of a worker, and workers themselves, are replicas in time."""
 
+import itertools
+
 import pytest
 
 import jdist
 from jdist.errors import BoundaryError
+from tests.by_default import some
 from tests.conformance.test_laws import STEPS, assert_same, cpus, result
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 LAYOUTS = {  # servers and how they are reached, microbatches
     "async": ({"local_workers": 1, "local_ps": 2}, 4),
@@ -12,7 +17,7 @@ LAYOUTS = {  # servers and how they are reached, microbatches
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module")
 def layout(request):
     given, accumulate = LAYOUTS[request.param]
     made = jdist.parameter_server(**given)
@@ -43,7 +48,15 @@ REFUSED = {
 NO_GRADIENT_OF_OURS = "clipping_the_gradient_of_each_example"
 
 
-@pytest.mark.parametrize("name", STEPS)
+EVERY = list(itertools.product(LAYOUTS, STEPS))
+IN_BOTH = [name for name in STEPS if name not in REFUSED and name != NO_GRADIENT_OF_OURS]
+# What both modes compute runs by default in one of them, in the one and in the other by turns.
+BY_DEFAULT = [
+    (mode, name) for mode, name in EVERY if name not in IN_BOTH or mode == ("async", "sync")[IN_BOTH.index(name) % 2]
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), some(EVERY, BY_DEFAULT), indirect=["layout"])
 def test_microbatches_under_parameter_servers_are_replicas(layout, name):
     mode, strategy, accumulate = layout
     if name == NO_GRADIENT_OF_OURS:

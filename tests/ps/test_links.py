@@ -8,6 +8,8 @@ from tests.ps import test_faults as faults
 from tests.ps.netns import spread
 from tests.ps.real_cluster import BOUND_S, TIMES, wait_until
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 PATIENT = dataclasses.replace(TIMES, lost_after_s=5.0)  # so that what is seen is the link's, not a busy machine's
 
 

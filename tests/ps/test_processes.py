@@ -13,7 +13,7 @@ import jdist.ps
 from jdist.errors import StepError, StrategyError
 from jdist.strategies.parameter_server import parameter_server
 from tests.by_default import some
-from tests.ps.program.test_split_step import create, train_step
+from tests.ps.hidden_layer import create, train_step
 
 ROWS = {
     "x": np.random.default_rng(0).normal(size=(320, 3)).astype(np.float32),

@@ -13,7 +13,7 @@ import jdist.ps
 from jdist.cluster.spec import ClusterSpec
 from jdist.errors import StrategyError
 from jdist.strategies.parameter_server import parameter_server
-from tests.ps.program.test_split_step import create, train_step
+from tests.ps.hidden_layer import create, train_step
 from tests.ps.test_processes import ROWS
 
 WAIT_S = 60.0

@@ -30,8 +30,9 @@ from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import Method
 from jdist.ps.transport.shard_client import ShardClient, whose
 from jdist.ps.worker.server import WorkerServer
+from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
-from tests.ps.program.test_split_step import BATCH, apart, create, train_step
+from tests.ps.program.test_split_step import apart
 from tests.ps.real_cluster import wait_until
 from tests.ps.server.test_shard_server import fail_at, program
 

@@ -8,7 +8,9 @@ import pytest
 
 import jdist
 from jdist.errors import ArtifactError, ClosureCancelledError, StepError, StrategyError
-from tests.ps.program.test_split_step import BATCH, create, train_step
+from tests.ps.hidden_layer import BATCH, create, train_step
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.shard_client import ShardClient
 from tests.by_default import some
+from tests.ps.hidden_layer import BATCH, create, loss
 from tests.ps.program.test_layout import raw
-from tests.ps.program.test_split_step import BATCH, apart, create, loss, spec_of
+from tests.ps.program.test_split_step import apart, spec_of
 from tests.ps.server.test_shard_server import push, struct
 
 OTHER = {

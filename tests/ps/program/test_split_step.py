@@ -13,29 +13,7 @@ from jdist.step.options import make_options
 from jdist.step.outputs import Traced
 from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Signature
-
-RNG = np.random.default_rng(0)
-BATCH = {
-    "x": RNG.normal(size=(8, 3)).astype(np.float32),
-    "y": RNG.normal(size=8).astype(np.float32),
-    "mask": np.arange(8) < 6,
-}
-
-
-def loss(params, batch):
-    hidden = jnp.tanh(batch["x"] @ params["a"])
-    return jdist.mean((hidden @ params["b"] - batch["y"]) ** 2, batch["mask"])
-
-
-def create(tx, **extra):
-    params = {"a": jnp.asarray(np.random.default_rng(1).normal(size=(3, 4)), jnp.float32), "b": jnp.ones(4)}
-    return jdist.TrainState.create(params=params, tx=tx, rng=jax.random.key(3), **extra)
-
-
-def train_step(state, batch):
-    value, grads = jdist.value_and_grad(loss)(state.params, batch)
-    noise = jax.random.normal(jax.random.fold_in(state.rng, state.step), ())
-    return state.apply_gradients(grads=grads), {"loss": value, "noise": noise, "norm": optax.tree.norm(grads)}
+from tests.ps.hidden_layer import BATCH, create, loss, train_step
 
 
 def with_statistics(state, batch):

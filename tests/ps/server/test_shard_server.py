@@ -34,8 +34,9 @@ from jdist.ps.server.shard_server import ShardServer
 from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.interface import CallFailed, FailedPrecondition
 from jdist.ps.transport.shard_client import ShardClient, ShardClients
+from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
-from tests.ps.program.test_split_step import BATCH, apart, create, train_step
+from tests.ps.program.test_split_step import apart
 
 
 def program(layout, shard):

@@ -57,9 +57,9 @@ def test_the_script_is_to_be_read(tmp_path):
 
 
 def test_functions_of_modules_are_imported(tmp_path):
-    for fn in (add, "notebook_cells:add"):
+    for fn in (add, "tests.notebook.notebook_cells:add"):
         text = Program(fn, (1, 2)).write(tmp_path, command="jdist launch --processes 3").read_text()
-        assert "from notebook_cells import add\n" in text
+        assert "from tests.notebook.notebook_cells import add\n" in text
     assert run(tmp_path, add, (1, 2)) == 3
 
 

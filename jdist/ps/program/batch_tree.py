@@ -36,7 +36,7 @@ def from_structure(plain: Any) -> Any:
         WireError: they describe none.
     """
     if not isinstance(plain, dict) or len(plain) != 1:
-        raise WireError("a structure of no kind")
+        raise WireError("a node of a batch must be a map of one entry")
     ((kind, value),) = plain.items()
     if kind == "dict" and isinstance(value, dict):
         return {key: from_structure(x) for key, x in value.items()}
@@ -45,4 +45,4 @@ def from_structure(plain: Any) -> Any:
         return nodes if kind == "list" else tuple(nodes)
     if kind == "array" and isinstance(value, list) and len(value) == 2:
         return jax.ShapeDtypeStruct(tuple(value[0]), np.dtype(value[1]))
-    raise WireError("a structure of no kind")
+    raise WireError("a node of a batch must be a dict, a list, a tuple or an array")

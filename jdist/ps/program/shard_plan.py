@@ -94,7 +94,7 @@ class ShardPlan:
             WireError: there is no such view.
         """
         if not 0 <= view < len(self.views):
-            raise WireError(f"there is no view {view}")
+            raise WireError(f"there is no view {view}; there are {len(self.views)}")
         step = self.views[view]
         return [*(step.pulled if changed else ()), *(step.pulled_once if first else ())]
 
@@ -121,5 +121,5 @@ def result_spec(size: object) -> Spec:
 
 def _bytes(size: object, most: int, what: str) -> Spec:
     if type(size) is not int or not 0 <= size < most:
-        raise WireError(f"{what} of no size")
+        raise WireError(f"the size of {what} must be an int from 0 to {most - 1:,}")
     return Spec((size,), "uint8")

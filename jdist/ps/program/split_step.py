@@ -195,17 +195,17 @@ def split_step(spec: ProgramSpec, state: PyTree, batches: PyTree, others: PyTree
 
 
 def _split(spec: ProgramSpec, pure: Pure, state: PyTree, batches: PyTree, others: PyTree, closures: int) -> SplitStep:
-    found: list[tuple[functools.partial[SplitStep], Any]] = []
+    traced: list[tuple[functools.partial[SplitStep], Any]] = []
 
     def trace(state: PyTree, batches: PyTree, others: PyTree) -> None:
-        found.append(_trace(spec, pure, state, batches, others, closures))
+        traced.append(_trace(spec, pure, state, batches, others, closures))
 
     whole, rows = PartitionSpec(), PartitionSpec(spec.strategy.axes)
     mapped = jax.shard_map(
         trace, mesh=spec.strategy.mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False
     )
     jax.eval_shape(mapped, state, batches, others)
-    ((make, closed),) = found
+    make, closed = traced[0]
     return make(
         update=Update(graph.without_mesh(closed), len(jax.tree.leaves(state))),
         arguments=jax.tree.map(

@@ -42,22 +42,22 @@ def make_sync_function(step: SplitStep, closures: int) -> StepFunction:
     """
     _check_keys(step)
     _check_phases(step)
-    one = _Closure(step, closures)
+    one = _Round(step, closures)
     return StepFunction(
         step=step, run=one.run, arguments=one.arguments, outputs=one.reported, cut=one.cut, combine=one.combine
     )
 
 
-class _Closure:
-    """One of the closures of a call.
+class _Round:
+    """The closures of a call, whose gradients make one update.
 
     Args:
         step: the step.
         closures: how many closures a call has.
 
     Attributes:
-        arguments: shapes of its arguments: its rows, the other arguments, its number, the counts of all closures.
-        reported: shapes of what it returns behind its flag.
+        arguments: shapes of a closure's arguments: its rows, the other arguments, its number, the counts of all closures.
+        reported: shapes of what a closure returns behind its flag.
     """
 
     def __init__(self, step: SplitStep, closures: int):
@@ -101,7 +101,7 @@ class _Closure:
         )(values)
 
     def combine(self, reported: Sequence[Sequence[Any]]) -> tuple[list[np.ndarray], bool, list[np.ndarray]]:
-        """Combines what the closures of one update reported; see `StepFunction.combine`."""
+        """Combines what the closures reported; see `function_plan.Combine`."""
         scalars, finite, outputs = jax.device_get(self._combine([list(each) for each in reported]))
         return scalars, bool(finite), outputs
 

@@ -1,5 +1,7 @@
 """The law of microbatches under parameter servers: those of a worker, and workers themselves, are replicas in time."""
 
+import contextlib
+import functools
 import itertools
 
 import pytest
@@ -18,11 +20,17 @@ LAYOUTS = {  # servers and how they are reached, microbatches
 
 
 @pytest.fixture(scope="module")
-def layout(request):
-    given, accumulate = LAYOUTS[request.param]
-    made = jdist.parameter_server(**given)
-    yield request.param, made, accumulate
-    made.coordinator.close()
+def strategy_of():
+    """The strategy of each mode, whose servers serve all steps."""
+    with contextlib.ExitStack() as ends:
+
+        @functools.cache
+        def make(mode):
+            made = jdist.parameter_server(**LAYOUTS[mode][0])
+            ends.callback(lambda: made.coordinator.close())
+            return made
+
+        yield make
 
 
 # What a worker of synchronous mode would have to wait for, as the others' gradients are combined first.
@@ -56,9 +64,9 @@ BY_DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "name"), some(EVERY, BY_DEFAULT), indirect=["layout"])
-def test_microbatches_under_parameter_servers_are_replicas(layout, name):
-    mode, strategy, accumulate = layout
+@pytest.mark.parametrize(("mode", "name"), some(EVERY, BY_DEFAULT))
+def test_microbatches_under_parameter_servers_are_replicas(strategy_of, mode, name):
+    strategy, accumulate = strategy_of(mode), LAYOUTS[mode][1]
     if name == NO_GRADIENT_OF_OURS:
         with pytest.raises(BoundaryError, match=r"without `jdist\.value_and_grad`.* or use `jdist\.mirrored\(\)`"):
             result(STEPS[name], strategy, accumulate)

@@ -242,7 +242,7 @@ def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged
     _, state, batches, others = apart(step, state, BATCH)
     spec, signature = spec_of(step, jdist.one_device())
     call, *_ = signature.bind((state, BATCH), {})
-    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.watched, spec.name)
+    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
     parts = take_apart(spec, state, batches, others, closures=2)
     leaves, treedef = jax.tree.flatten((batches, others))
     sync = SyncParts(parts, 2, treedef, leaves, len(jax.tree.leaves(batches)))

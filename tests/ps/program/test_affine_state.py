@@ -243,7 +243,7 @@ def test_a_round_carries_every_row_of_a_counter_and_the_mean_of_what_is_averaged
     _, state, batches, others = apart(step, state, BATCH)
     spec, signature = spec_of(step, jdist.one_device())
     call, *_ = signature.bind((state, BATCH), {})
-    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.watched, spec.name)
+    spec = type(spec)(step, spec.strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
     parts = split_step(spec, state, batches, others, closures=2)
     sync = make_sync_function(parts, 2)
     old, (place,) = raw(state), [i for i, x in enumerate(jax.tree.leaves(state)) if x is state.extra[next(iter(first))]]

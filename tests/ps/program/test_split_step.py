@@ -37,7 +37,7 @@ def apart(step, state, *arguments, strategy=None, **keywords):
     options = {"accumulate": keywords.pop("accumulate")} if "accumulate" in keywords else {}
     spec, signature = spec_of(step, strategy, **options)
     call, state, batches, others = signature.bind((state, *arguments), keywords)
-    spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.watched, spec.name)
+    spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.flag_names, spec.name)
     return split_step(spec, state, batches, others), state, batches, others
 
 

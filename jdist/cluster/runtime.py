@@ -84,6 +84,11 @@ class Runtime:
         return self.process_index == 0
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other process hears of this one."""
+        return self._watch is None
+
+    @property
     def stopping(self) -> str | None:
         """Why all processes are to stop; None if nobody has asked."""
         return self._stopping if self._watch is None else self._watch.stopping

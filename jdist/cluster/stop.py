@@ -192,7 +192,7 @@ def preemption(
     if exit_code is not None and as_int(exit_code) not in range(256):
         raise ClusterError(f"`exit_code` is {exit_code!r}; it must be from 0 to 255, or None.")
     # Of a process alone a wish to stop ends with this block: its strategy may train again.
-    runtime = alone() if cluster is None or cluster.num_processes == 1 else cluster
+    runtime = alone() if cluster is None or cluster.is_alone else cluster
     stop = Preemption(runtime, watcher, grace_s, save, exit_code, poll_s, second)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -75,7 +75,7 @@ class DistributedStep(Distributed):
         self.verifier: Callable[..., Any] | None = None
         self._has_peers = strategy.cluster.num_processes > 1
         # Asked once, as an empty step takes 16 us in all.
-        self._is_alone = not self._has_peers and not failpoints.armed()
+        self._is_alone = strategy.cluster.is_alone and not failpoints.armed()
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 

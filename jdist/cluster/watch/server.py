@@ -152,7 +152,8 @@ class WatchServer:
     def _advance(self, transition: Transition) -> None:
         self._state, outgoing = transition
         for to, message in outgoing:
-            for process in list(self._peers) if to is None else [to]:
+            # Process 0 hears last: it goes on at once, and may stop before the others have heard.
+            for process in sorted(self._peers, reverse=True) if to is None else [to]:
                 if (peer := self._peers.get(process)) is not None:
                     self._send(peer, message)
 

@@ -10,6 +10,7 @@ cache, which ends with the run.
 import gc
 import os
 import signal
+import sys
 import tempfile
 
 import jaxlib.version
@@ -22,10 +23,12 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     if jaxlib.version.__version_info__ < (0, 11):  # XLA ends the process over a flag that it does not know
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else this is a worker process of pytest-xdist, or the caller's wish
-    _cache = tempfile.TemporaryDirectory(prefix="jdist_tests_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+if "TESTS_FOLDER" not in os.environ:  # else this is a worker process of pytest-xdist
+    _folder = tempfile.TemporaryDirectory(prefix="jdist_tests_", ignore_cleanup_errors=True)
+    os.environ["TESTS_FOLDER"] = _folder.name
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(_folder.name, "compiled")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, as by nohup: processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +45,14 @@ def _listen(event: str, *_, **__) -> None:
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)  # JAX has no public way to take one listener out
+
+
+def pytest_configure(config: pytest.Config):
+    """Where no bytecode is to be written, the hundreds of processes that tests start share some outside of the tree."""
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if sys.dont_write_bytecode and runs_tests:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = os.path.join(os.environ["TESTS_FOLDER"], "bytecode")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdist.callbacks.callback import Callback, Keeps, Moment
 from jdist.core.remote import RemoteTree
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.errors import StepError
 from jdist.support.checks import as_real
 

@@ -36,7 +36,7 @@ from jdist.cluster.failpoints import Point
 from jdist.cluster.runtime import Runtime, alone, together
 from jdist.core.host_sharded import is_spread
 from jdist.core.remote import fetched, shapes_of
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.errors import CheckpointError
 
 PyTree = Any

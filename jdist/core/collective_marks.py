@@ -23,7 +23,7 @@ Op = Literal["mean", "sum", "max", "min", "gather"]
 
 @dataclass(frozen=True)
 class Collective:
-    """Describes a collective.
+    """What a collective does.
 
     Attributes:
         kind: "gradient" where `jdist.value_and_grad` combines a loss and its gradient, else "value".
@@ -65,12 +65,12 @@ def emit(
 
 
 def alone(*operands: jax.Array) -> Sequence[jax.Array]:
-    """The body of a collective of one replica: the identity, by barriers, which JAX leaves in the jaxpr."""
+    """Applies the identity, by barriers, which JAX leaves in the jaxpr: the body of a collective of one replica."""
     return [jax.lax.optimization_barrier(x) for x in operands]
 
 
 def collective_of(eqn: Any) -> Collective | None:
-    """The collective that an equation applies; None of any other."""
+    """Finds the collective that an equation applies; None for any other equation."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     match = _NAME.search(str(eqn.params.get("name", "")))
@@ -79,7 +79,7 @@ def collective_of(eqn: Any) -> Collective | None:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """The identity for maxima and minima over replicas, which have no derivative.
+    """Returns a maximum or minimum over replicas as it is, and refuses to be differentiated.
 
     Raises:
         StepError: it is differentiated.

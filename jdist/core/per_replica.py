@@ -21,7 +21,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """Holds values of different sizes on the host: no array has them all, so each replica's tree is kept by itself.
+    """Values of different sizes, on the host: no one array can hold them, so each replica's tree is kept by itself.
 
     Attributes:
         parts: one pytree of numpy arrays a replica, all of the same structure.
@@ -54,7 +54,7 @@ class PerReplica:
 
     @classmethod
     def of(cls, values: Sequence[PyTree]) -> PerReplica:
-        """Each replica's value, put together on the host.
+        """Puts each replica's value together on the host.
 
         Args:
             values: one pytree of arrays or numbers a replica, in the order of the replicas; sizes may differ.
@@ -89,7 +89,7 @@ class PerReplica:
         return cls(jax.tree.map(_stacked, *parts))
 
     def local_results(self) -> tuple[PyTree, ...]:
-        """The version of each replica of this process, on the host, in the order of the replicas.
+        """Lists the version of each replica of this process, on the host, in the order of the replicas.
 
         Returns:
             A tuple of pytrees of numpy arrays, `num_replicas` of them with one process.
@@ -97,7 +97,7 @@ class PerReplica:
         return self._versions(local_rows)
 
     def all_results(self) -> tuple[PyTree, ...]:
-        """Every replica's version, on the host; with several processes, all of them have to ask.
+        """Lists every replica's version, on the host; with several processes, all of them have to call.
 
         Returns:
             A tuple of `num_replicas` pytrees of numpy arrays.
@@ -122,7 +122,7 @@ class PerReplica:
 
 
 def _as_array(path: Any, x: Any) -> Any:
-    """A leaf on the host in the dtype that JAX gives it, a typed PRNG key as it is."""
+    """Converts a leaf on the host to the dtype that JAX gives it; a typed PRNG key stays."""
     if is_key(x):
         return x
     array = np.asarray(x)
@@ -224,7 +224,7 @@ class ValueContext:
 
 
 def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replicas) -> PerReplica:
-    """`Strategy.distribute_values_from_function`: each process makes the values of its own replicas."""
+    """Makes the values of this process's replicas: `Strategy.distribute_values_from_function`."""
     if not callable(fn):
         raise StepError(
             "strategy.distribute_values_from_function needs a function from a `jdist.ValueContext` to a replica's value, "
@@ -253,7 +253,7 @@ def as_array(call: str, name: str, x: Any) -> jax.Array:
 
 
 def as_arrays(call: str, tree: PyTree) -> PyTree:
-    """A tree with each leaf as an array of numbers, or of keys.
+    """Makes each leaf of a tree an array of numbers, or of keys.
 
     Raises:
         StepError: names the first leaf that is none.
@@ -281,7 +281,7 @@ def check_numbers(call: str, op: str, tree: PyTree) -> None:
 
 
 def as_axis(call: str, axis: Any) -> int:
-    """An axis to concatenate along, as a Python int.
+    """Converts an axis to concatenate along to a Python int.
 
     Raises:
         StepError: it is no int.
@@ -293,15 +293,15 @@ def as_axis(call: str, axis: Any) -> int:
 
 
 def named(path: Any) -> str:
-    """A leaf in an error, by its path."""
+    """Names a leaf in an error, by its path."""
     return f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
 
 
 def floating(x: jax.Array) -> jax.Array:
-    """As floating point, in which a mean of integers is: their sum might not fit their own dtype."""
+    """Converts to floating point, as a mean of integers is: their sum might not fit their own dtype."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.result_type(x, float))
 
 
 def countable(x: jax.Array) -> jax.Array:
-    """As an array that can be added up: bools are counted."""
+    """Converts bools to int32, so that a sum counts them."""
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -1,4 +1,4 @@
-"""Prepares the equations of an update part for arrays in parts, and applies each to stored arrays."""
+"""Equations of an update part on arrays in parts: how they are prepared, and applied to stored arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _extreme(dtype: Any, *, lowest: bool) -> Any:
 
 
 def prepared(closed: Any, arguments: Sequence[Any], num_replicas: int) -> Any:
-    """A traced update part in the form that `evaluate` takes; called where the replica axes are bound.
+    """Brings a traced update part into the form that `evaluate` takes; called where the replica axes are bound.
 
     Calls are entered, conditions become selections, and sums over the replicas products where all of them have the
     same, as they mostly do in an update part.

@@ -1,4 +1,4 @@
-"""Finds what differs between replicas and microbatches in a traced step, and where they are combined."""
+"""The differences between replicas and microbatches in a traced step, and where they are combined."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def makes_alike(eqn: Any) -> bool:
 
 
 def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Every variable that depends on one of `sources` by way of no collective of jdist.
+    """Finds the variables that depend on one of `sources` by way of no collective of jdist.
 
     A collective of JAX's own combines the replicas, and of each the same microbatch: what it returns is that
     microbatch's.
@@ -83,7 +83,7 @@ def _results_vary(eqn: Any, flags: list[bool]) -> list[bool]:
             if after == flags[first - carry : first]:
                 return results
             flags = [*flags[: first - carry], *after, *flags[first:]]
-    own = any(graph.uses_primitive(eqn, name) for name in _MAKE_OWN)
+    own = graph.uses_primitive(eqn, *_MAKE_OWN)
     return every if own or any(flags) else [False] * len(every)
 
 
@@ -101,7 +101,7 @@ def is_transposed_gather(eqn: Any) -> bool:
 
 
 def collectives_in(eqn: Any) -> list[Collective]:
-    """The collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
+    """Lists the collectives of jdist that an equation applies, itself or in what it calls, repeats or chooses from."""
     own = collective_of(eqn)
     if own is not None:
         return [own]
@@ -109,7 +109,7 @@ def collectives_in(eqn: Any) -> list[Collective]:
 
 
 def flat_collectives(closed: Any) -> Any:
-    """The same function with calls (`jax.jit`, `custom_jvp`) entered that hold a collective of jdist; other calls stay."""
+    """Enters the calls (`jax.jit`, `custom_jvp`) of a function that hold a collective of jdist; other calls stay."""
     if not any(_holds_collective(eqn) for eqn in graph.body_of(closed).eqns):
         return closed
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from jdist.core.context import check_not_mixed
 from jdist.core.remote import fetched
-from jdist.core.static_leaves import pack, with_static_leaves
-from jdist.core.step_state import user_state
+from jdist.core.step_state import pack, user_state, with_static_leaves
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import rows_first
 from jdist.data.batching import real_rows
@@ -30,7 +29,7 @@ from jdist.step import outputs as results
 from jdist.step.base import Distributed
 from jdist.step.call_errors import check_axis_bound
 from jdist.step.options import StepOptions
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Call, Signature, Step, is_same_state
 from jdist.step.tree_checks import check_arrays, check_batch, check_not_traced, check_state, summary
 from jdist.support.arrays import check_not_donated
@@ -221,7 +220,7 @@ class PsStep(Distributed):
             batches, others = jax.tree.unflatten(treedef, arguments)
             told = results.Traced(parts=call.parts)
             on_worker = self._job.on_worker
-            spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, FlagNames(), self.__name__)
+            spec = ProgramSpec(taking_keys(self._step), on_worker, self.options, call, told, [], self.__name__)
             scaling = self.options.loss_scaling
             self._check_rows(batches, 1)
             parts, n = take_apart(spec, state.shapes, batches, others), self._job.options.gradients_per_update

@@ -50,7 +50,7 @@ def compressed(dtype: CompressedType) -> Reduction:
     encode, decode, block = (_to_bf16, _from_bf16, 1) if dtype == "bf16" else (_to_int8, _from_int8, BLOCK)
 
     def init(tree: PyTree) -> jax.Array:
-        """The residual at first: zeros; float32 [all elements of the floating-point leaves]."""
+        """Makes the first residual: zeros; float32 [all elements of the floating-point leaves]."""
         return jnp.zeros(sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree) if _is_real(leaf)))
 
     def apply(tree: PyTree, residual: jax.Array, axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
@@ -78,7 +78,7 @@ def _is_real(leaf: Any) -> bool:
 def _exchange(
     vector: jax.Array, encode: Encode, decode: Decode, block: int, axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of all replicas' vectors, and what of this replica's did not arrive in it."""
+    """Sums all replicas' vectors; returns the sum, and what of this replica's did not arrive in it."""
     n, own = axes_size(axes), jax.lax.axis_index(axes)
     parts = padded(vector, n * block).reshape(n, -1)
     words, arriving = encode(parts)

@@ -74,7 +74,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Array:
-    """This replica's part of a loss that every replica computes alike: divided by the number of replicas.
+    """Divides a loss that every replica computes alike by the number of replicas.
 
     The parts are summed again by `jdist.value_and_grad(..., op="sum")`; with "mean" there is nothing to scale.
 
@@ -100,7 +100,7 @@ def scale_regularization_loss(regularization_loss: jax.Array | float) -> jax.Arr
 
 
 def _num_replicas(call: str) -> int:
-    """In how many parts a step's loss is computed."""
+    """Counts the parts in which a step's loss is computed."""
     if not context.in_replica_context():
         raise StepError(
             f"jdist.{call} was called within `strategy.scope()` but outside a step, where no replica computes. Call it in a "

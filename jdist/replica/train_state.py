@@ -84,7 +84,7 @@ class TrainState:
         aggregation: Mapping[str, Aggregation] | None = None,
         **extra: PyTree,
     ) -> TrainState:
-        """A state before the first step.
+        """Makes a state before the first step.
 
         Args:
             params: pytree of parameters.
@@ -119,7 +119,7 @@ class TrainState:
         )
 
     def apply_gradients(self, *, grads: PyTree, **extra: PyTree) -> TrainState:
-        """The state after one optimiser update.
+        """Makes one optimiser update.
 
         Args:
             grads: gradient, a tree like `params`.
@@ -144,7 +144,7 @@ class TrainState:
         )
 
     def replace(self, **changes: PyTree) -> TrainState:
-        """A copy with some fields, or some declared collections, changed; nothing is aggregated.
+        """Copies the state with some fields, or some declared collections, changed; aggregates nothing.
 
         Raises:
             StepError: neither a field nor a declared collection.

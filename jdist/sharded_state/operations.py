@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.host_sharded import HostSharded, Layout, is_spread, map_leaves
-from jdist.core.static_leaves import pack, unpack
-from jdist.core.step_state import user_states
+from jdist.core.step_state import pack, unpack, user_states
 from jdist.core.strategy import Strategy
 from jdist.sharded_state.step import make_program
 from jdist.step import placement

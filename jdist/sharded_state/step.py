@@ -1,4 +1,4 @@
-"""Runs a step over a state in host memory: gathers parameters on the devices, reduces gradients by parts, updates on hosts."""
+"""A step over a state in host memory: parameters gathered on the devices, gradients reduced by parts, the update on hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from jdist.step.mesh_program import Program
 from jdist.step.microbatches import Plan, all_reduced, gradient_part, make_plan
 from jdist.step.non_finite import STEP_ENTRIES, guarded
 from jdist.step.outputs import LOCAL, ROWS
-from jdist.step.placement import check_rows
 from jdist.step.program_spec import FiniteFlags, ProgramSpec
 from jdist.step.tree_checks import check_same_state
 
@@ -46,7 +45,7 @@ class _StepParts:
 
 def make_program(spec: ProgramSpec) -> Program:
     """Makes the program of a step over a state in host memory: `Backend.make_program`."""
-    return Program(_HostStateStep(spec).program, spec.donate, spec.turn)
+    return Program(_HostStateStep(spec).program, spec)
 
 
 class _HostStateStep:
@@ -55,7 +54,6 @@ class _HostStateStep:
         self.layout = Layout.of(spec.strategy)
 
     def program(self, token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        check_rows(batches, self.strategy, self.options)
         if self.options.steps_per_call == 1:
             return self.once(self.planned(token, state, batches, others), token, state, batches, others)
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
@@ -124,7 +122,7 @@ class _HostStateStep:
             return new, late[:num_outputs], FiniteFlags(flags.names, finite, hidden=False)
 
         def update(token: jax.Array, state: PyTree, *rest: PyTree) -> Any:
-            return guarded(run, token, state, rest, self.spec.policy, self.spec.watched, (), self.spec.loss_scaling)
+            return guarded(run, token, state, rest, self.spec.policy, self.spec.flag_names, (), self.spec.loss_scaling)
 
         combined, carried = jax.eval_shape(gradients, state, batches, others)
         arguments = token, state, others, combined, carried

@@ -1,4 +1,4 @@
-"""Evaluates the update part of a step on sharded arrays: on the hosts what is elementwise, on the devices the rest.
+"""The evaluation of a step's update part on sharded arrays: on the hosts what is elementwise, on the devices the rest.
 
 Optimisers are elementwise, but for a few scalars and a norm here and there. Each host therefore updates its own part of
 every array, in row-major order and whatever its shape. A sum, maximum or minimum over a whole array (the norm of a

@@ -1,4 +1,4 @@
-"""Explains why a call of a step failed, better than JAX does."""
+"""Explanations of why a call of a step failed, where JAX's are hard to read."""
 
 from __future__ import annotations
 
@@ -36,11 +36,8 @@ def check_axis_bound(exc: Exception, name: str, strategy: Strategy) -> None:
 
     Args:
         exc: what tracing the step raised.
-        name: of the strategy that the user made; `strategy` may be a worker's.
-        strategy: what the step is traced under.
-
-    Raises:
-        StepError: says where to name the axis.
+        name: of the strategy that the user made; `strategy`, under which the step is traced, may be a worker's.
+        strategy: see `name`.
     """
     if not isinstance(exc, NameError) or "unbound axis name" not in str(exc):
         return

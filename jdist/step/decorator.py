@@ -122,5 +122,5 @@ def _check_job(strategy: Strategy) -> None:
 
 
 def distribute_locally(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
-    """`Operations.distribute` of every strategy whose replicas this process drives itself."""
+    """Makes a step of a strategy whose replicas this process drives: `Operations.distribute`."""
     return DistributedStep(step, strategy, options)

@@ -1,4 +1,4 @@
-"""Sorts what a step returned by role, and prepares what is averaged over the replicas."""
+"""The results of a step by role, and how each comes together from the replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METRIC, LOCAL, ROWS = OutputKind
 
 @dataclass
 class Traced:
-    """Describes a step's results, once it was traced.
+    """The results of a step by role, filled in when it is traced.
 
     Attributes:
         returns: the role of each result.
@@ -134,7 +134,7 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
 
 
 def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[str, ...]:
-    """The roles of results that begin with as many states as the step takes: their trees tell."""
+    """Guesses the roles of results that begin with as many states as the step takes: their trees tell."""
     n, trees = len(states), [jax.tree.structure(state) for state in states]
     returned = [jax.tree.structure(tree) for tree in result] if isinstance(result, tuple) else []
     if returned[:n] == trees and n <= len(returned) <= n + 1:
@@ -156,7 +156,7 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
 
 
 def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
-    """The tree of `outputs` with each leaf's kind in its place.
+    """Replaces each leaf of `outputs` by its kind.
 
     Args:
         outputs: the results without the state.
@@ -187,7 +187,7 @@ def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = Non
 
 
 def rows_of(batches: PyTree) -> int | None:
-    """The number of rows of a batch; None of one without arrays."""
+    """Counts the rows of a batch; None for one without arrays."""
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batches)), None)
 
 

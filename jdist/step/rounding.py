@@ -1,4 +1,4 @@
-"""Tells whether two results of a step are equal but for rounding.
+"""The measure of rounding: whether two results of a step are equal but for it.
 
 How much rounding may change a leaf depends on the step: AdamW turns a gradient that is zero but for rounding into a whole
 step. So the step is run again on arguments that differ by rounding alone, and what that changes is the measure.
@@ -26,13 +26,13 @@ _NUM_TRIALS = 4
 
 
 def as_numbers(x: Any) -> np.ndarray:
-    """A leaf on the host as float64 or complex128, PRNG keys as their words."""
+    """Converts a leaf on the host to float64 or complex128, PRNG keys as their words."""
     array = np.asarray(jax.random.key_data(x) if is_key(x) else x)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The Euclidean distance; infinite where just one of two elements is finite, or they are infinities of two kinds."""
+    """Computes the Euclidean distance; infinite where one of two elements is finite, or both are infinities of two kinds."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
         return 0.0
@@ -46,19 +46,19 @@ def _apart(one: Leaf, other: Leaf) -> float:
 
 
 def change(leaf: Leaf) -> np.ndarray:
-    """The change that a step makes to a leaf."""
+    """Computes the change that a step makes to a leaf."""
     with np.errstate(invalid="ignore"):
         return as_numbers(leaf[1]) - as_numbers(leaf[0])
 
 
 def relative(one: Leaf, other: Leaf) -> float:
-    """The distance of two results, relative to the change that the first makes to the leaf."""
+    """Computes the distance of two results, relative to the change that the first makes to the leaf."""
     apart, size = _apart(one, other), distance(change(one), np.zeros(1))
     return apart / size if size else float("inf") if apart else 0.0
 
 
 def suspects(one: Sequence[Leaf], other: Sequence[Leaf], dtypes: Sequence[Any]) -> list[int]:
-    """The leaves that differ by more than sums in another order make of a well-conditioned step in float32."""
+    """Finds leaves that differ by more than sums in another order make of a well-conditioned step in float32."""
     return [i for i, (a, b, dtype) in enumerate(zip(one, other, dtypes, strict=True)) if not _close(a, b, dtype)]
 
 
@@ -79,7 +79,7 @@ def beyond_rounding(
     run: Callable[[Callable[[Any], Any]], Sequence[Leaf]],
     eps: float,
 ) -> list[int]:
-    """Those `among` the leaves that differ by more than the step itself makes of rounding.
+    """Finds leaves that differ by more than the step itself makes of rounding.
 
     Args:
         one: the results as one replica.
@@ -100,7 +100,7 @@ def beyond_rounding(
 
 
 def _rounded(eps: float, random: np.random.Generator) -> Callable[[Any], Any]:
-    """A function that gives a leaf errors of rounding, its integers and keys none."""
+    """Makes the function that gives a leaf errors of rounding; integers and keys none."""
 
     def with_errors(x: Any) -> Any:
         # A number of Python's stays one: as an array it would compile the step again.

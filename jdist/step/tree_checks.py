@@ -1,4 +1,4 @@
-"""Checks the trees that go in and out of a step; every error names the leaf."""
+"""Checks of the trees that go in and out of a step; every error names the leaf."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jdist.core.static_leaves import StaticLeaf, is_static
+from jdist.core.host_sharded import HostSharded
+from jdist.core.step_state import StaticLeaf, is_static
+from jdist.core.strategy import Strategy
 from jdist.data.leaves import is_numeric, numbers_of
 from jdist.errors import BatchError, StepError
 
@@ -110,6 +112,21 @@ def check_whole(state: PyTree) -> None:
             )
 
 
+def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
+    """Refuses arrays in parts in host memory, which only the strategy that made them can put together.
+
+    Raises:
+        StepError: names the first such leaf, and what to pass instead.
+    """
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, HostSharded)):
+        if isinstance(leaf, HostSharded):
+            raise StepError(
+                f"{jax.tree_util.keystr(path) or 'the state'} is {leaf.dtype}{list(leaf.shape)} in parts in host memory, as "
+                f"`jdist.central_storage` keeps it; {strategy.name} takes whole arrays. Call `fetch` of the strategy that "
+                "made the state, `central.fetch(state)`, and pass on what it returns."
+            )
+
+
 _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a dataclass."
 
 
@@ -133,7 +150,7 @@ def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None
 
 
 def check_state(state: PyTree, what: str = "the state") -> None:
-    """As `check_arrays`, of a packed state, which may have constants.
+    """Refuses leaves of a packed state that are no arrays or numbers; constants are allowed.
 
     Raises:
         StepError: names the leaf and its type.
@@ -142,7 +159,7 @@ def check_state(state: PyTree, what: str = "the state") -> None:
 
 
 def kind_of(leaf: Any) -> str:
-    """A leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
+    """Describes a leaf in a few words: `float32[8, 3]`, `ndarray of <U3`, `str`."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return f"{leaf.dtype}{list(leaf.shape)}"
     if isinstance(leaf, np.ndarray | np.generic):
@@ -151,7 +168,7 @@ def kind_of(leaf: Any) -> str:
 
 
 def summary(tree: PyTree) -> str:
-    """The first leaves of a tree, each with its kind."""
+    """Lists the first leaves of a tree, each with its kind."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         return f"no leaves ({type(tree).__name__})"

@@ -1,4 +1,4 @@
-"""Finds the devices that a user names: jax devices, or strings such as "gpu:0" and "cpu:3"."""
+"""Devices as a user names them: jax devices, or strings such as "gpu:0" and "cpu:3"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jdist.errors import DeviceError
 
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
-    """The devices meant by a list of jax devices and names; None: all local devices of the default backend.
+    """Finds the devices of a list of jax devices and names; None: all local devices of the default backend.
 
     Raises:
         DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
@@ -51,7 +51,7 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
 
 
 def find_device(device: Any) -> Device:
-    """The device meant by a jax device or a name.
+    """Finds the device of a name; returns a jax device as it is.
 
     Raises:
         DeviceError: no such device; lists those there are.

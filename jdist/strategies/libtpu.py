@@ -21,7 +21,7 @@ def is_installed() -> bool:
 
 
 def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
-    """The variables to set for a process that is to use libtpu as a compiler; those that are set already are kept.
+    """Lists the variables to set for a process that uses libtpu as a compiler; those that are set already are kept.
 
     Args:
         environ: the environment as it is.
@@ -32,7 +32,7 @@ def compiler_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")
 
 
 def quiet_environment(environ: Mapping[str, str], *, dev: Path = Path("/dev")) -> dict[str, str]:
-    """The variables that keep libtpu quiet where it is installed and JAX looks for a TPU that is not there.
+    """Lists the variables that keep libtpu quiet where it is installed and JAX looks for a TPU that is not there.
 
     Args:
         environ: the environment as it is.

@@ -15,7 +15,7 @@ from jdist.step.run_on_replicas import run
 
 
 def describe(strategy: Strategy) -> str:
-    """`Operations.describe`: the replicas, their devices and processes, and how a step becomes one over the mesh."""
+    """Describes the replicas, their devices and processes, and how a step becomes one over the mesh."""
     if strategy.mesh is None:
         return "the step runs as it is, on the device that JAX chooses"
     devices, cluster = strategy.devices, strategy.cluster
@@ -53,7 +53,7 @@ def strategy_over(
     reduction: Reduction,
     operations: Operations = LOCAL,
 ) -> Strategy:
-    """A strategy with one replica a device, on a mesh of one axis in the order of `devices`.
+    """Makes a strategy with one replica a device, on a mesh of one axis in the order of `devices`.
 
     Raises:
         StrategyError: `axis` is no name, or the all-reduce is for another number of replicas.

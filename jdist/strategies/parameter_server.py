@@ -12,7 +12,7 @@ from jdist.cluster.idle_launch import note_coordinator
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.operations import Operations
 from jdist.core.remote import RemoteTree, fetched
-from jdist.core.static_leaves import pack, unpack
+from jdist.core.step_state import pack, unpack
 from jdist.core.strategy import Strategy
 from jdist.data.batch_axis import check_axes, is_first, turn_back, turn_source
 from jdist.data.dataset import DistributedDataset, distributed_dataset
@@ -61,7 +61,7 @@ def parameter_server(
     times: Times | None = None,
     axis: str = "replica",
 ) -> Strategy:
-    """Parameters and the optimiser's state live on servers; workers pull, compute gradients, and push, each at its own pace.
+    """Keeps parameters and the optimiser's state on servers; workers pull, compute gradients, and push, each at its own pace.
 
     The calling process is the coordinator: the chief of the cluster, or the only process of yours. Workers and parameter
     servers run `jdist serve`, and hold none of your code.

@@ -102,7 +102,7 @@ def is_by_size(name: str) -> bool:
 
 
 def _shape_of_size(name: str, chip: str, size: int) -> tuple[int, ...]:
-    """The shape that Cloud TPU gives a slice of so many cores or chips: as near to a square or a cube as powers of two are."""
+    """Finds the shape of a Cloud TPU slice of so many cores or chips: as near to a square or a cube as powers of two are."""
     cores = _CORES_OF_CHIP.get(chip, 1)
     chips, rest = divmod(size, cores)
     is_torus = chip in ("v4", "v5p")
@@ -142,7 +142,7 @@ def nearest(name: str) -> str:
 
 
 def topology_devices(name: str) -> tuple[Device, ...]:
-    """The devices of a topology that need not be here, in the order of their interconnect.
+    """Makes the devices of a topology that need not be here, in the order of their interconnect.
 
     Args:
         name: as `parse_topology` reads it.
@@ -197,7 +197,7 @@ def in_interconnect_order(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
-    """The devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
+    """Finds the devices of the TPU that this machine is part of, in the order of their interconnect, host by host.
 
     Starts the TPU if nothing has yet.
 
@@ -221,7 +221,7 @@ def attached_tpu_devices(num_processes: int = 1) -> tuple[Device, ...]:
 
 
 def by_host(devices: Sequence[Device], num_processes: int) -> tuple[Device, ...]:
-    """The devices with those of each host together, so that a process feeds successive rows; else in their order.
+    """Sorts devices by host, so that a process feeds successive rows; else they keep their order.
 
     Raises:
         DeviceError: they are of another number of hosts than there are processes.

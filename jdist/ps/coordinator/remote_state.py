@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist.core.remote import RemoteTree
-from jdist.core.static_leaves import unpack
+from jdist.core.step_state import unpack
 from jdist.support.arrays import is_key
 from jdist.support.leaf_table import tree_table
 

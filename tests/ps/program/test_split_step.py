@@ -11,7 +11,7 @@ from jdist.errors import BoundaryError
 from jdist.ps.program.split_step import take_apart
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
-from jdist.step.program_spec import FlagNames, ProgramSpec
+from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Signature
 
 RNG = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def scaled(state, batch, scale, *, power):
 
 def spec_of(step, strategy, **options):
     options = make_options(**options)
-    return ProgramSpec(step, strategy, options, None, Traced(), FlagNames(), step.__name__), Signature(step, options)
+    return ProgramSpec(step, strategy, options, None, Traced(), [], step.__name__), Signature(step, options)
 
 
 def apart(step, state, *arguments, strategy=None, **keywords):

@@ -1,4 +1,4 @@
-"""The text of a compiled program, read: its instructions, and how often one call runs each."""
+"""The text of a compiled program -> its instructions, and how often one call runs each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # Bits of an element, as XLA names its types.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "bf16": 16}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -42,18 +43,22 @@ class Module:
         counts = [re.search(rf"\b{name}=(\d+)", self.header) for name in ("num_partitions", "replica_count")]
         return prod(int(match[1]) for match in counts if match)
 
-    def operand_bytes(self, computation: str, instruction: Instruction) -> int:
-        """Bytes of all that an instruction reads."""
+    def operands(self, computation: str, instruction: Instruction) -> list[Instruction]:
+        """Finds the instructions that one reads."""
         known = self.computations[computation]
-        return sum(shape_bytes(known[name].shape) for name in instruction.operands if name in known)
+        return [known[name] for name in instruction.operands if name in known]
+
+    def operand_bytes(self, computation: str, instruction: Instruction) -> int:
+        """Counts the bytes of all that an instruction reads."""
+        return sum(shape_bytes(operand.shape) for operand in self.operands(computation, instruction))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executed:
     """An instruction and how often one call of the program runs it."""
 
-    computation: str  # name of its computation
-    instruction: Instruction  # the instruction
+    computation: str  # the one that it is in
+    instruction: Instruction
     times: int  # how often; in a branch of a conditional as if the branch were taken
     certain: bool  # False in a loop whose number of trips cannot be read: `times` then takes one
 
@@ -105,7 +110,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _until_closed(text: str) -> tuple[str, str]:
-    """Splits a text after the parenthesis that closes the first one."""
+    """Splits a text after the parenthesis that closes its first one."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -144,9 +149,8 @@ def _executed(module: Module, computation: str, times: int, certain: bool) -> It
         called = dict(_CALLED.findall(instruction.attributes))
         if instruction.opcode == "while":
             trips = trip_count(module, computation, instruction)
-            yield from _executed(
-                module, called["body"], times * (1 if trips is None else trips), certain and trips is not None
-            )
+            loops = 1 if trips is None else trips
+            yield from _executed(module, called["body"], times * loops, certain and trips is not None)
         elif instruction.opcode in ("call", "conditional", "async-start", "custom-call", "fusion"):
             names = [name for key, name in called.items() if key != "condition"]
             for several in _CALLED_SEVERAL.findall(instruction.attributes):
@@ -157,8 +161,7 @@ def _executed(module: Module, computation: str, times: int, certain: bool) -> It
 
 
 def _is_collective(module: Module, computation: str) -> bool:
-    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-    return any(i.opcode.startswith(kinds) for i in module.computations.get(computation, {}).values())
+    return any(i.opcode.startswith(KINDS) for i in module.computations.get(computation, {}).values())
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:

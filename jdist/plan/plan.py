@@ -1,12 +1,10 @@
-"""The plan of a config's step on a target, step by step from top to bottom."""
+"""The plan of a config's step on a target; reads top to bottom."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from jdist.errors import ConfigError
@@ -16,13 +14,12 @@ from jdist.experiment.prepare import Parts, prepare
 from jdist.experiment.summary import arithmetic
 from jdist.experiment.validate import validate
 from jdist.plan import roofline
-from jdist.plan.collectives import Collective, collectives, host_copies
-from jdist.plan.compile import CompiledStep, TooLarge, check_memory, compile_step
+from jdist.plan.collectives import collectives, host_copies
+from jdist.plan.compile import TooLarge, check_memory, compile_step
 from jdist.plan.roofline import Chip, chip_of
 from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
 from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
-from jdist.strategies.topology import parse_topology
 
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
@@ -88,21 +85,21 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         available = plan.capacity if compiled.available is None else compiled.available
         return dataclasses.replace(plan, refusal=compiled, capacity=available)
     mesh = parts.strategy.mesh
-    exchanged = _per_step(compiled, {} if mesh is None else mesh.shape, steps)
+    exchanged = () if mesh is None else collectives(compiled.module, mesh.shape)
     copies = host_copies(compiled.module)
     plan = dataclasses.replace(
         plan,
         memory=compiled.memory,
         bytes_moved=compiled.bytes_moved / steps,
-        collectives=exchanged,
+        collectives=tuple(
+            dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in exchanged
+        ),
         host_transfers=-(-copies.count // steps),
         host_bytes=copies.bytes // steps,
-    )
-    return dataclasses.replace(
-        plan if chip is None else _with_model(plan, chip, target),
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
         compile_s=compiled.compile_s,
     )
+    return plan if chip is None else _with_model(plan, chip, target)
 
 
 def _more_than_the_data(config: Config, parts: Parts) -> list[str]:
@@ -121,8 +118,7 @@ def check_global_batch(name: str, rows: int) -> None:
 
 def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
     """Adds a model of the step's time to a plan."""
-    topology = parse_topology(target.name) if target.platform == "tpu" else None
-    domain = math.prod(topology.shape) if topology is not None and topology.slices > 1 else chip.domain_chips
+    domain = target.domain_chips or chip.domain_chips
     missing = []
     if plan.num_devices == 1:
         missing.append("more than one chip: it was compiled for one device, which does not show what several exchange")
@@ -143,12 +139,6 @@ def _with_model(plan: Plan, chip: Chip, target: Target) -> Plan:
     if any(e.host_s is None for e in estimates):
         missing.append(f"{plan.host_bytes:,} bytes between each chip and its host: no public figure of their link")
     return dataclasses.replace(plan, estimates=estimates, not_in_model=tuple(missing), domain_chips=domain)
-
-
-def _per_step(compiled: CompiledStep, mesh_shape: Mapping[str, int], steps: int) -> tuple[Collective, ...]:
-    """Divides the collectives of a call among its optimiser steps."""
-    of_call = collectives(compiled.module, mesh_shape) if mesh_shape else ()
-    return tuple(dataclasses.replace(c, count=-(-c.count // steps), bytes=c.bytes // steps) for c in of_call)
 
 
 def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:

@@ -20,7 +20,7 @@ FORMULA = (
     "permute or all-to-all all bytes); host = bytes that all chips copy to and from their hosts / n / host link; step = "
     "device + exchange + host, without overlap or latency; share = exchange / step; the batch of a replica stays the same"
 )
-_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # nothing is put together before it crosses
+_DIRECT = ("collective-permute", "all-to-all", "ragged-all-to-all")  # cross the network as they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +123,8 @@ def estimate(
     """
     by_flops, by_memory = flops / chip.flops_per_s, memory_bytes / chip.hbm_bytes_per_s
     joined = min(chips, chip.domain_chips if domain_chips is None else domain_chips)
-    exchange: float | None = 0.0
-    for collective in exchanged:
-        if not collective.kind.endswith(BETWEEN_SLICES):
-            exchange += _factor(collective.kind, joined) * collective.bytes / chip.link_bytes_per_s
+    inside = [c for c in exchanged if not c.kind.endswith(BETWEEN_SLICES)]
+    exchange: float | None = sum(_factor(c.kind, joined) * c.bytes for c in inside) / chip.link_bytes_per_s
     crossing = _crossing(exchanged, joined, -(-chips // joined))
     if crossing:
         network = chip.network_bytes_per_s

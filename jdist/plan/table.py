@@ -69,14 +69,24 @@ class Plan:
     compile_s: float = 0.0
 
     @property
+    def free_bytes(self) -> int | None:
+        """Bytes of a device's memory that the step leaves, below 0 if it needs more; None if one of them is not known."""
+        return None if self.memory is None or self.capacity is None else self.capacity - self.memory.total
+
+    @property
     def fits(self) -> bool | None:
         """Whether a device's memory holds the step; None if its size is not known."""
-        if self.refusal is not None or self.memory is None:
+        if self.memory is None:  # the compiler refused it
             return False
-        return None if self.capacity is None else self.memory.total <= self.capacity
+        return None if self.free_bytes is None else self.free_bytes >= 0
+
+    @property
+    def verdict(self) -> str:
+        """`fits` in words."""
+        return {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values; sizes in bytes, times in seconds."""
+        """Returns the plan as plain values; sizes in bytes, times in seconds."""
         values = dataclasses.asdict(self) | {"fits": self.fits, "formula": roofline.FORMULA}
         if self.memory is not None:
             values["memory"]["total"] = self.memory.total
@@ -87,10 +97,9 @@ class Plan:
         return values
 
     def __repr__(self) -> str:
-        fits = {True: "fits", False: "does not fit", None: "memory not known"}[self.fits]
         return (
-            f"Plan({self.target}: {self.num_devices:,} {self.device_kind} devices, global batch {self.global_batch:,}, {fits}; "
-            "`jdist.plan.show` has all of it)"
+            f"Plan({self.target}: {self.num_devices:,} {self.device_kind} devices, global batch {self.global_batch:,}, "
+            f"{self.verdict}; `jdist.plan.show` has all of it)"
         )
 
     def _repr_html_(self) -> str:
@@ -99,7 +108,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
-    """A part of a plan: a table, without a header where its rows are names and values, and notes below it."""
+    """A part of a plan: a table, whose rows are names and values where it has no header, and notes below it."""
 
     title: str
     header: tuple[str, ...] = ()
@@ -156,10 +165,9 @@ def sweep_row(plan: Plan) -> str:
 def _cells(plan: Plan) -> tuple[str, str, str, str]:
     if plan.memory is None:
         needed = None if plan.refusal is None else plan.refusal.needed
-        return f"{plan.global_batch:,}", size(needed) if needed else "?", "", "does not fit"
-    free = None if plan.capacity is None else plan.capacity - plan.memory.total
-    verdict = {True: "fits", False: "does not fit", None: "memory not known"}[plan.fits]
-    return f"{plan.global_batch:,}", size(plan.memory.total), "" if free is None else size(free), verdict
+        return f"{plan.global_batch:,}", size(needed) if needed else "?", "", plan.verdict
+    free = "" if plan.free_bytes is None else size(plan.free_bytes)
+    return f"{plan.global_batch:,}", size(plan.memory.total), free, plan.verdict
 
 
 def _memory(plan: Plan) -> _Section:
@@ -172,6 +180,10 @@ def _memory(plan: Plan) -> _Section:
             what = "temporaries alone" if plan.refusal.partly else "it"
             notes.append(f"{what} would need {size(needed)} of {size(available)}, {size(needed - available)} too much")
         return _Section(title=title, notes=[*notes, *_remedies(plan)])
+    note = "the memory of this device is not known"
+    if plan.capacity is not None and plan.free_bytes is not None:
+        margin = f"{size(plan.free_bytes)} free" if plan.fits else f"{size(-plan.free_bytes)} too much"
+        note = f"of {size(plan.capacity)}: {plan.verdict}, {margin}"
     m = plan.memory
     rows = [
         ("arguments", size(m.arguments), "state and batch"),
@@ -183,7 +195,7 @@ def _memory(plan: Plan) -> _Section:
         ),
         ("program", size(m.code), ""),
         ("host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
-        ("total", size(m.total), _verdict(plan)),
+        ("total", size(m.total), note),
     ]
     return _Section(title=title, rows=rows, notes=[] if plan.fits is not False else _remedies(plan))
 
@@ -205,21 +217,14 @@ def _remedies(plan: Plan) -> list[str]:
     return ["a smaller train.global_batch, more devices, or train.accumulate=2 need less"]
 
 
-def _verdict(plan: Plan) -> str:
-    assert plan.memory is not None
-    if plan.capacity is None:
-        return "the memory of this device is not known"
-    free = plan.capacity - plan.memory.total
-    of = f"of {size(plan.capacity)}"
-    return f"{of}: fits, {size(free)} free" if free >= 0 else f"{of}: does not fit, {size(-free)} too much"
-
-
 def _work(plan: Plan) -> _Section:
-    rows = [
-        ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
-        ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, by the compiler's count; loops scaled"),
-    ]
-    return _Section(title="work of a device in one step", rows=rows)
+    return _Section(
+        title="work of a device in one step",
+        rows=[
+            ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
+            ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, by the compiler's count; loops scaled"),
+        ],
+    )
 
 
 def _collectives(plan: Plan) -> _Section:
@@ -227,15 +232,16 @@ def _collectives(plan: Plan) -> _Section:
         return _Section(title="collectives in one step: none")
     rows = []
     for c in plan.collectives:
-        sure = "" if c.certain else " at least: a loop's trips could not be read"
-        groups = f"{c.groups:,} of {c.group_size:,}{sure}" if c.group_size else sure.strip()
-        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, groups))
+        groups = [f"{c.groups:,} of {c.group_size:,}"] if c.group_size else []
+        doubt = [] if c.certain else ["at least: a loop's trips could not be read"]
+        rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, " ".join(groups + doubt)))
     header = ("kind", "count", "bytes", "mesh axis", "groups")
     return _Section(title="collectives in one step", header=header, rows=rows)
 
 
 def _model(plan: Plan) -> _Section:
-    if plan.chip is None:
+    chip = plan.chip
+    if chip is None:
         return _Section(title=f"no model of the time: chips.yaml has no public figures of {plan.device_kind!r}")
     rows = []
     for e in plan.estimates:
@@ -257,10 +263,12 @@ def _model(plan: Plan) -> _Section:
         )
     formula = textwrap.wrap(roofline.FORMULA, 108)
     missing = [f"not in the model: {what}" for what in plan.not_in_model]
+    host = ""
+    if chip.host_bytes_per_s is not None and plan.host_bytes:
+        host = f", to the host {chip.host_bytes_per_s / 1e9:,.0f} GB/s each way"
     peaks = (
-        f"{plan.chip.name}: {plan.chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory "
-        f"{plan.chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, links {plan.chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over "
-        f"d = {plan.domain_chips:,} chips{_host_link(plan)} ({plan.chip.source})"
+        f"{chip.name}: {chip.flops_per_s / 1e12:,.0f} TFLOP/s bfloat16, memory {chip.hbm_bytes_per_s / 1e9:,.0f} GB/s, "
+        f"links {chip.link_bytes_per_s / 1e9:,.1f} GB/s each way over d = {plan.domain_chips:,} chips{host} ({chip.source})"
     )
     return _Section(
         title="time of a step: a model from public peaks, not a measurement",
@@ -270,18 +278,13 @@ def _model(plan: Plan) -> _Section:
     )
 
 
-def _host_link(plan: Plan) -> str:
-    link = None if plan.chip is None else plan.chip.host_bytes_per_s
-    return "" if link is None or not plan.host_bytes else f", to the host {link / 1e9:,.0f} GB/s each way"
-
-
 def _checks(plan: Plan) -> _Section:
-    counted = any("peak" in c.what for c in plan.checks)
+    has_peak = any("peak" in c.what for c in plan.checks)
     return _Section(
         title="memory: predicted, and measured in one real step (bytes of a device)",
         header=("what", "predicted", "measured", "error"),
         rows=[(c.what, f"{c.predicted:,}", f"{c.measured:,}", f"{c.error:+.2%}") for c in plan.checks],
-        notes=[] if counted else ["this device has no allocator that counts, so the temporaries are not compared"],
+        notes=[] if has_peak else ["this device has no allocator that counts, so the temporaries are not compared"],
     )
 
 

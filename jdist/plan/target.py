@@ -1,4 +1,4 @@
-"""The devices to compile for, named by `--topology`, and a config's strategy on them."""
+"""The devices to compile for, named by `--topology`, and a config's strategy on them; JAX is imported where it is needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from jdist.errors import DeviceError, StrategyError
@@ -17,6 +18,7 @@ from jdist.support.suggest import did_you_mean
 if TYPE_CHECKING:
     from jdist.core.strategy import Device, Strategy
 
+# Options of strategies that say where they run.
 _PLACES = ("devices", "device", "topology", "name", "cluster", "communication")
 KNOWN = 'a TPU such as "v5e:2x4", "v5e-16" or "v5p:8x8x8,slices=2"; "cpu:8"; "gpu" or "gpu:4"'
 
@@ -33,6 +35,16 @@ class Target:
     def is_here(self) -> bool:
         """Whether the devices are here, so that a step can also be run."""
         return self.platform != "tpu"
+
+    @property
+    def domain_chips(self) -> int | None:
+        """Number of chips that the fast links join, where the topology says so; None: as many as they join at most."""
+        if self.is_here:
+            return None
+        from jdist.strategies.topology import parse_topology
+
+        topology = parse_topology(self.name)
+        return prod(topology.shape) if topology.slices > 1 else None
 
 
 def parse_target(name: str) -> Target:
@@ -114,16 +126,16 @@ def strategy_on(target: Target, devices: tuple[Device, ...], name: str, /, **opt
     """
     from jdist.strategies.by_name import STRATEGIES
 
-    # On given devices these are `mirrored`.
+    # On chosen devices these are `mirrored`.
     function = STRATEGIES["mirrored" if name in ("tpu", "multi_worker") else name]
-    kept = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
-    known = inspect.signature(function).parameters
-    if "devices" in known:
-        strategy = function(devices=devices, **kept)
-    elif "device" in known:
-        strategy = function(device=devices[0], **kept)
+    others = {k: v for k, v in options.items() if k not in _PLACES and v is not None}
+    parameters = inspect.signature(function).parameters
+    if "devices" in parameters:
+        strategy = function(devices=devices, **others)
+    elif "device" in parameters:
+        strategy = function(device=devices[0], **others)
     elif target.is_here:
-        strategy = function(**kept)
+        strategy = function(**others)
     else:
         raise StrategyError(
             f"strategy {name!r} takes no devices, so none that are not here; say strategy.name=mirrored"

@@ -19,7 +19,7 @@ _TRAINING: dict[str, Any] = {"alpha": 0.4, "linewidth": 1}
 def plot_runs(
     runs: Mapping[str, Sequence[Row]], path: Path, *, title: str, metrics: Sequence[str] | None = None
 ) -> str:
-    """Draw each metric of several runs into a panel of its own.
+    """Draws each metric of several runs into a panel of its own.
 
     Evaluations are drawn where a run has any, over what was measured in training, which is faint; else that alone.
 
@@ -49,15 +49,14 @@ def plot_runs(
     legend, faint = {}, False
     for panel, metric in zip(figure.panels, metrics, strict=True):
         for i, (label, rows) in enumerate(runs.items()):
-            held_out = points_of(rows, EVAL + metric)
+            evaluations, training = points_of(rows, EVAL + metric), points_of(rows, metric)
             color = figure.shade(i / (len(runs) - 1)) if many else f"C{i}"
-            if held_out:
-                training = points_of(rows, metric)
+            if evaluations:
                 if training and not many:
                     faint = True
                     panel.plot(*zip(*training, strict=True), color=color, **_TRAINING)
-                legend[label] = panel.plot(*zip(*held_out, strict=True), color=color, label=label, **_EVALUATION)[0]
-            elif training := points_of(rows, metric):
+                legend[label] = panel.plot(*zip(*evaluations, strict=True), color=color, label=label, **_EVALUATION)[0]
+            elif training:
                 legend[label] = panel.plot(*zip(*training, strict=True), color=color, linewidth=1, label=label)[0]
         panel.set_ylabel(metric)
     first = figure.panels[0]

@@ -203,3 +203,70 @@ def _constant(known: dict[str, Instruction], instruction: Instruction | None) ->
     if instruction is None or instruction.opcode != "constant":
         return None
     return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None
+
+
+# Instructions that name or join what is there, and those whose work is that of other computations.
+_MOVES_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota")
+_CALLS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
+
+
+def bytes_accessed(module: Module) -> int:
+    """Counts the bytes that one call moves between a device and its memory: what each instruction reads and writes.
+
+    Of an array of which a fusion reads or writes a slice, the slice counts.
+    """
+    total = 0
+    for item in executed(module):
+        instruction = item.instruction
+        opcode = instruction.opcode
+        if opcode in _MOVES_NOTHING or opcode in _CALLS or opcode.endswith("-done"):
+            continue
+        if opcode == "fusion":
+            moved = _fusion_bytes(module, item)
+        else:
+            moved = module.operand_bytes(item.computation, instruction) + shape_bytes(instruction.shape)
+        total += item.times * moved
+    return total
+
+
+def _fusion_bytes(module: Module, item: Executed) -> int:
+    """Counts what a fusion reads and writes."""
+    inside = module.computations[dict(_CALLED.findall(item.instruction.attributes))["calls"]]
+    arguments = {i.name: int(i.arguments) for i in inside.values() if i.opcode == "parameter"}
+    operands = module.operands(item.computation, item.instruction)
+    moved, updated = 0, 0
+    for name, index in arguments.items():
+        users = [i for i in inside.values() if name in i.operands]
+        whole = shape_bytes(operands[index].shape) if index < len(operands) else shape_bytes(inside[name].shape)
+        if users and all(i.opcode == "dynamic-slice" and i.operands[0] == name for i in users):
+            moved += sum(shape_bytes(i.shape) for i in users)
+        elif users and all(i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users):
+            slices = sum(shape_bytes(inside[i.operands[1]].shape) for i in users if i.operands[1] in inside)
+            updated += whole - slices  # of the result, which has the same size, the slice alone is written
+        else:
+            moved += whole
+    return moved + max(0, shape_bytes(item.instruction.shape) - updated)
+
+
+def overlap(module: Module) -> tuple[int, int]:
+    """Counts the payload of asynchronous collectives in one call, and how much of it is in flight while a device computes.
+
+    A program that is scheduled has its instructions in the order in which they are issued: whatever computes between a
+    collective's start and its end runs meanwhile.
+
+    Returns:
+        Bytes on one device, of all of them and of those beside which something computes; (0, 0) in a program without any.
+    """
+    total = beside = 0
+    flying: dict[tuple[str, str], tuple[int, bool]] = {}
+    for item in executed(module):
+        instruction, key = item.instruction, (item.computation, item.instruction.name)
+        opcode = instruction.opcode
+        if opcode.endswith("-start") and opcode.removesuffix("-start") in KINDS:
+            flying[key] = (item.times * module.operand_bytes(item.computation, instruction), False)
+        elif opcode.endswith("-done") and instruction.operands:
+            payload, computes = flying.pop((item.computation, instruction.operands[0]), (0, False))
+            total, beside = total + payload, beside + payload * computes
+        elif opcode in ("fusion", "custom-call", "dot", "convolution", "reduce", "sort"):
+            flying = {start: (payload, True) for start, (payload, _) in flying.items()}
+    return total, beside

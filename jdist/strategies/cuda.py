@@ -64,6 +64,12 @@ def pass_over_plugin(*, dev: Path = Path("/dev")) -> None:
         sys.modules[PLUGINS[name]] = None  # type: ignore[assignment] # None is Python's own mark of what must not be imported
 
 
+def import_jax() -> None:
+    """Imports JAX with its GPU kernels, but without what these print where there is no driver."""
+    with _quiet_stderr():
+        importlib.import_module("jax")
+
+
 def load_plugin() -> None:
     """Registers the CUDA plugin with JAX, with or without a driver.
 

@@ -11,6 +11,7 @@ import jax
 
 from jdist.core.strategy import Device
 from jdist.errors import DeviceError, StrategyError
+from jdist.strategies import cuda
 from jdist.strategies.topology import topology_devices
 
 
@@ -20,6 +21,7 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     Raises:
         DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
     """
+    cuda.pass_over_plugin()
     if devices is None:
         try:
             return tuple(jax.local_devices())

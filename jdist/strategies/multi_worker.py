@@ -19,6 +19,7 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import DeviceError, StrategyError
 from jdist.reduction import Reduction, bucketed, make_reduction, psum, ring
 from jdist.reduction.by_name import AllReduce
+from jdist.strategies import cuda
 from jdist.strategies.local import check_reduction, strategy_over
 from jdist.strategies.topology import topology_devices
 
@@ -77,6 +78,7 @@ def multi_worker(
             raise StrategyError("`cluster` and `topology` both say where the step runs; leave one of them out.")
         devices = tuple(sorted(topology_devices(topology), key=lambda device: device.process_index))
         return _over(devices, options, transform, all_reduce, axis, topology)
+    cuda.pass_over_plugin()
     spec = resolve(os.environ) if cluster is None else cluster
     if not isinstance(spec, ClusterSpec):
         raise StrategyError(

@@ -249,24 +249,32 @@ def _fusion_bytes(module: Module, item: Executed) -> int:
 
 
 def overlap(module: Module) -> tuple[int, int]:
-    """Counts the payload of asynchronous collectives in one call, and how much of it is in flight while a device computes.
+    """Counts the payload of asynchronous collectives in one call, and how much of it is in flight beside matrix products.
 
-    A program that is scheduled has its instructions in the order in which they are issued: whatever computes between a
-    collective's start and its end runs meanwhile.
+    A program that is scheduled has its instructions in the order in which they are issued: what stands between a collective's
+    start and its end runs meanwhile. Products and convolutions are what a device takes its time for.
 
     Returns:
-        Bytes on one device, of all of them and of those beside which something computes; (0, 0) in a program without any.
+        Bytes on one device, of all of them and of those beside which a product runs; (0, 0) in a program without any.
     """
     total = beside = 0
     flying: dict[tuple[str, str], tuple[int, bool]] = {}
     for item in executed(module):
-        instruction, key = item.instruction, (item.computation, item.instruction.name)
-        opcode = instruction.opcode
+        instruction, opcode = item.instruction, item.instruction.opcode
         if opcode.endswith("-start") and opcode.removesuffix("-start") in KINDS:
-            flying[key] = (item.times * module.operand_bytes(item.computation, instruction), False)
+            payload = item.times * module.operand_bytes(item.computation, instruction)
+            flying[item.computation, instruction.name] = (payload, False)
         elif opcode.endswith("-done") and instruction.operands:
-            payload, computes = flying.pop((item.computation, instruction.operands[0]), (0, False))
-            total, beside = total + payload, beside + payload * computes
-        elif opcode in ("fusion", "custom-call", "dot", "convolution", "reduce", "sort"):
+            payload, has_product = flying.pop((item.computation, instruction.operands[0]), (0, False))
+            total, beside = total + payload, beside + payload * has_product
+        elif flying and _is_product(module, instruction):
             flying = {start: (payload, True) for start, (payload, _) in flying.items()}
     return total, beside
+
+
+def _is_product(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction is a matrix product or a convolution, a fusion or a call that holds one."""
+    if instruction.opcode in ("dot", "convolution") or re.search(r'"__cu(blas|dnn)', instruction.attributes):
+        return True
+    called = dict(_CALLED.findall(instruction.attributes)).get("calls", "")
+    return any(_is_product(module, inner) for inner in module.computations.get(called, {}).values())

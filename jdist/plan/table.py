@@ -38,7 +38,7 @@ class Plan:
         host_transfers: copies between a device and its host.
         host_bytes: of these copies, on one device.
         in_flight_bytes: payload of the asynchronous collectives of one step, on one device.
-        overlapped_bytes: of these, what is in flight while the device computes, by the compiler's schedule.
+        overlapped_bytes: of these, what is in flight beside matrix products, by the compiler's schedule.
         steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
         estimates: a model of the step's time; empty if the chip has no public figures here.
         not_in_model: omissions of that model, in words.
@@ -251,7 +251,7 @@ def _collectives(plan: Plan) -> _Section:
         share = plan.overlapped_bytes / plan.in_flight_bytes
         notes = [
             f"asynchronous: {plan.in_flight_bytes:,} bytes, of which {plan.overlapped_bytes:,} ({share:.0%}) are in flight "
-            "while the device computes, in the order that the compiler has scheduled"
+            "beside matrix products, in the order that the compiler has scheduled"
         ]
     return _Section(title="collectives in one step", header=header, rows=rows, notes=notes)
 

@@ -149,7 +149,11 @@ def test_packs_are_in_flight_while_lower_layers_compute(mirrored):
     packed = Compiled(jdist.mirrored(topology="h100:8", all_reduce={"name": "bucketed", "bytes_per_pack": 8_000_000}))
     total_bytes, beside = overlap(packed.module)
     assert total_bytes == PARAMS_BYTES + SCALARS
-    assert beside >= 0.5 * total_bytes
+    assert beside >= 0.7 * total_bytes
+    # One all-reduce of the whole tree, which the compiler cuts by size alone, mostly starts when all products are done.
     whole, whole_beside = overlap(mirrored.module)
     assert whole == PARAMS_BYTES + SCALARS
-    assert beside >= whole_beside
+    assert whole_beside <= 0.5 * whole
+    assert (
+        packed.memory.temp_size_in_bytes < 0.8 * mirrored.memory.temp_size_in_bytes
+    )  # a pack's sum is used as it comes

@@ -1,13 +1,18 @@
 """Eight virtual CPU devices for every test, unless the caller chose a platform; and quick compilations.
 
-What is tested is which programs jdist makes, not how well LLVM optimises them: without that a third of the time is saved.
-`make conformance` and `make soak` have XLA_FLAGS=--xla_backend_optimization_level=3, which is XLA's default. All processes
-of a run share a compilation cache, which ends with the run.
+What is tested is which programs jdist makes, not how well XLA compiles them: LLVM optimises nothing; and where jaxlib
+still has the older emitters of fusions (the newer ones go through MLIR), they are taken, and each program is compiled in
+one part. That saves half the time. `make full`, `make conformance` and `make soak` have
+XLA_FLAGS=--xla_backend_optimization_level=3, and with it XLA's own defaults. All processes of a run share a compilation
+cache, which ends with the run.
 """
 
+import gc
 import os
 import signal
 import tempfile
+
+import jaxlib.version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JDIST_TRACEBACK_FILTERING", "off")  # a failing test shows where in jdist
@@ -15,6 +20,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    if jaxlib.version.__version_info__ < (0, 11):  # XLA ends the process over a flag that it does not know
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else this is a worker process of pytest-xdist, or the caller's wish
     _cache = tempfile.TemporaryDirectory(prefix="jdist_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
@@ -42,3 +49,11 @@ def compiled() -> list[str]:
     """Every compilation by XLA since it was last cleared."""
     _compiled.clear()
     return _compiled
+
+
+@pytest.fixture
+def quick_collection():
+    """`gc.collect()` looks at what the test made, not at all that the process holds, which takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share the installation
+
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("run", "sweep", "runs", "plan", "launch", "serve", "doctor")
 

@@ -5,7 +5,6 @@ them where nothing runs.
 """
 
 import importlib.metadata
-import os
 import re
 import shlex
 import subprocess
@@ -19,6 +18,7 @@ from nbclient import NotebookClient
 from packaging.requirements import Requirement
 
 from tests.by_default import some
+from tests.children import without_devices
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 sys.path.append(str(FOLDER))
@@ -42,11 +42,10 @@ def test_every_cell_runs(name: str, times: int, tmp_path: Path):
     for i, cell in enumerate(cells):
         cell["id"] = f"cell-{i}"
     notebook.cells = cells
-    as_a_user_has_it = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # else eight devices
     client = NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
-    client.execute(env=as_a_user_has_it)
+    client.execute(env=without_devices())
     errors = [o for cell in cells for o in cell.get("outputs", []) if o.output_type == "error"]
     assert not errors
 

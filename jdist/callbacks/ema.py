@@ -1,4 +1,4 @@
-"""An average over the parameters of the last steps."""
+"""An exponential moving average of the parameters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Ema(Callback):
     """The callback of `ema`.
 
     Attributes:
-        average: gives the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits: these
-            would round what a step adds to nothing. It is valid until the next step.
+        average: returns the average, a tree like the parameters, laid out as they are, in float32 where they have 16 bits,
+            which would round what a step adds to nothing. It is valid until the next step.
     """
 
     average: Callable[[], PyTree]

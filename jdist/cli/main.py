@@ -1,4 +1,4 @@
-"""The command `jdist`: finds the subcommand, and turns its errors into a line and an exit code."""
+"""The command `jdist`: calls the subcommand, and turns its errors into a line and an exit code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Calls a known subcommand; refuses an unknown one; lists the subcommands without one."""
+    """Calls a known subcommand, refuses an unknown one, and lists all where none is given."""
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
         if name in _FLAGS_ANYWHERE:
@@ -69,9 +69,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def flags_last(arguments: Sequence[str], command: Callable[..., int]) -> list[str]:
-    """Sorts arguments for argparse: first all without a name, in one piece, then the flags, each with its value.
+    """Sorts arguments for argparse: first those without a name, in one piece, then the flags, each with its value.
 
-    By the signature of `command` a flag that is true or false has no value, and any other has one.
+    By the signature of `command` a flag that is true or false has no value; any other has one.
 
     Example:
         >>> def plan(config, overrides, *, topology, json=False): ...

@@ -50,9 +50,8 @@ def emit(
 
     Args:
         collective: what it does.
-        body: does it; a result for each operand. None of the operands must be returned as it is, or JAX leaves the
-            equation out.
-        leaves: its operands.
+        body: returns a result for each operand, but never an operand itself, or JAX leaves the equation out.
+        leaves: the operands.
     """
     if not leaves:
         return []
@@ -79,11 +78,7 @@ def collective_of(eqn: Any) -> Collective | None:
 
 @jax.custom_jvp
 def without_gradient(x: jax.Array) -> jax.Array:
-    """Returns a maximum or minimum over replicas as it is, and refuses to be differentiated.
-
-    Raises:
-        StepError: it is differentiated.
-    """
+    """Returns a maximum or minimum over replicas as it is; raises StepError where it is differentiated."""
     return x
 
 
@@ -97,11 +92,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 
 @jax.custom_batching.custom_vmap
 def gradient_of(value: jax.Array, parameter: jax.Array) -> jax.Array:
-    """Notes which parameters a loss is differentiated by, so that `jax.vmap` of it alone is refused.
-
-    Args:
-        value: the loss; scalar.
-        parameter: a leaf of what it is differentiated by.
+    """Notes that a scalar loss is differentiated by a parameter, so that `jax.vmap` over examples alone is refused.
 
     Raises:
         StepError: `jax.vmap` maps over examples and not over parameters.

@@ -67,7 +67,7 @@ class ReplicaTrace:
         return self.level == _trace_level()
 
 
-# A weak reference, as JAX's caches keep every context that they have met, and would keep the strategy with it.
+# A weak reference, as JAX's caches keep every context that they meet, and would keep the strategy with it.
 _trace = jax.make_user_context(None)
 _scoped: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("jdist_strategy", default=None)
 _process_wide: list[Strategy] = []
@@ -112,11 +112,7 @@ def outside_scopes() -> Iterator[None]:
 
 
 def check_not_mixed(strategy: Strategy) -> None:
-    """Refuses to use `strategy` within the scope, or in a step, of another one.
-
-    Raises:
-        StrategyError: names both.
-    """
+    """Raises StrategyError for a strategy within the scope, or in a step, of another one."""
     outer = _scoped.get()
     if outer is None or outer is strategy or outer.name == "default":
         return

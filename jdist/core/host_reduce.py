@@ -148,7 +148,7 @@ def _reduce_arrays(op: str, arrays: tuple[Any, ...], axes: tuple[int, ...] | Non
 def _parts(node: Any, replicas: Replicas, call: str) -> tuple[PyTree, ...] | None:
     """Splits a `PerReplica` or a distributed batch's leaf into the replicas' parts, on the host; None for all else."""
     if isinstance(node, PerReplica):
-        parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves tells no number
+        parts = node.all_results() or (node.value,) * replicas.count  # a tree without leaves has no number of versions
         if len(parts) % replicas.count:
             raise StepError(
                 f"{call}: a PerReplica value holds {len(parts)} versions; the strategy has {replicas.count} replicas, and it "

@@ -19,7 +19,7 @@ from jdist.errors import DeviceError
 PyTree = Any
 
 _TILE_ROWS, _TILE_COLUMNS = 8, 128  # of a TPU, in elements; an array of two dimensions takes whole tiles
-_MOST_FILLING = 1 / 32  # of an array that is stored in rows, with what its last tiles leave empty
+_MOST_FILLING = 1 / 32  # of an array stored in rows, the empty rest of its last tiles included
 
 
 @jax.tree_util.register_dataclass
@@ -98,11 +98,7 @@ class Layout:
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
-        """Makes the layout of a strategy with a mesh.
-
-        Raises:
-            DeviceError: the devices' hosts offer no memory that a program can address.
-        """
+        """Makes the layout of a strategy with a mesh; raises DeviceError where its hosts offer no memory to programs."""
         mesh, parts = strategy.mesh, PartitionSpec(strategy.axes)
         assert mesh is not None  # a strategy that spreads has one
         offered = [memory.kind for memory in strategy.devices[0].addressable_memories()]

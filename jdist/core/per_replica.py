@@ -146,7 +146,7 @@ def is_rows_of_replicas(x: Any, by_replica: Any, call: str) -> bool:
     Args:
         x: anything.
         by_replica: the sharding of such an array; None where there is no mesh.
-        call: who asks, for the error.
+        call: the caller's name, for the error.
 
     Raises:
         StepError: it is an array of a stack of such batches, whose replicas lie along the second axis.
@@ -238,11 +238,7 @@ def values_from_function(fn: Callable[[ValueContext], PyTree], replicas: Replica
 
 
 def as_array(call: str, name: str, x: Any) -> jax.Array:
-    """Makes an argument an array of numbers, or of keys.
-
-    Raises:
-        StepError: names the call, such as `jdist.mean`, the argument and its type.
-    """
+    """Makes an argument an array of numbers, or of keys; raises StepError, with the call's name, if it is none."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as exc:  # text, None, lists of unequal lengths
@@ -253,20 +249,12 @@ def as_array(call: str, name: str, x: Any) -> jax.Array:
 
 
 def as_arrays(call: str, tree: PyTree) -> PyTree:
-    """Makes each leaf of a tree an array of numbers, or of keys.
-
-    Raises:
-        StepError: names the first leaf that is none.
-    """
+    """Makes each leaf of a tree an array of numbers, or of keys; raises StepError for one that is none."""
     return jax.tree_util.tree_map_with_path(lambda path, x: as_array(call, named(path), x), tree)
 
 
 def check_numbers(call: str, op: str, tree: PyTree) -> None:
-    """Refuses arrays of which there is no such reduction.
-
-    Raises:
-        StepError: a leaf holds PRNG keys; or complex numbers, which have no order, for "max" and "min".
-    """
+    """Raises StepError for PRNG keys, which cannot be reduced, and for complex numbers, which have no order."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if is_key(x):
             raise StepError(
@@ -281,11 +269,7 @@ def check_numbers(call: str, op: str, tree: PyTree) -> None:
 
 
 def as_axis(call: str, axis: Any) -> int:
-    """Converts an axis to concatenate along to a Python int.
-
-    Raises:
-        StepError: it is no int.
-    """
+    """Converts an axis to concatenate along to a Python int; raises StepError if it is none."""
     number = as_int(axis)
     if number is not None:
         return number

@@ -21,7 +21,7 @@ from jdist.support.suggest import did_you_mean
 
 PyTree = Any
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-SMALLEST = 1.0  # what does not fit at this scale is no overflow that a smaller one would mend
+SMALLEST = 1.0  # a smaller scale would mend no overflow that remains at this one
 FACTOR = 2.0
 
 
@@ -135,14 +135,7 @@ class Precision:
         return jax.tree.map(cast, tree)
 
     def check_names(self, tree: PyTree) -> None:
-        """Refuses a name in `keep` that nothing has.
-
-        Args:
-            tree: the state and the batch.
-
-        Raises:
-            StepError: says which names there are.
-        """
+        """Raises StepError for a name in `keep` that nothing in a tree of state and batch has."""
         if not self.keep:
             return
         there = {name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in self._names(path)}

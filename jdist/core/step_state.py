@@ -76,7 +76,7 @@ class StepState:
         return dataclasses.replace(self, user=user_state(user))
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while an object is being made
+        if name in self.__dataclass_fields__ or name.startswith("__"):  # asked for while the object is being made
             raise AttributeError(name)
         value = getattr(self.user, name)
         is_method = (inspect.ismethod(value) or inspect.isbuiltin(value)) and value.__self__ is self.user

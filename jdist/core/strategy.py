@@ -368,11 +368,7 @@ class Strategy:
         return self.operations.feed_pipelines(self, fn, asked)
 
     def need_devices(self, what: str) -> None:
-        """Refuses what cannot be done without the devices.
-
-        Raises:
-            DeviceError: the strategy was built for devices that are not here.
-        """
+        """Raises DeviceError for what needs devices, if the strategy was built for some that are not here."""
         if self.topology is not None:
             raise DeviceError(
                 f"these devices are not here: the strategy was built for the topology {self.topology!r}, to compile "

@@ -1,4 +1,4 @@
-"""All checks in their order, and the report of their findings."""
+"""The order of the checks, and the report of their findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL"
 
 
 def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
-    """Makes all checks, or with `alone` those of this process, and yields each finding at once, as a later one may crash it."""
+    """Makes all checks, with `alone` those of this process alone; yields findings at once, as a later check may crash."""
     yield from _findings("packages", machine.versions)
     yield from _findings("disk", machine.disk, Path("runs"))
     yield from _findings("shared memory", machine.memory)
@@ -27,7 +27,7 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
     yield from findings
     if spec is None:
         return
-    if spec.num_ps:  # its processes do not train in step, so none of the joint checks apply
+    if spec.num_ps:  # its processes do not train in step, so the joint checks do not apply
         from jdist.doctor.servers import servers
 
         yield from _findings("names", network.names, spec)
@@ -48,7 +48,7 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
 
 
 def _joint_findings(timeout_s: float) -> Iterator[Finding]:
-    """Makes the checks of all processes together, up to the first that fails: the others would not come to the next."""
+    """Makes the checks of all processes together, up to the first that fails: others might not come to the next."""
     os.environ.update(quiet_environment(os.environ))
     cuda.pass_over_plugin()
     strategy, findings = _value_and_findings("together", together.join, timeout_s)
@@ -83,7 +83,7 @@ def _value_and_findings(
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:
-    """Prints findings, each as soon as it is there; as JSON all at the end. Returns the exit code, 1 if a check failed."""
+    """Prints findings one by one, as JSON all at the end; returns the exit code, 1 if a check failed."""
     printed: list[Finding] = []
     if as_json:
         printed += findings

@@ -40,8 +40,7 @@ from jdist.loop.metric_totals import MetricTotals
 from jdist.loop.run import Run
 from jdist.report.curves import plot_curves
 from jdist.report.files import write_atomically
-from jdist.report.history import OF_ROWS
-from jdist.report.metrics_file import MetricsFile, Row, read_rows
+from jdist.report.metrics_file import OF_ROWS, MetricsFile, Row, read_rows
 
 _PREPARE_S = 3600.0  # data may be fetched first; a process that is lost meanwhile is noticed anyway
 

@@ -71,7 +71,7 @@ class AffineRule:
         jaxpr = graph.body_of(self._flat)
         try:
             shape = jax.eval_shape(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars))
-        except (_NotAffineError, OverflowError):  # a number below nothing times an unsigned one
+        except (_NotAffineError, OverflowError):  # a negative number times an unsigned one
             return None
         dtype, slope = self._old.aval.dtype, slopes[0]
         if isinstance(slope, float | int):
@@ -136,7 +136,7 @@ class AffineRule:
         if isinstance(slope, float | int):
             of_jdist = collective_of(eqn) is not None
             return slope if op == "mean" else slope * replicas * (microbatches if of_jdist else 1)
-        if microbatches > 1:  # those of the other microbatches are not at hand
+        if microbatches > 1:  # the slopes of the other microbatches are not known
             raise _NotAffineError
         bodies = graph.nested_jaxprs(eqn)
         axes = eqn.params["axes"] if not bodies else _axes_of(bodies[0])

@@ -20,7 +20,7 @@ from jdist.core.collective_marks import collective_of
 # Since JAX 0.12 it is Jaxpr itself; the name stays, unknown to type checkers.
 ClosedJaxpr: Any = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-# What lays the elements of an array out anew.
+# Primitives that lay out the elements of an array anew.
 RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 Var = Any  # jax.extend.core.Var or Literal; a Literal depends on nothing
@@ -32,12 +32,7 @@ def body_of(closed: Any) -> Any:
 
 
 def dependents(closed: Any, sources: Iterable[Var]) -> set[Var]:
-    """Finds the variables of a jaxpr that depend on one of `sources`, these included.
-
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        sources: variables of it.
-    """
+    """Finds the variables of a jaxpr that depend on one of `sources`, these included."""
     variables = set(sources)
     for eqn in body_of(closed).eqns:
         if any(is_in(v, variables) for v in eqn.invars):
@@ -49,11 +44,7 @@ def forwarded(closed: Any, *, collectives: bool = False) -> Any:
     """Rewrites a function to read what an equation forwards unchanged from where that equation had it.
 
     A scan over layers that returns their parameters beside its result, as `nnx.scan` does, makes nothing of them: they
-    depend on no more than before it.
-
-    Args:
-        closed: a traced function.
-        collectives: whether a collective of one replica, the identity, counts as such an equation.
+    depend on no more than before it. With `collectives=True` a collective of one replica, the identity, is such an equation.
     """
     jaxpr, source = body_of(closed), dict[Var, Var]()
 
@@ -285,10 +276,8 @@ def _piece(closed: Any, given: Sequence[Var], equations: list[Any], wanted: Sequ
 def inlined(closed: Any, arguments: Sequence[Any], rules: dict[str, Callable[..., list[Any] | None]]) -> list[Any]:
     """Evaluates a jaxpr with all functions that it calls (`jax.jit`, `custom_jvp`, `checkpoint`) entered.
 
-    Args:
-        closed: what `jax.make_jaxpr` returned.
-        arguments: its arguments; traced again, they give a jaxpr without calls.
-        rules: by name of a primitive, `(equation, operands) -> results` in place of what it does; None: as it is.
+    Traced again, it has no calls. `rules` compute some primitives, by name, in another way: `(equation, operands) -> results`,
+    or None for the usual one.
     """
     known = values_at_start(closed, arguments)
     for eqn in body_of(closed).eqns:

@@ -166,6 +166,7 @@ class _Analysis:
             functions.append(self._phase_functions(each, carried_vars, combined))
             combined += [v for place in each.cuts for v in self.equations[place].outvars]
         reads = {v for _, _, reads_of_phase in functions for v in reads_of_phase}
+        varying = variation.varying(self.closed, [*self.batch, *carried_vars])
         return Split(
             phases=tuple(
                 Phase(
@@ -179,7 +180,7 @@ class _Analysis:
             ),
             carried=carried,
             read=tuple(i for i, v in enumerate(self.state) if v in reads),
-            varies=self._varying_outputs(carried_vars),
+            varies=tuple(graph.is_in(v, varying) or self._is_own(v) for v in self.outputs),
             early=early,
             output_shapes=tuple(map(_struct, self.outputs)),
             update=self._update(early, combined, carried_vars),
@@ -231,12 +232,12 @@ class _Analysis:
         equations, _ = graph.needed(self.closed, wanted, {*self.batch, self.microbatch, *whole}, contents.effects)
         elsewhere = [eqn for eqn in self.early_effects if not _is_among(eqn, contents.effects)]
         self._check_called_once(equations, elsewhere)
-        # What is the same for all microbatches is computed before their loop: variables that own equations, or results,
-        # read.
+        # Hoisted out of the loop: variables that are the same for all microbatches, and that the loop reads or returns.
         looped = [eqn for eqn in equations if any(map(self._is_own, eqn.invars)) or _is_among(eqn, contents.effects)]
         in_loop = {v for v in (*(v for eqn in looped for v in eqn.invars), *wanted) if not graph.is_literal(v)}
         constants = set(graph.body_of(self.closed).constvars)
-        hoisted = [v for v in self._in_order(in_loop) if v not in self.own and v not in constants]
+        in_order = [*graph.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)]
+        hoisted = [v for v in in_order if v in in_loop and v not in self.own and v not in constants]
         before = graph.subfunction(self.closed, whole, hoisted)
         equations_before, needed_before = graph.needed(self.closed, hoisted, set(whole))
         self._check_called_once(equations_before, [*self.late_effects, *self.early_effects])
@@ -250,10 +251,6 @@ class _Analysis:
             return [_take(values, len(vs)) for vs in operands], _take(values, len(carried)), _take(values, len(outputs))
 
         return prepare, run, needed_before | set(hoisted)
-
-    def _in_order(self, variables: set[Any]) -> list[Any]:
-        order = dict.fromkeys([*graph.body_of(self.closed).invars, *(v for eqn in self.equations for v in eqn.outvars)])
-        return [v for v in order if v in variables]
 
     def _update(
         self, early: Sequence[bool], combined: Sequence[Any], carried_vars: Sequence[Any]
@@ -270,10 +267,6 @@ class _Analysis:
             return _take(values, len(self.new_state)), [None if is_early else next(values) for is_early in early]
 
         return update
-
-    def _varying_outputs(self, carried_vars: Sequence[Any]) -> tuple[bool, ...]:
-        of_replicas = variation.varying(self.closed, [*self.batch, *carried_vars])
-        return tuple(graph.is_in(v, of_replicas) or self._is_own(v) for v in self.outputs)
 
     def _carried(self, i: int) -> Carried:
         """Finds how microbatches share a leaf that each computes for itself."""

@@ -10,7 +10,7 @@ from jdist.jaxpr import graph
 
 Var = graph.Var
 
-# JAX's collectives that give every replica the same, and what gives each replica its own of equal values.
+# JAX's collectives that give every replica the same, and those that give each replica its own of equal values.
 _MAKE_ALIKE = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 _MAKE_OWN = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter"})
 
@@ -35,14 +35,9 @@ def of_one_microbatch(closed: Any, sources: Collection[Var]) -> set[Var]:
 
 
 def varying(closed: Any, sources: Collection[Var]) -> set[Var]:
-    """Finds what differs from replica to replica.
+    """Finds the variables that differ from replica to replica if the arguments `sources` do.
 
-    Args:
-        closed: a traced function.
-        sources: arguments of it that differ.
-
-    Returns:
-        Variables of it; one too many where a nested function cannot be looked into.
+    One too many where a nested function cannot be looked into.
     """
     variables = set(sources)
     _propagate(graph.body_of(closed), variables)

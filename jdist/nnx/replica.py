@@ -64,7 +64,7 @@ def value_and_grad(
         for model, params in zip(models, wide, strict=True):
             nnx.update(model, trace.precision.cast_to_compute(params))
         result = f(*args, **kwargs)
-        for model, params in zip(models, wide, strict=True):  # else nnx would take the cast for a change of the model
+        for model, params in zip(models, wide, strict=True):  # or nnx would take the cast for a change of the model
             nnx.update(model, params)
         return gradients.scale_loss(result, has_aux, trace.precision, trace.loss_scale)
 
@@ -150,17 +150,13 @@ def pure_step(step: Callable[..., Any], metric_ops: MetricOps) -> Callable[..., 
         results = result if isinstance(result, tuple) else (result,)
         return (_Variables(keys, new_metrics, new_statistics, new_others), *results)
 
-    # The wrapper's own parameters are what counts for binding arguments, not those of the step it wraps.
+    # Arguments are bound to the wrapper's own parameters, not to those of the step it wraps.
     del pure.__wrapped__
     return pure
 
 
 def _ops_by_path(objects: PyTree, metric_ops: MetricOps) -> dict[tuple[Any, ...], collectives.ReduceOp]:
-    """Finds how the replicas' versions of each metric come together, by the metric's path.
-
-    Raises:
-        StepError: names a metric of a class that is not known.
-    """
+    """Finds how the replicas' versions of each metric come together, by path; raises StepError for an unknown class."""
     ops: dict[tuple[Any, ...], collectives.ReduceOp] = {}
     for path, node in nnx.iter_graph(objects):
         if not isinstance(node, nnx.metrics.Metric) or isinstance(node, nnx.metrics.MultiMetric):

@@ -75,7 +75,7 @@ def distribute(
             'alone: `args=("batch", "batch")`.'
         )
     returns = ("state", *((returns,) if isinstance(returns, str) else returns))
-    metric_ops = dict(metrics or {})
+    metric_ops: dict[type, collectives.ReduceOp] = dict(metrics or {})
     allowed = get_args(collectives.ReduceOp)
     for kind, op in metric_ops.items():
         if op not in allowed:
@@ -233,7 +233,7 @@ class ObjectsStep(Distributed):
     """
 
     def __init__(self, step: NNXStep, objects: PyTree, arguments: tuple[Any, ...]):
-        self._step, self._given, self._objects = step, objects, arguments
+        self._step, self._user_objects, self._objects = step, objects, arguments
         self._static, state, _, _ = split((*arguments, None))
         self.state: PyTree = with_user_state(step._around, state)
         self.strategy, self.options, self.__name__ = step.strategy, step.options, step.__name__
@@ -268,11 +268,11 @@ class ObjectsStep(Distributed):
         @functools.wraps(function)
         def of_state(state: PyTree, batch: PyTree) -> Any:
             objects = nnx.merge(self._static[0], *user_state(state))
-            return function(objects if self._given is self._objects else objects[0], batch)
+            return function(objects if self._user_objects is self._objects else objects[0], batch)
 
         return of_state
 
     def with_state(self, state: PyTree) -> PyTree:
         """Gives the objects this state; returns them as they were passed."""
         nnx.update(self._objects, nnx.merge_state(*user_state(state)))
-        return self._given
+        return self._user_objects

@@ -106,7 +106,7 @@ def psum() -> Reduction:
     def total(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         if axes_size(axes) > 1:
             return jax.lax.psum(tree, axes)
-        # XLA on CPU copies what a single device sums, twice. These are arrays of their own to JAX, and none to XLA.
+        # XLA on CPU would copy twice what a single device sums. These are new arrays to JAX, and none to XLA.
         return jax.tree.map(lambda x: jnp.array(x, jnp.int32 if jnp.result_type(x) == jnp.bool_ else None), tree)
 
     return keeping_nothing("psum", total)

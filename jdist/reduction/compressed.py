@@ -15,7 +15,7 @@ from jdist.reduction.bucketed import concatenate, padded, split
 
 PyTree = Any
 CompressedType = Literal["bf16", "int8"]
-# (float32 [rows, elements]) -> (what crosses the wire [rows, words], what the receiver makes of it, as the input)
+# float32 [rows, elements] -> (what crosses the wire [rows, words], what the receiver decodes, as the input)
 Encode = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Decode = Callable[[jax.Array], jax.Array]
 BLOCK = 256  # elements that share a scale; its four bytes are 1.6 % of what is sent
@@ -89,8 +89,10 @@ def _exchange(
     total = jax.lax.fori_loop(0, n, lambda i, sum_: sum_ + decode(row(received, i)), zeros)
     words, arrived = encode(total)
     whole = decode(jax.lax.all_gather(words, axes, axis=0, tiled=True))
-    left = (parts - arriving).at[own].add((total - arrived)[0])  # the second rounding is owed by the part's owner
-    left = jnp.where(jnp.isfinite(left), left, 0)  # a NaN is reported in the sum; it must not stay for ever
+    left = (
+        (parts - arriving).at[own].add((total - arrived)[0])
+    )  # the part's owner keeps the error of the second rounding
+    left = jnp.where(jnp.isfinite(left), left, 0)  # a NaN shows in the sum, and must not stay in the residual
     return whole.reshape(-1)[: vector.size], left.reshape(-1)[: vector.size]
 
 

@@ -25,11 +25,7 @@ _NOT_GIVEN: Any = object()
 
 
 def check_aggregation(how: object) -> None:
-    """Refuses what is no aggregation.
-
-    Raises:
-        StepError: lists those allowed.
-    """
+    """Raises StepError for what is no aggregation."""
     if how not in get_args(Aggregation):
         raise StepError(f"the aggregation is {how!r}; allowed are {', '.join(map(repr, get_args(Aggregation)))}.")
 

@@ -29,7 +29,7 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 def replica_axes() -> tuple[str, ...] | None:
     """Returns the mesh axes that replicas are spread over, for `BatchNorm(axis_name=...)` and collectives of your own.
 
-    It is known inside of a step alone, where a linen model makes its layers. An nnx layer is made before: it takes
+    They are known inside a step alone, where a linen model makes its layers. An nnx layer is made before that: it takes
     `axis_name=strategy.axes`, as with None it would normalise each replica's rows by themselves.
 
     Returns:
@@ -112,15 +112,9 @@ def all_reduce(tree: PyTree, op: ReduceOp = "mean") -> PyTree:
 
 
 def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy: bool = False) -> list[jax.Array]:
-    """Combines arrays over all replicas and microbatches, by an equation of the step that is found again.
+    """Combines arrays over all replicas and microbatches, by an equation of the step that can be found again.
 
-    Args:
-        collective: what is wanted.
-        leaves: this replica's arrays.
-        by_strategy: whether sums and means are made by the strategy's own all-reduce, if that is exact.
-
-    Returns:
-        The combined arrays.
+    With `by_strategy` sums and means are made by the strategy's own all-reduce, if that is exact.
     """
     axes, trace = replica_axes(), context.current_trace()
     k = 1 if trace is None else trace.num_microbatches
@@ -133,7 +127,7 @@ def combine(collective: Collective, leaves: Sequence[jax.Array], *, by_strategy:
         if collective.op in ("max", "min"):
             operands = tuple(map(without_gradient, operands))
         dtypes = [x.dtype for x in operands]
-        if collective.op == "mean":  # whose sum float16 may not be able to hold
+        if collective.op == "mean":  # float16 may not hold the sum
             operands = tuple(x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in operands)
         if axes is None or mesh_size == 1:
             operands = tuple(alone(*operands))
@@ -167,7 +161,7 @@ def _total(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Sequence[jax.A
     trace = context.current_trace()
     strategy = trace.strategy if trace else context.current_strategy()
     assert strategy is not None  # replica_axes() found its axes
-    # One that is not exact is for gradients.
+    # An algorithm that is not exact serves gradients alone.
     reduction = strategy.reduction if strategy.reduction.exact else psum()
     carry = reduction.init(list(leaves))
     if jax.tree.leaves(carry):

@@ -141,13 +141,8 @@ def grad(
 def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[jax.Array, PyTree]:
     """Reduces one replica's loss and gradient over the replicas.
 
-    Args:
-        value: this replica's loss; scalar, multiplied by the loss scale if there is one.
-        grads: this replica's gradient, the same; leaves without one (`float0`, integer parameters) pass through.
-        op: "mean" or "sum".
-
-    Returns:
-        `(value, grads)`, the same on every replica.
+    Both come multiplied by the loss scale, if there is one, and leave without it. Leaves without a gradient (`float0`, integer
+    parameters) pass through.
     """
     trace = context.current_trace()
     if trace is not None and trace.loss_scale is not None:
@@ -174,14 +169,6 @@ def combine_gradients(value: jax.Array, grads: PyTree, op: GradientOp) -> tuple[
 
 def reduce_gradients(value: jax.Array, grads: list[jax.Array], op: GradientOp) -> tuple[jax.Array, list[jax.Array]]:
     """Reduces one replica's loss and gradient by the strategy's own algorithm; the loss is always exact.
-
-    Args:
-        value: this replica's loss; scalar.
-        grads: this replica's gradient.
-        op: "mean" or "sum".
-
-    Returns:
-        `(value, grads)`, the same on every replica.
 
     Raises:
         StepError: the algorithm keeps something from step to step, which is not possible here.

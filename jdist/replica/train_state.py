@@ -20,14 +20,7 @@ PyTree = Any
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimiser ignore the further arguments of `update` that others need, such as `value=loss`.
 
-    A step once had to mark by it an optimiser that it calls itself; strategies that make the update elsewhere find it in the
-    traced step now.
-
-    Args:
-        tx: the optimiser.
-
-    Returns:
-        The optimiser, equal for equal ones.
+    Equal optimisers give equal ones. A step needs no such mark on an optimiser that it calls itself.
     """
     if isinstance(tx, optax.GradientTransformationExtraArgs):
         return tx

@@ -16,9 +16,9 @@ from jdist.experiment.load import load
 from jdist.experiment.record import RunFolder
 from jdist.experiment.repeatable import read_result, read_starts
 from jdist.experiment.validate import validate
-from jdist.report.curves import EVAL, points_of
+from jdist.report.curves import points_of
 from jdist.report.metric_direction import Mode, better
-from jdist.report.metrics_file import Row, read_rows
+from jdist.report.metrics_file import EVAL, Row, read_rows
 from jdist.report.plain import to_plain
 from jdist.report.progress import numbers
 from jdist.support.file_lock import is_held

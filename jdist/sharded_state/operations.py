@@ -25,11 +25,6 @@ from jdist.support.arrays import check_arguments_not_donated, check_not_donated,
 PyTree = Any
 
 
-def check_host_memory(strategy: Strategy) -> None:
-    """Raises DeviceError where the devices offer no host memory."""
-    Layout.of(strategy)
-
-
 def init(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
     """Computes each host's part of every leaf where it stays: `Strategy.init`."""
     layout = Layout.of(strategy)
@@ -94,7 +89,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
 
 def distribute(strategy: Strategy, step: Step, options: StepOptions) -> DistributedStep:
     """Makes a step of gradients on the devices and an update on the hosts: `Strategy.distribute`."""
-    return DistributedStep(step, strategy, options, BACKEND)
+    return DistributedStep(strategy, step, options, BACKEND)
 
 
 def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
@@ -103,11 +98,7 @@ def _shapes(strategy: Strategy, state: PyTree) -> PyTree:
 
 
 def _compare(strategy: Strategy, state: PyTree, results: Any) -> None:
-    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves and the replicas that differ.
-    """
+    """Compares what replicas hold whole, and by its hashes what each replica wrote without a reduction."""
     placement.compare_replicas(strategy, state)
     _, _, _, hashes = results
     if hashes:

@@ -34,7 +34,7 @@ from jdist.step.trial import Result, Trial, named_leaves, on_host
 PyTree = Any
 
 _IN_JIT = '`transform="jit"`'
-_MATMUL_EPS = 2.0**-8  # of an accelerator, which may multiply float32 in fewer digits
+_MATMUL_EPS = 2.0**-8  # accelerators may multiply float32 in fewer digits
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Comparison:
         of_shape = tuple(self._of_another_shape(alone, together))
         is_padded = self._real is not None
         if not differing and not of_shape and pads and self._mask_place is not None:
-            # What a replica does without all of its rows shows in no full batch.
+            # A full batch does not show what a replica does with fewer rows.
             is_padded = True
             self._batches = self._rows = self._with_rows_left_out(self._mask_place)
             alone, together = self._run_one(one), many.run(self._state, self._batches, self._others)
@@ -200,7 +200,7 @@ class Comparison:
         try:
             way.trace(self._state, self._rows, self._others)
         except (JDistError, TypeError, ValueError, NameError) as exc:
-            # What is wrong with the step under every strategy is an error.
+            # Raises if the step is wrong under every strategy.
             Trial(self._like(_exact(self._strategy)), self._call).trace(self._state, self._batches, self._others)
             raise NotComparableError(f"which does not run as one replica: {str(exc).splitlines()[0]}") from exc
         if calls_the_host(way.closed):
@@ -258,7 +258,7 @@ class Comparison:
         differing = [i for i in differing if i not in alike]
         if not differing:
             return []
-        one = one.shaken(eps)  # which `run` takes from here on
+        one = one.shaken(eps)  # `run` uses this one from here on
         return rounding.beyond_rounding(first, second, differing, run, eps)
 
     def _with_rows_left_out(self, mask_place: int) -> PyTree:

@@ -24,7 +24,7 @@ from jdist.jaxpr.affine import AffineRule
 
 PyTree = Any
 
-# With these a step may bring values together in a way of its own, which cannot be seen.
+# With these a step may combine values in a way of its own, which the check cannot see.
 _BY_HAND = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -79,12 +79,7 @@ def make_check(strategy: Strategy) -> Any:
 
 
 def compare(hashes: np.ndarray, paths: list[str]) -> None:
-    """Refuses hashes, uint32 [num_replicas, num_leaves], that differ between replicas.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves, and of each the replicas that differ from the majority (all of them
-            where there is none).
-    """
+    """Raises ReplicaDivergenceError if hashes, uint32 [num_replicas, num_leaves], differ between replicas; names these."""
     differing = np.flatnonzero((hashes != hashes[0]).any(axis=0))
     if not differing.size:
         return
@@ -133,9 +128,9 @@ def check_averages_combined(
 
     Args:
         closed: the traced step.
-        old: the arguments of it that are the state's leaves.
+        old: its arguments that are the state's leaves.
         new: its results that are the new state's leaves.
-        batch: the arguments that are a replica's rows.
+        batch: its arguments that are a replica's rows.
         state: the new state, arrays or shapes.
         sizes: the number of replicas, and of microbatches of each.
 
@@ -163,7 +158,7 @@ def check_averages_combined(
         return
     (name, slope), *others = moving
     more = f", and {len(others)} more like it," if others else ""
-    # Parameters that differ as well are those of an optimiser whose gradients differ: it keeps moving averages of these.
+    # If parameters differ as well, the optimiser's gradients do: it keeps moving averages of these.
     if len(moving) < len(own):
         remedy = (
             "Take gradients by `jdist.value_and_grad` (not `jax.`; of nnx modules by `jdist.nnx.value_and_grad`), and bring "

@@ -72,7 +72,7 @@ class ResidualSlot:
 
     def __init__(self, name: str, step: Callable[..., Any], newest: Callable[[], PyTree]):
         self._name, self._step, self._newest = name, step, newest
-        self._shapes: dict[Any, PyTree] = {}  # by what they depend on
+        self._shapes: dict[Any, PyTree] = {}  # by kind of call and shapes of the state
         _slots.add(self)
 
     def filled(
@@ -108,7 +108,7 @@ class ResidualSlot:
 
     def _check_own(self, state: PyTree) -> None:
         if self._has_namesake(state):
-            gc.collect()  # of a cell that was run again the old step is of no interest
+            gc.collect()  # a notebook's cell that ran again has left the old step behind
             if self._has_namesake(state):
                 raise StepError(
                     f"the state has residuals from another step named {self._name!r}: each would add what compression has "
@@ -123,11 +123,7 @@ class ResidualSlot:
 
 
 def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
-    """Refuses residuals where the strategy keeps none, and those of another number of replicas.
-
-    Raises:
-        StepError: says what the strategy does, and names both numbers.
-    """
+    """Raises StepError for residuals where the strategy keeps none, and for those of another number of replicas."""
     if not strategy.keeps_residuals:
         raise StepError(
             f"the state has residuals, from steps whose all-reduce compresses gradients; {strategy.name} keeps none. Pass "
@@ -142,11 +138,7 @@ def check_residuals(strategy: Strategy, residuals: PyTree) -> None:
 
 
 def check_fit(name: str, residuals: PyTree, wanted: PyTree) -> None:
-    """Refuses residuals in a state that differ in number or shape from what the gradients of the step need.
-
-    Raises:
-        StepError: names both.
-    """
+    """Raises StepError for residuals that differ in number or shape from what the step's gradients need."""
     shapes = [[tuple(leaf.shape) for leaf in jax.tree.leaves(tree)] for tree in (residuals, wanted)]
     if shapes[0] != shapes[1]:
         raise StepError(

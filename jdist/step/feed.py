@@ -66,7 +66,7 @@ def feed_pipelines(strategy: Strategy, fn: Callable[[InputContext], Any], option
     return _onto_devices(strategy, source, options, peers, "off")
 
 
-_numbers = itertools.count(1)  # of the datasets of several processes, which make them in the same order
+_numbers = itertools.count(1)  # of datasets; all processes make them in the same order
 
 
 def _peers(strategy: Strategy, share: ProcessShard) -> Peers | None:

@@ -88,7 +88,7 @@ class Window:
                 oldest = self._pop()
         if oldest is not None:
             oldest.block_until_ready()
-        # Not at every wait: reading takes time, and a token tells of all before it.
+        # Not at every wait: reading takes time, and a token covers all calls before it.
         if lineage.since_read >= self.limit:
             self._read(lineage)
 
@@ -186,11 +186,7 @@ class NewestState:
         self._has_constants = has_static(packed)
 
     def check_nothing_lost(self, name: str, state: PyTree) -> None:
-        """Refuses a state that was made of this one, without what this one carries beside it.
-
-        Raises:
-            StepError: names the step, says what is lost, and how to change a state.
-        """
+        """Raises StepError for a state that was made of this one, without what this one carries beside it."""
         lost = carried_by(self.state) - carried_by(state)
         if not lost:
             return

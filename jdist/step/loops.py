@@ -28,7 +28,7 @@ def repeated(spec: ProgramSpec, step: StepFn) -> StepFn:
             spec, lambda token, state, batch: step(token, state, batch, others), token, state, batches
         )
         kinds = iter(jax.tree.leaves(kinds_of(shapes, spec.traced)))
-        # The axis of a replica's own results leads, also before that of the steps.
+        # The axis of replicas comes before that of the steps.
         return token, state, jax.tree.map(lambda x: x.swapaxes(0, 1) if next(kinds) == LOCAL else x, outputs)
 
     return many

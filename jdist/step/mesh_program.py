@@ -42,9 +42,8 @@ class Program:
             check_rows(batches, spec.strategy, options)
             return function(token, state, batches, others)
 
-        self._function = jax.jit(checked, donate_argnums=(1,) if options.donates_state else ())
-        self.lower = self._function.lower
-        self.trace = self._function.trace
+        self.run = jax.jit(checked, donate_argnums=(1,) if options.donates_state else ())
+        self.lower, self.trace = self.run.lower, self.run.trace
 
     def run_into(self, box: list[Any], token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> None:
         """Runs the step and appends `(token, state, outputs)` to `box`.
@@ -52,7 +51,7 @@ class Program:
         The old state's buffers are gone once the call has begun. `extend(map(...))` calls and stores without returning
         to the interpreter, which looks at signals only between instructions: an interrupt finds the results in the box.
         """
-        box.extend(map(self._function, (token,), (state,), (batches,), (others,)))
+        box.extend(map(self.run, (token,), (state,), (batches,), (others,)))
 
 
 def compile_over_mesh(function: StepFn, spec: ProgramSpec) -> Program:
@@ -117,7 +116,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
     (axis,) = strategy.axes
     whole, by_rows, n = strategy.replicated_sharding, strategy.batch_sharding, strategy.num_replicas
     lead = options.num_step_axes
-    traces: list[StepFn] = []  # `function`, while it is traced: JAX keeps what it is to map for ever
+    traces: list[StepFn] = []  # holds `function` while it is traced: JAX keeps what `pmap` maps for ever
 
     def body(token: jax.Array, state: PyTree, own: tuple[PyTree, jax.Array], others: PyTree) -> Any:
         token, state, outputs = traces[-1](token, state, own[0], others)
@@ -139,7 +138,7 @@ def _pmap(function: StepFn, strategy: Strategy, options: StepOptions, traced: Tr
     )
 
     def program(token: jax.Array, state: PyTree, batches: PyTree, others: PyTree) -> Any:
-        # The numbers are for a step without a batch: `pmap` counts its replicas by an argument that is mapped.
+        # The numbers are for a step without a batch: `pmap` counts its replicas by a mapped argument.
         parts = jax.tree.map(by_replica, batches), jnp.arange(n)
         traces.append(function)
         try:
@@ -200,13 +199,9 @@ class Backend:
     compare_replicas: Callable[[Strategy, PyTree, Any], None]
 
 
-def _replicated_program(spec: ProgramSpec) -> Program:
-    return compile_over_mesh(replica_program(spec), spec)
-
-
 REPLICATED = Backend(
     adopt_state,
     lambda strategy, state: shapes_in(state, strategy.replicated_sharding),
-    _replicated_program,
+    lambda spec: compile_over_mesh(replica_program(spec), spec),
     lambda strategy, state, results: compare_replicas(strategy, state),
 )

@@ -15,7 +15,6 @@ from jax.core import Tracer
 
 from jdist.cluster import failpoints
 from jdist.cluster.failpoints import Point
-from jdist.cluster.runtime import Alone
 from jdist.core.context import check_not_mixed
 from jdist.core.step_state import StepState, carrying, loss_scale_of, pack, unpack, with_static_leaves
 from jdist.core.strategy import Strategy
@@ -51,7 +50,7 @@ class DistributedStep(Distributed):
         verification: the result of verifying the step before its first call; None if it was not verified.
     """
 
-    def __init__(self, step: Step, strategy: Strategy, options: StepOptions, backend: Backend = REPLICATED):
+    def __init__(self, strategy: Strategy, step: Step, options: StepOptions, backend: Backend = REPLICATED):
         self.__name__, self.__wrapped__ = "the step", step
         functools.update_wrapper(self, step)
         self.strategy, self.options, self.backend = strategy, options, backend
@@ -75,7 +74,8 @@ class DistributedStep(Distributed):
         self._verify_pads = False
         self.verifier: Callable[..., Any] | None = None
         self._has_peers = strategy.cluster.num_processes > 1
-        self._is_alone = isinstance(strategy.cluster, Alone)  # asked once, as an empty step takes 16 us in all
+        # Asked once, as an empty step takes 16 us in all.
+        self._is_alone = not self._has_peers and not failpoints.armed()
         self._agreed = set[Call]()  # calls whose program the processes have compared
         self._steps_to_check = 0 if strategy.num_replicas == 1 or not options.check_replicas else 1
 
@@ -196,7 +196,7 @@ class DistributedStep(Distributed):
 
     def like(self, strategy: Strategy, **options: Any) -> DistributedStep:
         """Distributes the same function under another strategy that keeps the state on its devices, with some other options."""
-        return DistributedStep(self._step, strategy, dataclasses.replace(self.options, **options))
+        return DistributedStep(strategy, self._step, dataclasses.replace(self.options, **options))
 
     def verify_next(self, how: Verify, *, pads: bool = False) -> None:
         """Verifies the next call if the step has not been, unless its options say how or not at all."""
@@ -205,7 +205,7 @@ class DistributedStep(Distributed):
             self._verify = how
 
     def _verify_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.verifier is not None  # `jdist.distribute` has given it one
+        assert self.verifier is not None  # `jdist.distribute` sets it
         how, self._verify = self._verify, "off"
         self.verification = self.verifier(self, args, kwargs, strict=how == "strict", pads=self._verify_pads)
 
@@ -220,7 +220,7 @@ class DistributedStep(Distributed):
         self, call: Call, state: PyTree, batches: PyTree, others: Others, *, shapes_alone: bool = False
     ) -> StepState:
         """Gives a state residuals of zeros for this step's gradients, or shapes of them, unless it has some."""
-        assert self._residuals is not None  # every caller asks the strategy whether it keeps any
+        assert self._residuals is not None  # callers ask `strategy.keeps_residuals` first
         program, _ = self.program(call)
 
         def after(state: PyTree) -> PyTree:
@@ -264,7 +264,7 @@ class DistributedStep(Distributed):
         check_not_mixed(self.strategy)
         if self._verify != "off":
             self._verify_first(args, kwargs)
-        with self._window.lock:  # several threads may call: each goes on from the token that the one before has left
+        with self._window.lock:  # of several calling threads each goes on from the token of the one before
             results, newest, traced, batches, axes = self._start(args, kwargs)
             num_updates = self._steps_in(batches) if "state" in traced.returns else 0
             lineage = self._window.lineage
@@ -297,16 +297,7 @@ class DistributedStep(Distributed):
         try:
             if state is not newest.state:
                 check_not_traced((state, batches))
-                newest.check_nothing_lost(self.__name__, state)
-                if self.options.non_finite == "raise" and newest.state is not None:
-                    self._window.go_on_from(state)
-                    if self._token is None:
-                        self._token = new_token(self.strategy, self.options.steps_per_call)
-                state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
-                newest.begin_with(state)
-                doubt_newest_states()
-                self._donation_guard.forget()
-                is_newest = False
+                state, is_newest = self._adopt(state), False
             else:
                 state, is_newest = newest.packed, True
                 if self._window.is_doubted:
@@ -325,8 +316,8 @@ class DistributedStep(Distributed):
                     batches = placement.place_batches(self.strategy, self.options, batches, call.batch_axes)
                     break
             if call is not self._plain_call:
-                others = self._placed(call, state, batches, others)
-            if self.strategy.keeps_residuals and not is_newest:
+                others = self._place_others(call, state, batches, others)
+            if self._residuals is not None and not is_newest:
                 state = self._with_residuals(call, state, batches, others)
             program, traced = self.program(call)
             if self._has_peers and call not in self._agreed:
@@ -343,7 +334,7 @@ class DistributedStep(Distributed):
                     raise
                 program.run_into(box, self._token, state, self._donation_guard.of(batches, state), others)
         except Exception as exc:
-            if isinstance(exc, TypeError):  # perhaps of text among the arguments, of which JAX does not name the leaf
+            if isinstance(exc, TypeError):  # perhaps from text among the arguments, whose leaf JAX does not name
                 placement.check_rows(original, self.strategy, self.options, call.batch_axes)
                 self._signature.check_others(call, others)
             explain(exc, self.strategy, self._signature, call, state, original, others)
@@ -352,12 +343,21 @@ class DistributedStep(Distributed):
         self._take_results()
         return box[0], newest.state, traced, original, call.batch_axes
 
-    def _placed(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
-        """Puts further arguments on every device, copies of those whose buffers the call donates with the state.
+    def _adopt(self, state: PyTree) -> PyTree:
+        """Takes in a state that this step's newest call did not return: in its place, packed, with a loss scale if need be."""
+        self._newest.check_nothing_lost(self.__name__, state)
+        if self.options.non_finite == "raise" and self._newest.state is not None:
+            self._window.go_on_from(state)
+            if self._token is None:
+                self._token = new_token(self.strategy, self.options.steps_per_call)
+        state = self.backend.adopt_state(self.strategy, self._with_loss_scale(pack(state)))
+        self._newest.begin_with(state)
+        doubt_newest_states()
+        self._donation_guard.forget()
+        return state
 
-        Raises:
-            DonatedStateError: an earlier call has consumed one.
-        """
+    def _place_others(self, call: Call, state: PyTree, batches: PyTree, others: PyTree) -> PyTree:
+        """Puts further arguments on every device, copies of those whose buffers the call donates with the state."""
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(others)):
             self._signature.check_not_donated(call, batches, others)
         if self.options.donates_state:

@@ -23,7 +23,7 @@ from jdist.step.program_spec import FiniteFlags, ProgramSpec, Pure, RunFn
 from jdist.step.signature import Others
 
 PyTree = Any
-# (cuts of a phase, what this replica's microbatches gave together for each) -> what all replicas gave
+# (cuts of a phase, the arrays of this replica for each) -> those of all replicas
 Combine = Callable[[Sequence[Cut], list[list[jax.Array]]], list[list[jax.Array]]]
 
 
@@ -44,11 +44,7 @@ class Plan:
     kinds: list[OutputKind]
 
     def check_averages_combined(self) -> None:
-        """Refuses replicas that would keep moving averages of their own rows.
-
-        Raises:
-            ReplicaDivergenceError: names the leaves.
-        """
+        """Raises ReplicaDivergenceError for replicas that would keep moving averages of their own rows."""
         traced = self.parts.traced
         state = jax.tree.unflatten(self.parts.state_treedef, traced.new_state)
         sizes = self.strategy.num_replicas, self.k
@@ -158,7 +154,7 @@ def gradient_part(plan: Plan, state: PyTree, batches: PyTree, others: PyTree, co
 
     Args:
         plan: the step.
-        state: the state; leaves that no phase reads may hold anything of their shape.
+        state: leaves that no phase reads may hold anything of their shape.
         batches: one replica's rows.
         others: further arguments.
         combine: brings a cut's arrays together from the replicas.
@@ -238,14 +234,14 @@ def finish_late(plan: Plan, late: list[jax.Array | None]) -> list[jax.Array | No
 def _over_microbatches(
     plan: Plan, phase: Phase, prepared: list[jax.Array], initial: dict[int, jax.Array], micro: PyTree
 ) -> tuple[list[list[jax.Array]], dict[int, jax.Array], dict[int, jax.Array]]:
-    """Runs one phase on one replica, over its microbatches.
+    """Runs one phase on one replica, over its stacked microbatches.
 
     Args:
         plan: the step.
-        phase: of it.
+        phase: one of its phases.
         prepared: what all microbatches share.
         initial: the old values of the leaves that microbatches add to, by place.
-        micro: the microbatches, stacked.
+        micro: the microbatches.
 
     Returns:
         The operands of each cut over all microbatches; the carried leaves and the outputs, by place.

@@ -71,7 +71,7 @@ def step_done(token: jax.Array) -> jax.Array:
 
 
 def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFinite) -> tuple[jax.Array, jax.Array]:
-    """Whether to go on with the new state.
+    """Decides whether to go on with the new state.
 
     Args:
         token: int32[2], of one step.
@@ -80,7 +80,7 @@ def decide(token: jax.Array, finite: list[jax.Array], base: int, policy: NonFini
         policy: "raise" or "skip".
 
     Returns:
-        The new token, and the answer, a bool scalar.
+        `(new token, decision)`; the decision is a bool scalar.
     """
     code, count = token[VERDICT], token[STEPS]
     bad = ~jnp.stack(finite)
@@ -120,11 +120,8 @@ def guarded(
         policy: "raise", "skip" or "apply".
         flag_names: takes in the names that the token's codes stand for.
         axes: the mesh axes that replicas are spread over, where they are bound.
-        loss_scaling: how the loss scale in the state moves. A smaller one may mend what is not finite, so only at the
-            smallest does "raise" take notice; the step is left out all the same.
-
-    Returns:
-        The new token, the state to go on with, and the outputs.
+        loss_scaling: moves the loss scale in the state. A smaller scale may mend what is not finite, so "raise" takes notice
+            at the smallest alone; the step is left out all the same.
     """
     if policy == "apply":
         new, outputs, _ = run(state, *rest)
@@ -148,7 +145,7 @@ def guarded(
     taken = {*known, *before_flags}
     places = {v: i for i, v in enumerate(new_vars) if not graph.is_literal(v) and v not in taken}
     places = {v: i for v, i in places.items() if sum(v is other for other in new_vars) == 1}
-    if not names or graph.effects_of(closed):  # in parts, prints and the like would come in another order
+    if not names or graph.effects_of(closed):  # in stages, prints and the like would come in another order
         places = {}
     keep, loss_scale = jnp.bool_(True), loss_scale_of(state)
     for number, stage in enumerate(graph.stages(closed, places)):

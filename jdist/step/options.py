@@ -186,11 +186,7 @@ def make_options(**options: Any) -> StepOptions:
 
 
 def check_verify(value: Any) -> None:
-    """Refuses what is no way to verify a step.
-
-    Raises:
-        StepError: lists those allowed.
-    """
+    """Raises StepError for what is no way to verify a step."""
     _check_choice("verify", value, get_args(Verify))
 
 

@@ -128,7 +128,7 @@ def _guess_roles(result: Any, state: PyTree, options: StepOptions) -> tuple[str,
             f"the step returned {len(result)} values; say what they are, for example "
             '`returns=("state", "metrics", "metrics")`. Roles: "state", "metrics", "examples", "per_replica".'
         )
-    # Neither the state's tree nor a pair: most likely a state that lost its form; this says where.
+    # Neither the state's tree nor a pair: most likely a state of another form; this says where they differ.
     check_same_state(state, result)
     raise AssertionError("unreachable: trees that differ are refused above")
 
@@ -156,15 +156,10 @@ def _guess_roles_of_several(result: Any, states: tuple[PyTree, ...]) -> tuple[st
 
 
 def kinds_of(outputs: tuple[PyTree, ...], traced: Traced, rows: int | None = None) -> tuple[PyTree, ...]:
-    """Replaces each leaf of `outputs` by its kind.
-
-    Args:
-        outputs: the results without the state.
-        traced: their roles.
-        rows: the number of rows of the batch, which "examples" must have; None: not known.
+    """Replaces each leaf of the outputs by its kind.
 
     Raises:
-        StepError: a result that cannot have its role.
+        StepError: a result cannot have its role, as "examples" without as many rows as the batch (`rows`, None: not known).
     """
 
     def of(role: str, tree: PyTree) -> PyTree:
@@ -203,9 +198,8 @@ def check_means(outputs: tuple[PyTree, ...], averaged: Sequence[bool], rows: int
         StepError: one is an integer or a bool: a count, whose mean is of no use.
 
     Warns:
-        UserWarning: one looks like one value an example, which averaging over replicas would mix. It is no error: a
-            vector of another kind (one entry a class, a layer, an expert) may happen to be as long as the replica's
-            rows.
+        UserWarning: one looks like one value an example, which averaging would mix. It is no error: a vector of another
+            kind (one entry a class, a layer, an expert) may happen to be as long as the replica's rows.
     """
     for (path, leaf), is_mean in zip(jax.tree_util.tree_leaves_with_path(outputs), averaged, strict=True):
         if not is_mean:

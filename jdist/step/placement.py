@@ -145,7 +145,7 @@ def replicate(strategy: Strategy, tree: PyTree) -> PyTree:
     whole = strategy.replicated_sharding
 
     def put_whole(x: Any) -> Any:
-        if is_spread(x):  # parameters of a state in parts, for an evaluation
+        if is_spread(x):  # parameters in parts, passed to an evaluation
             return jax.device_put(np.asarray(x), whole)
         if isinstance(x, jax.Array) and x.sharding != whole:
             return put(x, whole)
@@ -177,11 +177,7 @@ def check_in_parts(strategy: Strategy, state: PyTree) -> None:
 
 
 def compare_replicas(strategy: Strategy, state: PyTree) -> None:
-    """Compares the replicas' copies of every replicated leaf.
-
-    Raises:
-        ReplicaDivergenceError: names the leaves and the replicas that differ.
-    """
+    """Raises ReplicaDivergenceError if the replicas' copies of a leaf differ; names leaves and replicas."""
     if (hashed := hash_replicas(strategy, state)) is not None:
         hashes, paths, _ = hashed
         compare(hashes, paths)
@@ -210,15 +206,11 @@ def hash_replicas(strategy: Strategy, state: PyTree) -> tuple[np.ndarray, list[s
 
 
 def check_rows(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
-    """Refuses global batches whose rows, each leaf's on its axis, do not divide among replicas and microbatches.
-
-    Raises:
-        BatchError: with the numbers and the remedy.
-    """
+    """Raises BatchError if the rows of batches, each leaf's on its axis, do not divide among replicas and microbatches."""
     n, lead = strategy.num_replicas, options.num_step_axes
     if axes:
         batches = rows_first(batches, axes, lead=lead, shapes_only=True)
-    # One batch is the usual case; its leaves are then named without the place among several.
+    # Of a single batch, the usual case, leaves are named without its place among several.
     batches = batches[0] if isinstance(batches, tuple) and len(batches) == 1 else batches
     check_batch(batches, parts=n, explanation=f"{n} replicas", accumulate=options.accumulate, lead=lead)
 
@@ -237,11 +229,7 @@ def rows_shardings(strategy: Strategy, options: StepOptions, batches: PyTree, ax
 
 
 def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, axes: tuple[int, ...] = ()) -> None:
-    """Refuses batches, or their shapes, of a dataset that stacks steps where the step makes one a call, or the other way.
-
-    Raises:
-        BatchError: says what has to be the same.
-    """
+    """Raises BatchError if a dataset stacks steps where the step makes one a call, or vice versa; takes shapes too."""
     if strategy.mesh is None:
         return
     lead, leaves = options.num_step_axes, jax.tree.leaves(batches)
@@ -265,11 +253,7 @@ def check_stacking(batches: PyTree, strategy: Strategy, options: StepOptions, ax
 
 
 def place_batches(strategy: Strategy, options: StepOptions, batches: PyTree, axes: tuple[int, ...]) -> PyTree:
-    """Puts batches that a step was called with on the devices, rows spread over the replicas.
-
-    Raises:
-        BatchError: the rows do not divide, or the batch was stacked for another `steps_per_call`.
-    """
+    """Puts the batches of a call on the devices, rows spread over the replicas; raises BatchError if they do not fit."""
     check_stacking(batches, strategy, options, axes)
     check_rows(batches, strategy, options, axes)
     # A copy: on CPU device_put may show the step the caller's own buffer, which may change while the step runs.
@@ -318,7 +302,7 @@ def _share(a: jax.Array, b: jax.Array) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         if is_key(a) == is_key(b):
             return False
-        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # these are the key's own buffers
+        a, b = (jax.random.key_data(x) if is_key(x) else x for x in (a, b))  # one may be the key data of the other
         return _share(a, b)
     if is_key(a):
         return _share(jax.random.key_data(a), jax.random.key_data(b))

@@ -42,7 +42,7 @@ class FiniteFlags:
         return cls([name for name, _ in trace.finite], [flag for _, flag in trace.finite], bool(trace.hidden))
 
 
-# One step over one replica's rows: (state, batches, others) -> (state, outputs, what was seen of the gradients)
+# One step over one replica's rows: (state, batches, others) -> (state, outputs, flags of its gradients)
 RunFn = Callable[[PyTree, PyTree, Others], tuple[PyTree, tuple[PyTree, ...], FiniteFlags]]
 # What a replica runs in one call: (token, state, batches, others) -> (token, state, outputs); for the token see `non_finite`
 StepFn = Callable[[jax.Array, PyTree, PyTree, Others], tuple[jax.Array, PyTree, tuple[PyTree, ...]]]
@@ -95,7 +95,7 @@ class ProgramSpec:
         if precision is not None:
             precision.check_names((user, batches))
             batches = precision.cast_to_compute(batches, keep=(MASK,))  # sums of weights are exact
-        # Copies of the containers: what a step changes in place is its own, whoever else looks at what came in.
+        # Copies of the containers: what a step changes in place must not change for the caller.
         argument, batches, others = jax.tree.map(lambda x: x, (user, batches, others))
         with tracing(dataclasses.replace(trace, precision=precision, loss_scale=self._loss_scale(state, others))):
             results = self.call.apply(self.step, argument, batches, others)
@@ -120,7 +120,7 @@ class ProgramSpec:
         def pure(state: PyTree, batches: PyTree, others: Others) -> tuple[PyTree, Any, list[OutputKind]]:
             new_state, outputs, flags = self.apply(state, batches, others)
             seen.append(flags)
-            # The flags are made from the combined gradients, as some metrics are, and are the same on all replicas.
+            # Flags are made of combined gradients: like a metric that is the same on all replicas.
             kinds = [*jax.tree.leaves(kinds_of(outputs, self.traced, rows_of(batches))), *[METRIC] * len(flags.finite)]
             return new_state, (*outputs, flags.finite), kinds
 

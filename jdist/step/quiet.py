@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jdist.jaxpr import graph
 from jdist.jaxpr.graph import ClosedJaxpr
 
-_UNIFORM = 0.1  # keeps what dropout would keep at any usual rate, and is no middle of a distribution
+_UNIFORM = 0.1  # kept by dropout at any usual rate, and not the middle of a distribution
 _DRAWS = ("random_bits", "random_gamma")
 _PRINTS = ("debug_print", "debug_callback")  # they return nothing; other calls of the host do
 _CALLBACKS = ("io_callback", "outside_call")
@@ -62,22 +62,21 @@ def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None], known: di
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     is_closed = isinstance(jaxpr, ClosedJaxpr) and not isinstance(jaxpr, jex.Jaxpr)
-    opened: Any = jaxpr  # for type checkers, which take it for what it was compared with
+    opened: Any = jaxpr  # type checkers narrow `jaxpr` by the check above
     if is_closed:
         inner = _rewritten(opened.jaxpr, rewrite, known)
         result = opened if inner is opened.jaxpr else ClosedJaxpr(inner, opened.consts)
     else:
         eqns = [new for eqn in opened.eqns for new in _replaced(eqn, rewrite, known)]
         same = len(eqns) == len(opened.eqns) and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
-        # Without effects: those of the prints are gone, and only they were there.
-        result = opened if same else opened.replace(eqns=eqns, effects=_effects(opened, eqns))
+        if same:
+            result = opened
+        else:  # without the effects of prints that are gone
+            kept = {effect for eqn in eqns for effect in eqn.effects}
+            effects = type(opened.effects)(effect for effect in opened.effects if effect in kept)
+            result = opened.replace(eqns=eqns, effects=effects)
     known[id(jaxpr)] = result
     return result
-
-
-def _effects(jaxpr: Any, eqns: list[Any]) -> Any:
-    kept = {effect for eqn in eqns for effect in eqn.effects}
-    return type(jaxpr.effects)(effect for effect in jaxpr.effects if effect in kept)
 
 
 def _quiet(eqn: Any) -> list[Any] | None:
@@ -92,7 +91,7 @@ def _shaken(eqn: Any, eps: float) -> list[Any] | None:
     operand, aval = eqn.invars[0], eqn.invars[0].aval
     if (
         not jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.float64
-    ):  # of doubles any order is exact enough
+    ):  # doubles are exact enough in any order
         return None
 
     def function(x: jax.Array) -> jax.Array:
@@ -140,7 +139,7 @@ def _constant(eqn: Any) -> list[Any]:
     (out,) = eqn.outvars
     shape, dtype = out.aval.shape, out.aval.dtype
     value = 1 if jnp.issubdtype(dtype, jnp.floating) else int(_UNIFORM * 2 ** (8 * dtype.itemsize))
-    # With an axis more, as a scalar constant would be no equation.
+    # With one more axis, as a scalar constant would be no equation.
     closed = jax.make_jaxpr(lambda: jax.lax.full((1, *shape), value, dtype).reshape(shape))()
     *first, last = (each.replace(ctx=eqn.ctx) for each in closed.jaxpr.eqns)
     return [*first, last.replace(outvars=[out])]

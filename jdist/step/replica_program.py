@@ -40,8 +40,8 @@ def replica_program(spec: ProgramSpec) -> StepFn:
 def on_whole_batch(spec: ProgramSpec) -> RunFn:
     """Runs the user's step on a replica's whole batch, and averages the metrics that differ from replica to replica."""
     strategy = spec.strategy
-    # Virtual CPU devices share one memory, so each reads its own part of the gradients and they exchange what they saw.
-    # On devices with a memory of their own, or of several processes, that exchange takes longer than reading all.
+    # Virtual CPU devices share one memory, so each checks its own part of the gradients and they exchange the results.
+    # On devices with memories of their own, or in several processes, that exchange takes longer than checking all.
     bound = bool(strategy.bound_axes)
     one_process = len({device.process_index for device in strategy.devices}) == 1
     shares_memory = bound and one_process and strategy.devices[0].platform == "cpu"
@@ -60,7 +60,7 @@ def on_whole_batch(spec: ProgramSpec) -> RunFn:
             names[:], hidden[:] = flags.names, [flags.hidden]
             return (feedback.close(new_state) if feedback else new_state), outputs, flags.finite
 
-        # Which metrics differ from replica to replica is seen in the traced step.
+        # The traced step shows which metrics differ from replica to replica.
         arguments = state, batches, others
         closed, shapes = jax.make_jaxpr(as_written, return_shape=True)(*arguments)
         new_state, outputs, finite = jax.tree.unflatten(

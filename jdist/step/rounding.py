@@ -21,7 +21,7 @@ PyTree = Any
 Leaf = tuple[Any, Any]
 
 _OF_CHANGE = 1e-5  # sums in another order, in float32, relative to how much a step changes a leaf
-_OF_NOISE, _OF_NOISE_FEW, _FEW = 5.0, 15.0, 16  # how far above what rounding did; of few elements that says less
+_OF_NOISE, _OF_NOISE_FEW, _FEW = 5.0, 15.0, 16  # times the measured noise; a noise of few elements is less certain
 _NUM_TRIALS = 4
 
 
@@ -84,7 +84,7 @@ def beyond_rounding(
     Args:
         one: the results as one replica.
         other: the results to compare.
-        among: which to look at.
+        among: the places to look at.
         run: the step as one replica, with a function applied to each of its arguments' leaves on the host.
         eps: the relative error of a rounding, of the least precise numbers that the step computes with.
     """
@@ -93,7 +93,7 @@ def beyond_rounding(
     noise = [0.0] * len(one)
     for trial in range(_NUM_TRIALS):
         results = run(_rounded(eps, np.random.default_rng(trial)))
-        for i in among:  # the change, not the value: what the arguments were given is no noise of the step
+        for i in among:  # of the change, not of the value: errors in the arguments are no noise of the step
             noise[i] = max(noise[i], distance(change(results[i]), change(one[i])))
     factors = {i: _OF_NOISE_FEW if np.size(one[i][1]) < _FEW else _OF_NOISE for i in among}
     return [i for i in among if _apart(one[i], other[i]) > factors[i] * noise[i]]
@@ -103,7 +103,7 @@ def _rounded(eps: float, random: np.random.Generator) -> Callable[[Any], Any]:
     """Makes the function that gives a leaf errors of rounding; integers and keys none."""
 
     def with_errors(x: Any) -> Any:
-        # A number of Python's stays one: as an array it would compile the step again.
+        # A Python number stays one: as an array it would compile the step again.
         if not isinstance(x, np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         array: Any = np.asarray(x)

@@ -48,7 +48,7 @@ def run(strategy: Strategy, fn: Callable[..., PyTree], args: tuple[PyTree, ...],
             whole[i] = leaf
 
     def body(own: dict[int, Any], whole: dict[int, Any]) -> PyTree:
-        parts = list(leaves)  # what is no array stays as it is, and so does a flag such as `training=True`
+        parts = list(leaves)  # other leaves stay, and so do flags such as `training=True`
         for i, part in {**own, **whole}.items():
             parts[i] = jax.tree.map(lambda x: x[0], part.value) if isinstance(part, PerReplica) else part
         args, kwargs = jax.tree.unflatten(treedef, parts)

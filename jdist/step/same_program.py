@@ -26,9 +26,8 @@ from jdist.step.quiet import prints
 from jdist.support.arrays import is_key, to_host
 
 PyTree = Any
-Exchange = Callable[
-    [str, Any, float], list[Any]
-]  # `Runtime.exchange`: (what, own value, timeout_s) -> those of all processes
+# `Runtime.exchange`: (what, this process's value, timeout_s) -> the values of all processes
+Exchange = Callable[[str, Any, float], list[Any]]
 _WAIT_S = 600.0  # the others may trace longer
 _MOST_LETTERS = 200
 _SHOWN = 5
@@ -65,7 +64,7 @@ def check_same_program(closed: Any, name: str, exchange: Exchange) -> None:
     summaries = exchange(what, [len(lines), digests[-1].hex(), prints(closed)], _WAIT_S)
     if all(one == summaries[0] for one in summaries) or len({printing for _, _, printing in summaries}) > 1:
         return
-    # So many lines are the same; with so many there is a difference.
+    # The first `same` lines are equal, the first `first` lines are not.
     same, first = 0, min(count for count, _, _ in summaries) + 1
     while first - same > 1:
         middle = (same + first) // 2
@@ -151,11 +150,7 @@ def _place(eqn: Any) -> str:
 
 
 def _check_same_state(strategy: Strategy, name: str, state: PyTree) -> None:
-    """Compares the state that the processes begin with.
-
-    Raises:
-        ReplicaDivergenceError: on all of them; names the leaves, with the values of scalars.
-    """
+    """Raises ReplicaDivergenceError, on all of them, if the processes begin with different states."""
     if (hashed := hash_replicas(strategy, state)) is None:
         return
     hashes, paths, leaves = hashed

@@ -153,11 +153,6 @@ def as_taken(outputs: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
 class Signature:
     """A step's parameters and their roles.
 
-    Args:
-        step: the user's step.
-        options: its roles.
-        strategy: what it runs under; None: there is none to ask how batches lie.
-
     Raises:
         StepError: a name in `static_argnames` is no parameter of the step, or a parameter named `state` or `batch` does
             not have that role.
@@ -186,7 +181,7 @@ class Signature:
                 )
         for i, name in enumerate(self.positional):
             role = options.args[i] if i < len(options.args) else None
-            # What is declared replicated or static is meant to be; what is not declared at all has been overlooked.
+            # An argument declared replicated or static is meant so; one that is not declared at all was overlooked.
             misplaced = name in ("state", "batch") and role in {"state", "batch", None} - {name}
             if misplaced and name not in options.static_argnames:
                 raise StepError(
@@ -261,11 +256,7 @@ class Signature:
         check_no_batch(self.name, values, batches, call.batch_axes, options, self._strategy, remedy)
 
     def check_others(self, call: Call, others: Others) -> None:
-        """Refuses text and objects among the replicated arguments.
-
-        Raises:
-            StepError: names the argument, the leaf and its type.
-        """
+        """Raises StepError for text and objects among the replicated arguments."""
         places = [i for i, role in enumerate(call.roles) if role == "replicated"]
         named = [(self._name_of(i), value) for i, value in zip(places, others.replicated, strict=True)]
         for name, value in [*named, *((f"keyword argument `{key}`", value) for key, value in others.named.items())]:
@@ -276,11 +267,7 @@ class Signature:
             )
 
     def check_not_donated(self, call: Call, batches: PyTree, others: Others) -> None:
-        """Refuses arguments whose buffers an earlier call has consumed.
-
-        Raises:
-            DonatedStateError: names the argument and the leaf.
-        """
+        """Raises DonatedStateError for an argument whose buffers an earlier call has consumed."""
         values = {"batch": iter(batches), "replicated": iter(others.replicated)}
         named = [(self._name_of(i), next(values[role])) for i, role in enumerate(call.roles) if role in values]
         by_name = [(f"keyword argument `{key}`", value) for key, value in others.named.items()]
@@ -322,13 +309,10 @@ def check_no_batch(
         name: the step's.
         values: the arguments, by what they are called in the message.
         batches: the declared ones.
-        batch_axes: see `Call`.
+        batch_axes: the axis of the rows of each of their leaves, as in `Call`.
         options: the decorator's options.
         strategy: what the step runs under.
         remedy: what to write instead.
-
-    Raises:
-        StepError: names the argument.
     """
     lead = options.num_step_axes
     leaves = [np.shape(x) for x in jax.tree.leaves(rows_first(batches, batch_axes, lead=lead, shapes_only=True))]

@@ -125,7 +125,7 @@ def of_step(evidence: Evidence, names: list[str]) -> Cause:
     if _cuts(evidence.one, evidence.rows):
         return CUT
     lengths = Counter(_lengths(evidence.one)) - Counter(_lengths(evidence.many))
-    if any(_is_multiple(length, evidence.parts) for length in lengths):
+    if any(length >= evidence.parts and length % evidence.parts == 0 for length in lengths):
         return LOOPS
     return NO_MEAN
 
@@ -156,10 +156,6 @@ def of_shape(one: tuple[int, ...], many: tuple[int, ...]) -> Cause:
         'Return results of rows with the rows first, in a role of their own, `returns=("state", "metrics", "examples")`, or '
         "take their mean.",
     )
-
-
-def _is_multiple(length: int, parts: int) -> bool:
-    return length >= parts and length % parts == 0
 
 
 def _lengths(closed: Any) -> list[int]:

@@ -84,11 +84,7 @@ def _tree_difference(before: PyTree, after: PyTree) -> str:
 
 
 def check_not_traced(arguments: PyTree) -> None:
-    """Refuses a call from inside a JAX transformation.
-
-    Raises:
-        StepError: an argument is a tracer.
-    """
+    """Raises StepError for tracers: the call is made inside a JAX transformation."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         raise StepError(
             "a distributed step was called while JAX traces (inside `jax.jit`, `lax.scan`, ...); it is compiled "
@@ -97,11 +93,7 @@ def check_not_traced(arguments: PyTree) -> None:
 
 
 def check_whole(state: PyTree) -> None:
-    """Refuses leaves of which each device holds another part: a state replicated by hand for `pmap`, or sharded.
-
-    Raises:
-        StepError: names the first such leaf.
-    """
+    """Raises StepError for leaves of which each device holds another part: a state replicated for `pmap`, or sharded."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             raise StepError(
@@ -113,11 +105,7 @@ def check_whole(state: PyTree) -> None:
 
 
 def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
-    """Refuses arrays in parts in host memory, which only the strategy that made them can put together.
-
-    Raises:
-        StepError: names the first such leaf, and what to pass instead.
-    """
+    """Raises StepError for arrays in parts in host memory, which only the strategy that made them can put together."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, HostSharded)):
         if isinstance(leaf, HostSharded):
             raise StepError(
@@ -130,17 +118,9 @@ def check_no_parts(strategy: Strategy, tree: PyTree) -> None:
 _KEEP_OUT = "Keep text and settings out of the tree, or in static fields of a dataclass."
 
 
-def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT) -> None:
-    """Refuses leaves that are no arrays or numbers.
-
-    Raises:
-        StepError: names the tree by `what`, the leaf and its type, and the remedy.
-    """
-    _check_leaves(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_static), what, remedy)
-
-
-def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None:
-    for path, leaf in leaves:
+def check_arrays(tree: PyTree, what: str, remedy: str = _KEEP_OUT, *, constants: bool = False) -> None:
+    """Raises StepError for leaves that are no arrays or numbers; for constants of a packed tree too, unless allowed."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=None if constants else is_static):
         of_numpy = isinstance(leaf, np.ndarray | np.generic)
         if not (of_numpy and is_numeric(leaf.dtype)) and not isinstance(leaf, jax.Array | int | float | complex):
             raise StepError(
@@ -150,12 +130,8 @@ def _check_leaves(leaves: list[tuple[Any, Any]], what: str, remedy: str) -> None
 
 
 def check_state(state: PyTree, what: str = "the state") -> None:
-    """Refuses leaves of a packed state that are no arrays or numbers; constants are allowed.
-
-    Raises:
-        StepError: names the leaf and its type.
-    """
-    _check_leaves(jax.tree_util.tree_leaves_with_path(state), what, _KEEP_OUT)
+    """Raises StepError for leaves of a state that are neither arrays or numbers nor constants."""
+    check_arrays(state, what, constants=True)
 
 
 def kind_of(leaf: Any) -> str:
@@ -183,11 +159,11 @@ def check_batch(batches: PyTree, *, parts: int, explanation: str, accumulate: in
         batches: pytree of arrays [rows, ...], or [steps, rows, ...] with `lead=1`.
         parts: among how many the rows are divided.
         explanation: who these are, for the message.
-        accumulate: into how many microbatches each divides its rows again.
+        accumulate: the number of microbatches of each.
         lead: number of axes before the rows.
 
     Raises:
-        BatchError: with the numbers and the remedy; or a leaf is text, an object or another thing without numbers.
+        BatchError: with the numbers and the remedy; or a leaf holds no numbers.
     """
     rows: int | None = None
     first = ""

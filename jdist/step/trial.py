@@ -14,7 +14,6 @@ from jax.extend import core as jex
 from jdist.core.host_sharded import is_spread
 from jdist.core.per_replica import is_per_replica
 from jdist.core.step_state import pack
-from jdist.step.mesh_program import Program
 from jdist.step.mesh_step import DistributedStep
 from jdist.step.non_finite import new_token
 from jdist.step.outputs import Traced
@@ -55,7 +54,7 @@ class Trial:
     def shaken(self, eps: float) -> Trial:
         """Copies the trial, after a run, with errors of rounding in all that is summed."""
         trial = copy.copy(self)
-        trial._run = self._evaluates(shaken(quiet(self.closed), eps))
+        trial._run = self._compile(shaken(quiet(self.closed), eps))
         return trial
 
     def run(self, state: PyTree, batches: PyTree, others: PyTree) -> dict[str, Result]:
@@ -75,7 +74,7 @@ class Trial:
         Raises:
             JDistError: what a call with them would raise before it runs.
         """
-        with warnings.catch_warnings():  # the step's own call warns of the same
+        with warnings.catch_warnings():  # the step's own call warns as well
             warnings.simplefilter("ignore")
             strategy, options = self.step.strategy, self.step.options
             others = replicate(strategy, others)
@@ -88,21 +87,12 @@ class Trial:
                 closed = program.trace(*arguments)
                 self.closed, self._treedef = closed.jaxpr, jax.tree.structure(closed.out_info)
                 is_loud = draws(self.closed) or prints(self.closed)
-                self._run = self._evaluates(quiet(self.closed)) if is_loud else _runs(program)
+                self._run = self._compile(quiet(self.closed)) if is_loud else lambda arguments: program.run(*arguments)
         return arguments, traced
 
-    def _evaluates(self, closed: Any) -> Run:
+    def _compile(self, closed: Any) -> Run:
         function = jax.jit(jex.jaxpr_as_fun(closed))
         return lambda arguments: self._treedef.unflatten(function(*jax.tree.leaves(arguments)))
-
-
-def _runs(program: Program) -> Run:
-    def run(arguments: tuple[PyTree, ...]) -> Any:
-        box: list[Any] = []
-        program.run_into(box, *arguments)
-        return box[0]
-
-    return run
 
 
 def named_leaves(results: Any, returns: tuple[str, ...]) -> Iterator[Result]:

@@ -78,7 +78,7 @@ def verify_first(
     """
     try:
         verification = _verified(step, args, kwargs, pads=pads)
-    except Exception as exc:  # noqa: BLE001 - the call itself follows, and raises what is wrong with step or arguments
+    except Exception as exc:  # noqa: BLE001 - the call that follows raises it again
         verification = _left_out(f"the step, as that failed: {type(exc).__name__}: {exc}", 0)
     if strict and not (verification.ok and (verification.num_compared or verification.parts == 1)):
         raise VerificationError(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jdist.core.host_sharded import Layout
 from jdist.core.strategy import Strategy
 from jdist.reduction import psum
 from jdist.sharded_state import operations as central
@@ -68,5 +69,5 @@ def central_storage(
         topology=topology,
     )
     if len(used) > 1:
-        central.check_host_memory(strategy)
+        Layout.of(strategy)  # refuses devices without host memory
     return strategy

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-# What libtpu otherwise asks a metadata server that is not there, and warns about on standard error.
+# Without these libtpu asks a metadata server that is not there, and warns on standard error.
 _NO_WORKER = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",

@@ -12,7 +12,7 @@ from jdist.core.strategy import Device, Strategy, Transform
 from jdist.errors import StrategyError
 from jdist.reduction import Reduction
 from jdist.step import feed, placement
-from jdist.step.decorator import distribute_locally
+from jdist.step.mesh_step import DistributedStep
 from jdist.step.run_on_replicas import run
 
 
@@ -41,7 +41,7 @@ LOCAL = Operations(
     run=run,
     feed_batches=feed.feed_batches,
     feed_pipelines=feed.feed_pipelines,
-    distribute=distribute_locally,
+    distribute=DistributedStep,
     describe=describe,
 )
 
@@ -83,11 +83,7 @@ def strategy_over(
 
 
 def check_axis(axis: str) -> None:
-    """Refuses what is no name of a mesh axis.
-
-    Raises:
-        StrategyError: it shows the value.
-    """
+    """Raises StrategyError for what is no name of a mesh axis."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
 
@@ -105,11 +101,7 @@ def check_transform(transform: str, topology: str | None) -> None:
 
 
 def check_reduction(reduction: Reduction, transform: Transform) -> None:
-    """Refuses an all-reduce algorithm that a transform would leave out.
-
-    Raises:
-        StrategyError: it is not `psum`, and the compiler places the all-reduces.
-    """
+    """Raises StrategyError for an all-reduce algorithm that a transform would leave out."""
     if transform == "jit" and reduction.name != "psum":
         raise StrategyError(
             f'`all_reduce` is {reduction.name} and `transform` is "jit", under which the compiler places the all-reduces and '

@@ -84,7 +84,7 @@ def multi_worker(
         raise StrategyError(
             f"`cluster` is a {type(spec).__name__}; pass a `jdist.cluster.ClusterSpec`, or leave it out."
         )
-    if spec.task_type == "evaluator":  # takes no part in the job: its own devices, and nobody to wait for
+    if spec.task_type == "evaluator":  # it takes no part in the job: it has its own devices and waits for nobody
         joined = runtime.alone()
     else:
         joined = runtime.start(spec, **options.timeouts)

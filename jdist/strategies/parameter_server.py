@@ -20,9 +20,8 @@ from jdist.data.options import FeedOptions
 from jdist.errors import DatasetError, StrategyError
 from jdist.ps.coordinator.api import ClusterCoordinator
 from jdist.ps.coordinator.datasets import WorkerDataset
-from jdist.ps.coordinator.options import Servers
 from jdist.ps.coordinator.remote_state import RemoteState
-from jdist.ps.coordinator.servers import connected
+from jdist.ps.coordinator.servers import Servers, connect_servers
 from jdist.ps.coordinator.session import Session
 from jdist.ps.local import LocalCluster
 from jdist.ps.program.partition import Partitioner, Placement
@@ -126,7 +125,7 @@ def parameter_server(
     spec, options = arguments.resolve()
     if options is None:
         return mirrored(axis=axis)
-    # Errors of a cluster are heard of here; processes of this machine can wait.
+    # A cluster's errors are raised here; local processes start when they are needed.
     servers = (
         functools.partial(
             _local_servers,
@@ -135,7 +134,7 @@ def parameter_server(
             arguments.devices_per_worker,
         )
         if spec is None
-        else connected(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
+        else connect_servers(spec, insecure=insecure, keep=keep_servers, start_timeout_s=start_timeout_s)
     )
     note_coordinator()
     return _strategy(Session(servers, options))

@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jdist.cluster.spec import ClusterSpec
 from jdist.core.strategy import Strategy
 from jdist.errors import StrategyError
-from jdist.ps.coordinator.options import PsOptions
 from jdist.ps.coordinator.servers import check_place, cluster_of_environment
+from jdist.ps.coordinator.session import PsOptions
 from jdist.ps.program.partition import Partitioner, Placement, min_size
 from jdist.ps.program.wire_dtype import Wire
 from jdist.ps.protocol.shard import OnStale, Rules

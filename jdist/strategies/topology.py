@@ -207,7 +207,7 @@ def topology_devices(name: str) -> tuple[Device, ...]:
             )
     except (RuntimeError, NotImplementedError) as exc:
         reason = str(exc).partition("\n")[0]
-        if not reason.startswith("INVALID_ARGUMENT: "):  # the topology was not looked at
+        if not reason.startswith("INVALID_ARGUMENT: "):  # it did not get as far as the topology
             raise DeviceError(
                 f"libtpu, which holds the TPU compiler, cannot be loaded: {reason}. Install it again, pip install "
                 "--force-reinstall 'jdist[plan-tpu]', and unset TPU_LIBRARY_PATH if it is set."

@@ -20,6 +20,7 @@ from jdist.checkpoint import pieces, save
 from jdist.checkpoint.checkpointer import Checkpointer, CheckpointWarning
 from jdist.errors import CheckpointError
 from tests.checkpoint.save_forever import KEEP, state_at
+from tests.children import without_devices
 
 SCRIPT = pathlib.Path(__file__).with_name("save_forever.py")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -27,7 +28,7 @@ LIKE = state_at(0)
 
 
 def start(*args):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = {**without_devices(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args)], stdout=subprocess.PIPE, text=True, env=env)
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from jdist.launcher.environment import free_ports
+from tests.children import without_devices
 
 PYTHON = sys.executable
 ROOT = Path(__file__).parents[2]
@@ -78,10 +79,9 @@ class Job:
         self.folder = folder
         hosts = hosts or ["127.0.0.1"] * count
         self.addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(count), strict=True)]
-        variables = os.environ | {
+        variables = without_devices() | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
             "PYTHONUNBUFFERED": "1",
             "JDIST_RECORD_DIR": str(self.records),
             **({} if failpoints is None else {"JDIST_FAILPOINTS": failpoints}),

@@ -35,6 +35,12 @@ IN_16_BITS = all_cases(STRATEGIES, FAMILIES, PRECISIONS)
 CHOSEN = set(pairwise([case for case in ALL if is_light(case)]))
 
 
+def marks(strategy: str, shared: str, *, always: bool) -> list[pytest.MarkDecorator]:
+    """Of a case: whether it always runs; and which share servers, or what one device gives, and so run in one process."""
+    group = pytest.mark.xdist_group("conformance_servers" if "server" in strategy else f"conformance_{shared}")
+    return [group] if always else [group, pytest.mark.full]
+
+
 def test_the_chosen_part_of_the_matrix_holds_every_pair():
     assert 6 * 6 <= len(CHOSEN) < len(ALL) / 4
 
@@ -76,7 +82,7 @@ def compare(run: Run, expected: Run, losses: float, params: float | None, record
 
 @pytest.mark.parametrize(
     ("strategy", "family", "option", "optimizer"),
-    [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full, id="-".join(case)) for case in ALL],
+    [pytest.param(*case, marks=marks(*case[:2], always=case in CHOSEN), id="-".join(case)) for case in ALL],
 )
 def test_equals_one_device(strategy: str, family: str, option: str, optimizer: str, record_property: Any):
     options = OPTIONS[option]
@@ -109,7 +115,7 @@ def test_half_the_devices_and_twice_the_microbatches_train_the_same(family: str,
 @pytest.mark.parametrize(
     ("strategy", "family", "option", "optimizer"),
     [
-        pytest.param(*case, marks=() if case in PRECISION_CASES else pytest.mark.full, id="-".join(case))
+        pytest.param(*case, marks=marks(*case[:2], always=case in PRECISION_CASES), id="-".join(case))
         for case in IN_16_BITS
     ],
 )
@@ -140,7 +146,10 @@ def always_runs(strategy: str, option: str) -> bool:
 
 @pytest.mark.parametrize(
     ("strategy", "option"),
-    [pytest.param(*case, marks=() if always_runs(*case) else pytest.mark.full, id="-".join(case)) for case in METRICS],
+    [
+        pytest.param(*case, marks=marks(case[0], case[0], always=always_runs(*case)), id="-".join(case))
+        for case in METRICS
+    ],
 )
 def test_metrics_are_those_of_scikit_learn(strategy: str, option: str):
     made = STRATEGIES[strategy]()
@@ -152,7 +161,7 @@ def test_metrics_are_those_of_scikit_learn(strategy: str, option: str):
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(s, marks=pytest.mark.full if s in ALGORITHMS and "server" not in s else ()) for s in STRATEGIES],
+    [pytest.param(s, marks=marks(s, s, always=s not in ALGORITHMS or "server" in s)) for s in STRATEGIES],
 )
 def test_fit_evaluate_and_predict_are_those_of_one_device(strategy: str):
     """Of a data set whose last batch is short: training, the means of each epoch, an evaluation, and predictions."""

@@ -11,13 +11,9 @@ import pytest
 
 import jdist
 from tests.by_default import some
+from tests.toys import masked_batch
 
-rng = np.random.default_rng(0)
-BATCH = {
-    "x": rng.normal(size=(16, 3)).astype(np.float32),
-    "y": rng.normal(size=16).astype(np.float32),
-    "mask": np.arange(16) < 10,
-}
+BATCH = masked_batch()
 STEPS = {}
 
 

@@ -69,6 +69,7 @@ USES = {
 }
 
 
+@pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_strategy_and_its_step_are_collected(name, use):

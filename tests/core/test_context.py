@@ -11,8 +11,8 @@ import pytest
 import jdist
 from jdist.core import context
 from jdist.errors import StepError, StrategyError
+from tests.toys import TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 ONE = jdist.one_device()
 
 

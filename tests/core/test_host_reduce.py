@@ -7,8 +7,8 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
+from tests.toys import TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 ONE = jdist.one_device()
 
 

@@ -9,18 +9,8 @@ from jax.sharding import PartitionSpec
 import jdist
 from jdist.data.batch_axis import axes_of_leaves, rows_first, rows_in_place
 from jdist.errors import BatchError, DatasetError, StepError
+from tests.toys import EVERY_OF_ONE_PROCESS, TWO
 
-DEVICES = ["cpu:0", "cpu:1"]
-TWO = jdist.mirrored(DEVICES)
-EVERY = {
-    "default": jdist.default(),
-    "one_device": jdist.one_device("cpu:2"),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(DEVICES, transform="pmap"),
-    "jit": jdist.mirrored(DEVICES, transform="jit"),
-    "multi_worker": jdist.multi_worker(),
-    "central_storage": jdist.central_storage(DEVICES),
-}
 AXES = {"x": 1, "y": 0}
 RNG = np.random.default_rng(0)
 BATCHES = [  # x is [time, rows, features]; the last batch is short
@@ -57,9 +47,9 @@ def check(w, found):
         np.testing.assert_allclose(np.asarray(sums), expected_sums, rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(params=EVERY)
+@pytest.fixture(params=EVERY_OF_ONE_PROCESS)
 def strategy(request):
-    return EVERY[request.param]
+    return EVERY_OF_ONE_PROCESS[request.param]
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)

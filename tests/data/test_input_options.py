@@ -9,8 +9,7 @@ import pytest
 import jdist
 from jdist.data import distributed_dataset, from_arrays
 from jdist.errors import DatasetError
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+from tests.toys import TWO
 
 
 @pytest.mark.parametrize(

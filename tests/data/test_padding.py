@@ -57,6 +57,7 @@ def test_without_a_mask_there_is_no_padding(batch):
     assert real_rows(batch) is None
 
 
+@pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("make", [np.zeros, jax.numpy.zeros])
 def test_nothing_is_kept_of_batches_that_are_gone(make):
     gc.collect()

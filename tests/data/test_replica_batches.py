@@ -10,8 +10,8 @@ import jdist
 from jdist.data import from_arrays
 from jdist.data.sources.replica_batches import from_function
 from jdist.errors import BatchError, DatasetError
+from tests.toys import TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 PER_REPLICA = jdist.InputOptions(replication="per_replica")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,10 @@ def _message(call: ast.Call, name: str, scope: _Scope) -> list[str]:
     return scope.texts(call.args[0])
 
 
-def messages() -> Iterator[str]:
+@functools.cache
+def messages() -> list[str]:
     """Every message behind the name of its class, with `…` for what varies; several where the text depends on a condition."""
+    found: list[str] = []
     for path in sorted(p for p in (ROOT / "jdist").rglob("*.py") if p.name != "__main__.py"):
         module = importlib.import_module(
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -103,8 +105,12 @@ def messages() -> Iterator[str]:
             if not isinstance(node, ast.Call):
                 continue
             name = ast.unparse(node.func)
+            of_a_class = path.name == "errors.py" and name == "super().__init__"
+            if not of_a_class and not (name in MADE_BY and (node.args or name == "Problem")):
+                continue
             scope = _Scope(module, functions, owner.get(id(node)))
-            if path.name == "errors.py" and name == "super().__init__":
-                yield from (f"{classes[id(node)]}: {text}" for text in scope.texts(node.args[0]))
-            elif name in MADE_BY and (node.args or name == "Problem"):
-                yield from (f"{MADE_BY[name]}: {text}" for text in _message(node, name, scope))
+            if of_a_class:
+                found += (f"{classes[id(node)]}: {text}" for text in scope.texts(node.args[0]))
+            else:
+                found += (f"{MADE_BY[name]}: {text}" for text in _message(node, name, scope))
+    return found

@@ -8,7 +8,6 @@ import pytest
 from tests.docs.error_messages import ANY, PUBLIC, ROOT, messages
 
 FOLDER = ROOT / "docs" / "troubleshooting"
-MESSAGES = list(messages())
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ ENTRIES = [
 
 def is_raised(line: str) -> bool:
     pattern = re.compile(".*".join(map(re.escape, line.split(ANY))), re.DOTALL)
-    return any(pattern.fullmatch(message) for message in MESSAGES)
+    return any(pattern.fullmatch(message) for message in messages())
 
 
 def test_there_are_as_many_entries_as_one_reads():

@@ -90,9 +90,14 @@ def servers_end() -> Any:
     matrix.close_servers()
 
 
+def marks(program: str, strategy: str) -> list[pytest.MarkDecorator]:
+    """Of a case: whether it always runs; those that share servers, or what one device gives, run in one process."""
+    group = pytest.mark.xdist_group("example_servers" if strategy in SERVERS else f"example_{program}")
+    return [group] if (program, strategy) in ALWAYS else [group, pytest.mark.full]
+
+
 @pytest.mark.parametrize(
-    ("program", "strategy"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full, id="-".join(case)) for case in CASES],
+    ("program", "strategy"), [pytest.param(*case, marks=marks(*case), id="-".join(case)) for case in CASES]
 )
 def test_computes_what_it_does_on_one_device(program: str, strategy: str):
     if (program, strategy) in REFUSED:

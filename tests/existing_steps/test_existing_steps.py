@@ -114,7 +114,19 @@ CASES = [
         why="each replica has a dropout key of its own, and the batches are cut for eight",
     ),
 ]
-by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
+
+
+def in_groups(params: list[Any]) -> list[Any]:
+    """All cases of a program go to one process of the tests', which runs the program as it was once."""
+    params = [param if hasattr(param, "marks") else pytest.param(param) for param in params]
+    return [
+        pytest.param(*values, marks=[*marks, pytest.mark.xdist_group(f"existing_{values[0].name}")])
+        for values, marks, _ in params
+    ]
+
+
+def by_name(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", in_groups(cases), ids=lambda case: case.name)
 
 
 def load(name: str) -> types.ModuleType:
@@ -197,7 +209,7 @@ def changes(name: str) -> tuple[list[tuple[list[str], list[str]]], str]:
     return groups, "\n".join(difflib.unified_diff(old, new, f"{name}_before.py", f"{name}_after.py", lineterm="", n=0))
 
 
-@by_name(argvalues=CASES)
+@by_name(CASES)
 def test_few_lines_change(case: Case) -> None:
     groups, diff = changes(case.name)
     count = sum(max(len(old), len(new)) for old, new in groups)
@@ -212,7 +224,7 @@ EVERY = [(case, kind) for case in CASES for kind in strategies(case)]
 @pytest.mark.parametrize(
     ("case", "kind"),
     # What is the same on all devices is so on one and on none in particular.
-    some(EVERY, [(case, kind) for case, kind in EVERY if kind == "mirrored" or "mirrored" not in case.same]),
+    in_groups(some(EVERY, [(case, kind) for case, kind in EVERY if kind == "mirrored" or "mirrored" not in case.same])),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_computes_what_it_did(case: Case, kind: str) -> None:
@@ -226,7 +238,7 @@ def test_computes_what_it_did(case: Case, kind: str) -> None:
         assert case.why
 
 
-@by_name(argvalues=[case for case in CASES if case.axis is None and "mirrored" not in case.same])
+@by_name([case for case in CASES if case.axis is None and "mirrored" not in case.same])
 def test_the_global_view_draws_as_one_device_does(case: Case) -> None:
     strategy = jdist.mirrored(transform="jit")
     results = after(case.name, strategy)
@@ -248,7 +260,7 @@ def test_norms_of_what_servers_update_are_left_out() -> None:
     assert_same({"logs": results["logs"]}, {"logs": logs})
 
 
-@by_name(argvalues=[case for case in CASES if case.accumulate in ("same", "runs")])
+@by_name([case for case in CASES if case.accumulate in ("same", "runs")])
 def test_accumulates(case: Case) -> None:
     strategy = strategies(case)["mirrored"]()
     results = after(case.name, strategy, accumulate=2)
@@ -258,7 +270,7 @@ def test_accumulates(case: Case) -> None:
         assert_same(results, before(case.name))
 
 
-@by_name(argvalues=[case for case in CASES if case.accumulate == "refused"])
+@by_name([case for case in CASES if case.accumulate == "refused"])
 def test_says_why_it_cannot_accumulate(case: Case) -> None:
     with pytest.raises(jdist.errors.BoundaryError, match=r"jdist\.value_and_grad"):
         after(case.name, strategies(case)["mirrored"](), accumulate=2)

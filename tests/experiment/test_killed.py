@@ -19,6 +19,8 @@ from jdist.experiment.prepare import prepare
 from jdist.experiment.validate import validate
 from jdist.train import Checkpointer
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share the run that nothing happens to
+
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
 name: toy

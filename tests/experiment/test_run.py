@@ -18,6 +18,8 @@ from jdist.experiment.validate import validate
 from jdist.loop.evaluate import measure
 from jdist.train import Checkpointer
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share the usual run
+
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory):

@@ -15,10 +15,10 @@ from jdist import callbacks
 from jdist.errors import StepError
 from jdist.reduction import compressed
 from tests.loop.loop_programs import DATA, HELD_OUT
+from tests.toys import TWO
 
 # Batch statistics and dropout of each replica's own differ from one replica's on purpose.
 QUIET: dict[str, Any] = {"progress": False, "log_to": None, "global_batch": 16, "verify": "off"}
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 
 
 def create() -> tuple[Any, ...]:

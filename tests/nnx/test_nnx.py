@@ -9,15 +9,8 @@ from flax import nnx
 
 import jdist
 from jdist.errors import NonFiniteError, StepError
+from tests.toys import EVERY, TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-EVERY = {
-    "default": jdist.default(),
-    "one_device": jdist.one_device(),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
 X = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
 BATCH = {"x": X, "y": 3 * X}
 

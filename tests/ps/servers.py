@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,11 @@ import grpc
 
 from jdist.launcher.environment import free_ports
 from jdist.ps.transport.security import AUTHORITY, CERTIFICATE, KEY
+from tests.children import without_devices
 
 ROOT = Path(__file__).parents[2]
 TLS = (CERTIFICATE, KEY, AUTHORITY)
-CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("JDIST_", "TF_CONFIG", "XLA_FLAGS"))}
+CLEAN = {k: v for k, v in without_devices().items() if not k.startswith(("JDIST_", "TF_CONFIG"))}
 
 
 def written(folder, authority, name="127.0.0.1", **options):

@@ -54,6 +54,7 @@ def train(strategy):
     return losses, strategy.fetch(state).params
 
 
+@pytest.mark.usefixtures("quick_collection")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_step_of_pmap(devices):
     strategy = jdist.parameter_server(local_workers=1, local_ps=1, devices_per_worker=devices, axis="batch")

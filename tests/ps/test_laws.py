@@ -1,10 +1,17 @@
 """The law of microbatches under parameter servers: those of a worker, and workers themselves, are replicas in time."""
 
+import contextlib
+import functools
+import itertools
+
 import pytest
 
 import jdist
 from jdist.errors import BoundaryError
+from tests.by_default import some
 from tests.conformance.test_laws import STEPS, assert_same, cpus, result
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 LAYOUTS = {  # servers and how they are reached, microbatches
     "async": ({"local_workers": 1, "local_ps": 2}, 4),
@@ -12,12 +19,18 @@ LAYOUTS = {  # servers and how they are reached, microbatches
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request):
-    given, accumulate = LAYOUTS[request.param]
-    made = jdist.parameter_server(**given)
-    yield request.param, made, accumulate
-    made.coordinator.close()
+@pytest.fixture(scope="module")
+def strategy_of():
+    """The strategy of each mode, whose servers serve all steps."""
+    with contextlib.ExitStack() as ends:
+
+        @functools.cache
+        def make(mode):
+            made = jdist.parameter_server(**LAYOUTS[mode][0])
+            ends.callback(lambda: made.coordinator.close())
+            return made
+
+        yield make
 
 
 # What a worker of synchronous mode would have to wait for, as the others' gradients are combined first.
@@ -43,9 +56,17 @@ REFUSED = {
 NO_GRADIENT_OF_OURS = "clipping_the_gradient_of_each_example"
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_microbatches_under_parameter_servers_are_replicas(layout, name):
-    mode, strategy, accumulate = layout
+EVERY = list(itertools.product(LAYOUTS, STEPS))
+IN_BOTH = [name for name in STEPS if name not in REFUSED and name != NO_GRADIENT_OF_OURS]
+# What both modes compute runs by default in one of them, in the one and in the other by turns.
+BY_DEFAULT = [
+    (mode, name) for mode, name in EVERY if name not in IN_BOTH or mode == ("async", "sync")[IN_BOTH.index(name) % 2]
+]
+
+
+@pytest.mark.parametrize(("mode", "name"), some(EVERY, BY_DEFAULT))
+def test_microbatches_under_parameter_servers_are_replicas(strategy_of, mode, name):
+    strategy, accumulate = strategy_of(mode), LAYOUTS[mode][1]
     if name == NO_GRADIENT_OF_OURS:
         with pytest.raises(BoundaryError, match=r"without `jdist\.value_and_grad`.* or use `jdist\.mirrored\(\)`"):
             result(STEPS[name], strategy, accumulate)

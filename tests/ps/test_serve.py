@@ -24,6 +24,8 @@ from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.security import AUTHORITY, KEY, Security, read_security
 from tests.ps.servers import command, environment, health, refused, serving, written
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
 GUIDE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
 
 

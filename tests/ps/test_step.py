@@ -10,7 +10,9 @@ from flax import nnx
 import jdist
 from jdist.errors import BatchError, BoundaryError, NonFiniteError, StepError, StrategyError
 from jdist.train import Checkpointer
-from tests.ps.program.test_split_step import BATCH, create, loss, train_step
+from tests.ps.hidden_layer import BATCH, create, loss, train_step
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,10 @@ from jdist.ps.protocol.scheduler_events import (
 )
 from jdist.ps.protocol.sync_rounds import Rounds
 from tests.by_default import some
-from tests.ps.program.test_split_step import BATCH, create, loss, train_step
+from tests.ps.hidden_layer import BATCH, create, loss, train_step
 from tests.ps.test_step import near
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,10 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
+from tests.toys import TRANSFORMS
 
-TRANSFORMS = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")}
-TWO = TRANSFORMS["shard_map"]
 SINGLE = {"default": jdist.default(), "one_device": jdist.one_device()}
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(params=["shard_map", "pmap"])
-def two(request):
-    return TRANSFORMS[request.param]
 
 
 def five_and_more(how, dtype=jnp.float32):

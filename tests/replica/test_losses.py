@@ -8,14 +8,7 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-TRANSFORMS = {t: jdist.mirrored(["cpu:0", "cpu:1"], transform=t) for t in ("shard_map", "pmap", "jit")}
-
-
-@pytest.fixture(params=["shard_map", "pmap"])
-def two(request):
-    return TRANSFORMS[request.param]
+from tests.toys import TRANSFORMS, TWO
 
 
 class TestComputeAverageLoss:

@@ -8,17 +8,12 @@ import pytest
 
 import jdist
 from jdist.errors import NonFiniteError
+from tests.toys import ON_ALL_DEVICES
 
-STRATEGIES = [
-    jdist.default(),
-    jdist.one_device(),
-    *(jdist.mirrored(transform=t) for t in ("shard_map", "pmap", "jit")),
-    jdist.central_storage(),
-]
 ROWS = np.linspace(-1, 1, 16 * 4, dtype=np.float32).reshape(16, 4)
 
 
-@pytest.fixture(params=STRATEGIES, ids=lambda s: f"{s.name}-{s.transform}")
+@pytest.fixture(params=ON_ALL_DEVICES, ids=lambda s: f"{s.name}-{s.transform}")
 def strategy(request):
     return request.param
 

@@ -4,31 +4,11 @@ import functools
 import gc
 import weakref
 
-import numpy as np
 import pytest
 
 import jdist
 from jdist.errors import StepError
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-EVERY = {
-    "default": jdist.default(),
-    "one_device": jdist.one_device("cpu:2"),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
-BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
-
-
-def add(w, batch):
-    """Adds the mean of x."""
-    return w + jdist.all_reduce(batch["x"].mean()), {"x": batch["x"].mean()}
-
-
-@pytest.fixture(params=EVERY)
-def strategy(request):
-    return EVERY[request.param]
+from tests.toys import BATCH, TWO, add
 
 
 class TestForms:
@@ -66,7 +46,7 @@ class TestForms:
         partial = functools.partial(lambda rate, w, batch: (w + rate, {}), 5.0)
         assert float(jdist.distribute(partial, TWO)(1.0, BATCH)[0]) == 6.0
 
-    def test_nothing_keeps_a_dropped_step_alive(self):
+    def test_nothing_keeps_a_dropped_step_alive(self, quick_collection):
         def local(w, batch):
             return w + 1, {}
 

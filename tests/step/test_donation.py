@@ -12,13 +12,8 @@ import pytest
 
 import jdist
 from jdist.errors import DonatedStateError
+from tests.toys import ON_ALL_DEVICES
 
-STRATEGIES = [
-    jdist.default(),
-    jdist.one_device(),
-    *(jdist.mirrored(transform=t) for t in ("shard_map", "pmap", "jit")),
-    jdist.central_storage(),
-]
 BATCH = {"x": np.linspace(-1, 1, 16 * 8, dtype=np.float32).reshape(16, 8)}
 
 
@@ -41,7 +36,7 @@ def proximal(state, batch, old, *, older=None):
     return {**state, "params": params, "n": state["n"] + 1}, {"loss": loss}
 
 
-@pytest.fixture(params=STRATEGIES, ids=lambda s: f"{s.name}-{s.transform}")
+@pytest.fixture(params=ON_ALL_DEVICES, ids=lambda s: f"{s.name}-{s.transform}")
 def strategy(request):
     return request.param
 
@@ -49,7 +44,7 @@ def strategy(request):
 def test_arguments_that_are_leaves_of_the_donated_state():
     # In a process of its own: JAX ends it where they are not copied first.
     program = """
-        from tests.step.test_donation import BATCH, STRATEGIES, create, jax, jdist, np, proximal
+        from tests.step.test_donation import BATCH, ON_ALL_DEVICES, create, jax, jdist, np, proximal
 
         def train(strategy, keep):
             step = jdist.distribute(proximal, strategy)
@@ -60,7 +55,7 @@ def test_arguments_that_are_leaves_of_the_donated_state():
                 losses.append(float(metrics["loss"]))
             return losses, strategy.fetch(state)["params"]
 
-        for strategy in STRATEGIES:
+        for strategy in ON_ALL_DEVICES:
             print(strategy.name, strategy.transform, flush=True)
             copied = train(strategy, lambda params: jax.tree.map(np.array, params))
             shared = train(strategy, lambda params: params)
@@ -75,12 +70,12 @@ def test_arguments_that_are_leaves_of_the_donated_state():
 
 def test_views_that_share_a_buffer_with_the_state():
     program = """
-        from tests.step.test_donation import STRATEGIES, jax, jdist, jnp, np
+        from tests.step.test_donation import ON_ALL_DEVICES, jax, jdist, jnp, np
 
         def step(state, batch, *others):
             return {k: x if k == "key" else x + 1 for k, x in state.items()}, {"total": sum(x.sum() for x in others)}
 
-        for strategy in STRATEGIES[:-1]:
+        for strategy in ON_ALL_DEVICES[:-1]:
             print(strategy.name, strategy.transform, flush=True)
             one, place = jnp.arange(8.0), strategy.replicated_sharding
             put = (lambda x: jax.device_put(x, place)) if place else (lambda x: jax.device_put(x, jax.devices()[0]))
@@ -104,7 +99,7 @@ def test_views_that_share_a_buffer_with_the_state():
     assert ran.stdout.endswith("all\n"), ran.stdout + ran.stderr[-3000:]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=lambda s: s.name)
+@pytest.mark.parametrize("strategy", ON_ALL_DEVICES[:2], ids=lambda s: s.name)
 def test_a_batch_that_is_a_leaf_of_the_state(strategy):
     step = jdist.distribute(lambda state, x: ({"rows": state["rows"] + x}, {"sum": x.sum()}), strategy)
     state = strategy.init(lambda: {"rows": jnp.arange(8.0)})
@@ -252,7 +247,7 @@ class TestThreads:
             assert strategy.fetch(done[0])["w"].tolist() == [1.0] * 8
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=lambda s: s.name)  # of many replicas XLA ends the process
+@pytest.mark.parametrize("strategy", ON_ALL_DEVICES[:2], ids=lambda s: s.name)  # of many replicas XLA ends the process
 def test_a_call_that_fails_while_it_runs_says_why(strategy):
     """It has consumed its own state by then, which is not what went wrong."""
 

@@ -297,6 +297,7 @@ def test_residuals_of_another_step_or_number_of_replicas_are_refused():
         jdist.distribute(train_step_of_another_kind, mirrored(n=2))(state, BATCH)
 
 
+@pytest.mark.usefixtures("quick_collection")
 def test_two_steps_of_one_name_in_turn_are_refused_and_one_that_was_defined_again_is_not():
     def make(sign):
         def step(state, batch):

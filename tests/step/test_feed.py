@@ -7,8 +7,7 @@ import pytest
 import jdist
 from jdist.data import from_arrays
 from jdist.errors import DatasetError
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+from tests.toys import TWO
 
 
 def on_each_replica(batches):

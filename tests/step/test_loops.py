@@ -10,8 +10,8 @@ import pytest
 
 import jdist
 from jdist.step.loops import scan
+from tests.toys import TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 ELSEWHERE = dataclasses.replace(jdist.default(), devices=(SimpleNamespace(platform="gpu"),))
 rng = np.random.default_rng(0)
 

@@ -10,26 +10,7 @@ from flax import jax_utils
 
 import jdist
 from jdist.errors import BatchError, DonatedStateError, ReplicaDivergenceError, StepError
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-EVERY = {
-    "default": jdist.default(),
-    "one_device": jdist.one_device("cpu:2"),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
-BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
-
-
-def add(w, batch):
-    """Adds the mean of x."""
-    return w + jdist.all_reduce(batch["x"].mean()), {"x": batch["x"].mean()}
-
-
-@pytest.fixture(params=EVERY)
-def strategy(request):
-    return EVERY[request.param]
+from tests.toys import BATCH, EVERY, TWO, add
 
 
 class TestEvaluation:

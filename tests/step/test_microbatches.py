@@ -11,22 +11,11 @@ from jax.experimental import io_callback
 
 import jdist
 from jdist.errors import BatchError, BoundaryError
+from tests.toys import TRANSFORMS, TWO, masked_batch
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 FOUR = jdist.mirrored([f"cpu:{i}" for i in range(4)])
-EVERY = {
-    "default": jdist.default(),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
-rng = np.random.default_rng(0)
-# 16 rows, 4 a microbatch under accumulate=4; the last 6 are padding, so that whole microbatches of a replica are.
-BATCH = {
-    "x": rng.normal(size=(16, 3)).astype(np.float32),
-    "y": rng.normal(size=16).astype(np.float32),
-    "mask": np.arange(16) < 10,
-}
+EVERY = {"default": jdist.default(), **TRANSFORMS}
+BATCH = masked_batch()  # 4 rows a microbatch under accumulate=4
 tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
 
 

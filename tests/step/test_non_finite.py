@@ -12,14 +12,9 @@ from jdist.errors import NonFiniteError
 from jdist.step import non_finite as guard
 from jdist.step.non_finite import decide
 from jdist.step.program_spec import FiniteFlags
+from tests.toys import TRANSFORMS, TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-EVERY = {
-    "default": jdist.default(),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
+EVERY = {"default": jdist.default(), **TRANSFORMS}
 
 
 def guarded(state, batch):

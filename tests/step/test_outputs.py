@@ -8,8 +8,8 @@ import pytest
 import jdist
 from jdist.errors import StepError
 from jdist.step.outputs import Traced
+from tests.toys import TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 X = {"x": np.arange(4, dtype=np.float32), "z": np.ones(4)}
 
 

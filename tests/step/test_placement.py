@@ -15,8 +15,8 @@ from flax.training.train_state import TrainState
 import jdist
 from jdist.errors import BatchError, DonatedStateError, NonFiniteError, ReplicaDivergenceError, StepError
 from jdist.step.placement import adopt_state
+from tests.toys import TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
 ALL = [jdist.default(), jdist.one_device("cpu:2"), TWO, jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap")]
 
 

@@ -7,14 +7,9 @@ import pytest
 
 import jdist
 from jdist.errors import NonFiniteError
+from tests.toys import TRANSFORMS, TWO
 
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-EVERY = {
-    "default": jdist.default(),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
+EVERY = {"default": jdist.default(), **TRANSFORMS}
 rng = np.random.default_rng(0)
 BATCHES = {
     "x": rng.normal(size=(3, 8, 2)).astype(np.float32),

@@ -7,8 +7,7 @@ import pytest
 
 import jdist
 from jdist.errors import StepError
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
+from tests.toys import TWO
 
 
 @pytest.mark.parametrize("transform", ["shard_map", "pmap"])

@@ -9,18 +9,8 @@ import pytest
 import jdist
 from jdist.errors import DonatedStateError, NonFiniteError, ReplicaDivergenceError, StepError
 from jdist.train import Checkpointer
+from tests.toys import DEVICES, EVERY_OF_ONE_PROCESS, TWO
 
-DEVICES = ["cpu:0", "cpu:1"]
-TWO = jdist.mirrored(DEVICES)
-EVERY = {
-    "default": jdist.default(),
-    "one_device": jdist.one_device("cpu:2"),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(DEVICES, transform="pmap"),
-    "jit": jdist.mirrored(DEVICES, transform="jit"),
-    "multi_worker": jdist.multi_worker(),
-    "central_storage": jdist.central_storage(DEVICES),
-}
 TX = optax.adam(0.1)
 SEVERAL = {"args": ("state", "state", "batch")}
 RNG = np.random.default_rng(0)
@@ -63,9 +53,9 @@ def near(found, expected, tolerance=1e-4):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=EVERY)
+@pytest.fixture(params=EVERY_OF_ONE_PROCESS)
 def strategy(request):
-    return EVERY[request.param]
+    return EVERY_OF_ONE_PROCESS[request.param]
 
 
 class TestEveryStrategy:

@@ -9,21 +9,7 @@ import jdist
 from jdist.errors import StepError
 from jdist.step.options import make_options
 from jdist.step.signature import Call, Others, Signature
-
-TWO = jdist.mirrored(["cpu:0", "cpu:1"])
-EVERY = {
-    "default": jdist.default(),
-    "one_device": jdist.one_device("cpu:2"),
-    "shard_map": TWO,
-    "pmap": jdist.mirrored(["cpu:0", "cpu:1"], transform="pmap"),
-    "jit": jdist.mirrored(["cpu:0", "cpu:1"], transform="jit"),
-}
-BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
-
-
-@pytest.fixture(params=EVERY)
-def strategy(request):
-    return EVERY[request.param]
+from tests.toys import BATCH, TWO
 
 
 def test_bind_sorts_and_apply_puts_back():

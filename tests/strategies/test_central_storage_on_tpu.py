@@ -25,6 +25,8 @@ from jdist.strategies.central_storage import CENTRAL
 from jdist.strategies.local import LOCAL, strategy_over
 from tests.strategies.tpu_steps import COLLECTIVE, host_computations
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share what is compiled
+
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install libtpu")
 
 N = 3635  # 5 * 727, so neither rows nor elements divide by 8; 159 MB of state under Adam

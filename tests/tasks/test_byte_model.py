@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jdist.tasks import byte_model
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share the model
+
 
 def as_bytes(data):
     return np.frombuffer(bytes(data), np.uint8)

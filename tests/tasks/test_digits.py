@@ -12,6 +12,8 @@ from jdist.errors import ConfigError
 from jdist.tasks import digits
 from jdist.tasks.options import OptionError
 
+pytestmark = pytest.mark.xdist_group(__name__)  # they share the task and its steps
+
 
 @pytest.fixture(scope="module")
 def task():

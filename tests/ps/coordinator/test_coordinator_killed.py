@@ -17,13 +17,15 @@ from jdist.train import Checkpointer
 from tests.ps.real_cluster import BOUND_S, Cluster, wait_until
 from tests.ps.servers import ROOT, environment
 
-STEPS = 900
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
+
+STEPS = 450
 CONFIG = """\
 name: toy
 task: {make: "toy_regression:make"}
-train: {global_batch: 16, steps: 900, optimizer: {name: adamw, learning_rate: 1e-3}}
-checkpoint: {every: 150}
-log: {every: 50}
+train: {global_batch: 16, steps: 450, optimizer: {name: adamw, learning_rate: 1e-3}}
+checkpoint: {every: 75}
+log: {every: 25}
 strategy: {name: parameter_server, %s}
 """
 
@@ -59,6 +61,20 @@ def check_end(folder, monkeypatch):
     assert (restored.step, int(restored.state.step), set(counts)) == (STEPS, STEPS, {STEPS})
 
 
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    made = Cluster(tmp_path_factory.mktemp("cluster"), ps=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(processes):
+    """Two workers and two servers, all of which run."""
+    processes.ready()
+    return processes
+
+
 def killed_and_run_again(folder, monkeypatch, options, environ):
     (folder / "toy.yaml").write_text(CONFIG % options)
     code, said = run(folder, environ, kill=True)
@@ -68,14 +84,10 @@ def killed_and_run_again(folder, monkeypatch, options, environ):
     check_end(folder, monkeypatch)
 
 
-def test_with_servers_that_outlive_it(tmp_path, monkeypatch):
-    cluster = Cluster(tmp_path, ps=2)
-    try:
-        jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
-        config = json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})
-        killed_and_run_again(tmp_path, monkeypatch, "keep_servers: true", {"TF_CONFIG": config})
-    finally:
-        cluster.close()
+def test_with_servers_that_outlive_it(cluster, tmp_path, monkeypatch):
+    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+    config = json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})
+    killed_and_run_again(tmp_path, monkeypatch, "keep_servers: true", {"TF_CONFIG": config})
 
 
 SCRIPT = """
@@ -91,56 +103,48 @@ for i in range(int(sys.argv[1])):
 """
 
 
-def test_a_script_too_ends_with_the_code_after_which_no_launcher_starts_it_again(tmp_path):
+def test_a_script_too_ends_with_the_code_after_which_no_launcher_starts_it_again(cluster, tmp_path):
     """Two launchers with restarts would else take the servers from each other for ever."""
-    cluster = Cluster(tmp_path, ps=2)
-    try:
-        jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
-        environ = environment({"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})})
+    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+    environ = environment({"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})})
 
-        def start(steps):
-            command = [sys.executable, "-c", SCRIPT, str(steps)]
-            return subprocess.Popen(command, env=environ, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    def start(steps):
+        command = [sys.executable, "-c", SCRIPT, str(steps)]
+        return subprocess.Popen(command, env=environ, stdout=-1, stderr=subprocess.STDOUT, text=True)
 
-        with start(10_000_000) as first:
-            assert first.stdout.readline()
-            with start(100) as second:
-                said, _ = second.communicate(timeout=2 * BOUND_S)
-            assert second.returncode == 0, said
-            said, _ = first.communicate(timeout=BOUND_S)
-        assert first.returncode == 2, said
-        assert "JobReplacedError: another coordinator (process " in said
-    finally:
-        cluster.close()
+    with start(10_000_000) as first:
+        assert first.stdout.readline()
+        with start(100) as second:
+            said, _ = second.communicate(timeout=2 * BOUND_S)
+        assert second.returncode == 0, said
+        said, _ = first.communicate(timeout=BOUND_S)
+    assert first.returncode == 2, said
+    assert "JobReplacedError: another coordinator (process " in said
 
 
-def test_a_second_one_takes_over_and_the_first_says_by_whom_and_leaves_the_servers_alone(tmp_path, monkeypatch):
-    cluster = Cluster(tmp_path, ps=2)
-    try:
-        jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
-        environ = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})}
-        for name in ("first", "second"):
-            (tmp_path / name).mkdir()
-            steps = "steps: 1000000" if name == "first" else f"steps: {STEPS}"
-            (tmp_path / name / "toy.yaml").write_text(
-                (CONFIG % "keep_servers: false").replace(f"steps: {STEPS}", steps)
-            )
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(run, tmp_path / "first", environ)
-            wait_until(lambda: first.done() or any((tmp_path / "first/runs/toy/checkpoints").glob("step_*")))
-            assert not first.done(), first.result()
-            code, said = run(tmp_path / "second", environ)
-            assert code == 0, said
-            code, said = first.result(BOUND_S)
-        assert code == 2, said
-        assert re.search(
-            r"another coordinator \(process \d+ of .*\) has taken over the parameter servers: their history", said
-        )
-        check_end(tmp_path / "second", monkeypatch)
-        for process in cluster.processes.values():  # the second one has ended them
-            process.wait(BOUND_S)
-    finally:
-        cluster.close()
+def test_a_second_one_takes_over_and_the_first_says_by_whom_and_leaves_the_servers_alone(
+    cluster, tmp_path, monkeypatch
+):
+    jobs = {"chief": ["127.0.0.1:1"], **cluster.addresses}
+    environ = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": "chief", "index": 0}})}
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        steps = "steps: 1000000" if name == "first" else f"steps: {STEPS}"
+        (tmp_path / name / "toy.yaml").write_text((CONFIG % "keep_servers: false").replace(f"steps: {STEPS}", steps))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run, tmp_path / "first", environ)
+        wait_until(lambda: first.done() or any((tmp_path / "first/runs/toy/checkpoints").glob("step_*")))
+        assert not first.done(), first.result()
+        code, said = run(tmp_path / "second", environ)
+        assert code == 0, said
+        code, said = first.result(BOUND_S)
+    assert code == 2, said
+    assert re.search(
+        r"another coordinator \(process \d+ of .*\) has taken over the parameter servers: their history", said
+    )
+    check_end(tmp_path / "second", monkeypatch)
+    for process in cluster.processes.values():  # the second one has ended them
+        process.wait(BOUND_S)
 
 
 @pytest.mark.soak

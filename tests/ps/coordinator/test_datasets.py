@@ -14,8 +14,10 @@ from jdist.errors import ClosureError, DatasetError, StepError, StrategyError
 from jdist.ps.coordinator.datasets import name_of_function
 from jdist.ps.worker.data import WorkerData
 from tests.ps.flaky import InProcess, Network
-from tests.ps.program.test_split_step import create, loss
+from tests.ps.hidden_layer import create, loss
 from tests.ps.real_cluster import wait_until
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 ROWS = 50
 

@@ -10,7 +10,8 @@ import jdist
 from jdist.ps.program.artifact import pack, unpack
 from jdist.ps.program.layout import Rows, make_layout
 from jdist.ps.program.partition import fixed_shards, min_size
-from tests.ps.program.test_split_step import BATCH, apart, create, train_step
+from tests.ps.hidden_layer import BATCH, create, train_step
+from tests.ps.program.test_split_step import apart
 
 
 def raw(state):

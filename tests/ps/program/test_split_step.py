@@ -8,34 +8,12 @@ import pytest
 
 import jdist
 from jdist.errors import BoundaryError
-from jdist.ps.program.split_step import take_apart
+from jdist.ps.program.split_step import split_step
 from jdist.step.options import make_options
 from jdist.step.outputs import Traced
 from jdist.step.program_spec import ProgramSpec
 from jdist.step.signature import Signature
-
-RNG = np.random.default_rng(0)
-BATCH = {
-    "x": RNG.normal(size=(8, 3)).astype(np.float32),
-    "y": RNG.normal(size=8).astype(np.float32),
-    "mask": np.arange(8) < 6,
-}
-
-
-def loss(params, batch):
-    hidden = jnp.tanh(batch["x"] @ params["a"])
-    return jdist.mean((hidden @ params["b"] - batch["y"]) ** 2, batch["mask"])
-
-
-def create(tx, **extra):
-    params = {"a": jnp.asarray(np.random.default_rng(1).normal(size=(3, 4)), jnp.float32), "b": jnp.ones(4)}
-    return jdist.TrainState.create(params=params, tx=tx, rng=jax.random.key(3), **extra)
-
-
-def train_step(state, batch):
-    value, grads = jdist.value_and_grad(loss)(state.params, batch)
-    noise = jax.random.normal(jax.random.fold_in(state.rng, state.step), ())
-    return state.apply_gradients(grads=grads), {"loss": value, "noise": noise, "norm": optax.tree.norm(grads)}
+from tests.ps.hidden_layer import BATCH, create, loss, train_step
 
 
 def with_statistics(state, batch):
@@ -60,7 +38,7 @@ def apart(step, state, *arguments, strategy=None, **keywords):
     spec, signature = spec_of(step, strategy, **options)
     call, state, batches, others = signature.bind((state, *arguments), keywords)
     spec = ProgramSpec(step, strategy, spec.options, call, spec.traced, spec.watched, spec.name)
-    return take_apart(spec, state, batches, others), state, batches, others
+    return split_step(spec, state, batches, others), state, batches, others
 
 
 def together(parts, state, batches, others):

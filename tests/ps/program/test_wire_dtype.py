@@ -21,9 +21,12 @@ from jdist.ps.transport.fake import FakeChannel, FakeServer
 from jdist.ps.transport.shard_client import ShardClient
 from jdist.train import Checkpointer
 from tests.by_default import some
+from tests.ps.hidden_layer import BATCH, create, loss, train_step
 from tests.ps.program.test_layout import raw
-from tests.ps.program.test_split_step import BATCH, apart, create, loss, train_step
+from tests.ps.program.test_split_step import apart
 from tests.ps.server.test_shard_server import push, struct
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 ROWS = {
     "x": np.random.default_rng(0).normal(size=(320, 3)).astype(np.float32),

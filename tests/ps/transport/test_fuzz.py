@@ -32,9 +32,12 @@ from jdist.ps.transport.interface import CallFailed
 from jdist.ps.transport.shard_client import ShardClient
 from jdist.ps.transport.stream import Stream
 from jdist.ps.worker.server import WorkerServer
+from tests.ps.hidden_layer import BATCH, create, train_step
 from tests.ps.program.test_layout import raw
-from tests.ps.program.test_split_step import BATCH, apart, create, train_step
+from tests.ps.program.test_split_step import apart
 from tests.ps.server.test_shard_server import program
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 MOST_BYTES = 1 << 20  # of a call to the servers here
 WORDS = {"refused", "failed"}

@@ -9,7 +9,9 @@ import jdist
 from jdist.errors import ClosureError
 from jdist.ps.worker.execute import WorkerScale
 from tests.by_default import some
-from tests.ps.program.test_split_step import BATCH, create, loss
+from tests.ps.hidden_layer import BATCH, create, loss
+
+pytestmark = pytest.mark.xdist_group(__name__)  # they share their servers
 
 
 def test_it_moves_as_the_scale_beside_a_state_does():

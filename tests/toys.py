@@ -1,0 +1,39 @@
+"""The strategies, steps and batches that tests use again and again."""
+
+import numpy as np
+
+import jdist
+
+DEVICES = ["cpu:0", "cpu:1"]
+TWO = jdist.mirrored(DEVICES)
+TRANSFORMS = {
+    "shard_map": TWO,
+    "pmap": jdist.mirrored(DEVICES, transform="pmap"),
+    "jit": jdist.mirrored(DEVICES, transform="jit"),
+}
+EVERY = {"default": jdist.default(), "one_device": jdist.one_device("cpu:2"), **TRANSFORMS}
+EVERY_OF_ONE_PROCESS = {
+    **EVERY,
+    "multi_worker": jdist.multi_worker(),
+    "central_storage": jdist.central_storage(DEVICES),
+}
+ON_ALL_DEVICES = [
+    jdist.default(),
+    jdist.one_device(),
+    *(jdist.mirrored(transform=t) for t in TRANSFORMS),
+    jdist.central_storage(),
+]
+
+BATCH = {"x": np.arange(4, dtype=np.float32), "y": np.ones(4, np.float32), "z": np.ones(4, np.int32)}
+
+
+def add(w, batch):
+    """Adds the mean of x."""
+    return w + jdist.all_reduce(batch["x"].mean()), {"x": batch["x"].mean()}
+
+
+def masked_batch(seed=0):
+    """Rows of a linear regression, of which the last 6 are padding: whole microbatches of a replica are."""
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(16, 3)), rng.normal(size=16)
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32), "mask": np.arange(16) < 10}

@@ -32,7 +32,11 @@ class Target:
     name: str  # the argument, "v5p:8x8x8"
     platform: str  # "tpu", "cpu" or "gpu"
     count: int | None = None  # number of devices; None for all that are here, or for a topology, which has it
-    is_here: bool = True  # whether the devices are here, so that a step can also be run
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the devices are here, so that a step can also be run."""
+        return self.name.partition(":")[0] in ("cpu", "gpu")
 
     @property
     def gpus_per_host(self) -> int | None:
@@ -72,7 +76,7 @@ def parse_target(name: str) -> Target:
     if name.lower().startswith(("cpu", "gpu")) or not (":" in name or is_by_size(name)):
         hint = did_you_mean(name, ["cpu:8", "gpu"]) or nearest(name)
         raise DeviceError(f"--topology is {name!r}; it must be {KNOWN}.{hint}")
-    return Target(name=name, platform=parse_topology(name).platform, is_here=False)
+    return Target(name=name, platform=parse_topology(name).platform)
 
 
 def configure_platform(target: Target, section: PlatformSection) -> None:

@@ -41,9 +41,12 @@ def tensorboard(folder: str | os.PathLike[str]) -> Callback:
                 writer.add_scalar(name, value, moment.step)
             elif isinstance(value, np.ndarray):
                 writer.add_histogram(name, value, moment.step)
-        writer.flush()  # a run that is killed has its rows
 
-    return _logging(lambda: service.SummaryWriter(os.fspath(folder)), write, lambda writer: writer.close())
+    # A run that is killed has its rows but for the last second's: the writer's thread flushes as often, and its `flush` does
+    # not wait for that thread.
+    return _logging(
+        lambda: service.SummaryWriter(os.fspath(folder), flush_secs=1), write, lambda writer: writer.close()
+    )
 
 
 def wandb(**options: Any) -> Callback:

@@ -11,7 +11,6 @@ from typing import Any
 
 from jdist.doctor import gpus, machine, network, together
 from jdist.doctor.finding import Finding, failed
-from jdist.strategies import cuda
 from jdist.strategies.libtpu import quiet_environment
 
 _MARKS = {"pass": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
@@ -50,7 +49,6 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
 def _joint_findings(timeout_s: float) -> Iterator[Finding]:
     """Makes the checks of all processes together, up to the first that fails: others might not come to the next."""
     os.environ.update(quiet_environment(os.environ))
-    cuda.pass_over_plugin()
     strategy, findings = _value_and_findings("together", together.join, timeout_s)
     yield from findings
     if strategy is None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from jdist.errors import ConfigError
 from jdist.experiment.config import PlatformSection
-from jdist.strategies import cuda
 from jdist.strategies.libtpu import quiet_environment
 from jdist.support.xla_flags import CPU_DEVICES, with_flags
 
@@ -68,7 +67,6 @@ def apply_platform(section: PlatformSection) -> None:
     started = "jax" in sys.modules
     os.environ.update(platform_environment(section, os.environ))
     os.environ.update(quiet_environment(os.environ))
-    cuda.pass_over_plugin()
     if section.cpu_devices is None or not started:
         return
     import jax

@@ -14,6 +14,7 @@ from jdist.cli.configs import plan, run, runs, sweep
 from jdist.cli.processes import doctor, launch, serve
 from jdist.cluster import exit_status
 from jdist.errors import ConfigError, JDistError
+from jdist.strategies import cuda
 from jdist.support.suggest import did_you_mean
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -52,6 +53,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
     """Calls a known subcommand, refuses an unknown one, and lists all where none is given."""
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
+        if name != "plan":  # which may be asked for GPUs' kernels
+            cuda.pass_over_plugin()
         if name in _FLAGS_ANYWHERE:
             rest = flags_last(rest, COMMANDS[name])
         return tyro.cli(COMMANDS[name], prog=f"jdist {name}", args=rest)

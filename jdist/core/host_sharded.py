@@ -103,6 +103,11 @@ class Layout:
         assert mesh is not None  # a strategy that spreads has one
         offered = [memory.kind for memory in strategy.devices[0].addressable_memories()]
         kinds = [kind for kind in ("pinned_host", "unpinned_host") if kind in offered]
+        if not offered:
+            raise DeviceError(
+                f"central_storage keeps the state in host memory, and JAX describes {strategy.devices[0].device_kind} devices "
+                "that are not here without any: compile for a TPU topology, or use jdist.mirrored(topology=...)."
+            )
         if not kinds:
             raise DeviceError(
                 f"central_storage keeps the state in host memory, which {strategy.devices[0]} does not offer; it has "

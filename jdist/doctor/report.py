@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jdist.doctor import machine, network, together
+from jdist.doctor import gpus, machine, network, together
 from jdist.doctor.finding import Finding, failed
 from jdist.strategies.libtpu import quiet_environment
 
@@ -21,6 +21,7 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
     yield from _findings("packages", machine.versions)
     yield from _findings("disk", machine.disk, Path("runs"))
     yield from _findings("shared memory", machine.memory)
+    yield from _findings("gpus", gpus.gpus, os.environ)
     spec, findings = _value_and_findings("cluster", network.cluster, os.environ)
     yield from findings
     if spec is None:
@@ -31,6 +32,8 @@ def examine(*, alone: bool, timeout_s: float) -> Iterator[Finding]:
         yield from _findings("names", network.names, spec)
         yield from _findings("servers", lambda: servers(spec, os.environ, alone=alone, timeout_s=timeout_s))
         return
+    hosts = len({(address or "").rpartition(":")[0] for address in spec.processes})
+    yield from _findings("nccl", lambda: gpus.nccl(os.environ, hosts=hosts))
     failures = 0
     for name, check in {"names": network.names, "ports": network.ports, "security": network.security}.items():
         findings = _findings(name, check, spec)

@@ -36,14 +36,16 @@ class Collective:
     count: int  # runs in one call of the program, loop trips included
     bytes: int  # payload of all `count` together on one device: the operand of a reduction, the result of a gather
     certain: bool  # False in a loop whose number of trips cannot be read; one trip is then counted
+    per_domain: int | None = None  # devices of a group that fast links join, as those of a host do; None: not known
 
 
-def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives(module: Module, mesh_shape: Mapping[str, int], *, domain: int | None = None) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled program, equal ones together, the largest first.
 
-    `mesh_shape` has the devices along each mesh axis, in the order of the mesh.
+    `mesh_shape` has the devices along each mesh axis, in the order of the mesh; fast links join each `domain` of them in a
+    row, such as the GPUs of a host.
     """
-    totals: dict[tuple[str, str, int, int, bool], Counter[str]] = {}
+    totals: dict[tuple[str, str, int, int, bool, int | None], Counter[str]] = {}
     starts = _starts(module)
     chains = {_chain(module.computations[computation][name]) for computation, name in starts}
     for item in executed(module):
@@ -66,14 +68,19 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> tuple[Collecti
             continue  # a device by itself exchanges nothing
         else:
             axes, count = ("?", 1) if groups is None else (axes_of(groups, mesh_shape), len(groups))
-        total = totals.setdefault((kind, axes, count, size, item.certain), Counter())
+        joined = None if domain is None or groups is None else max(_most_in_a_domain(group, domain) for group in groups)
+        total = totals.setdefault((kind, axes, count, size, item.certain, joined), Counter())
         total["count"] += item.times
         total["bytes"] += item.times * payload
     alike = [
-        Collective(kind=kind, axes=axes, groups=groups, group_size=size, certain=certain, **total)
-        for (kind, axes, groups, size, certain), total in totals.items()
+        Collective(kind=kind, axes=axes, groups=groups, group_size=size, certain=certain, per_domain=joined, **total)
+        for (kind, axes, groups, size, certain, joined), total in totals.items()
     ]
     return tuple(sorted(alike, key=lambda c: -c.bytes))
+
+
+def _most_in_a_domain(group: tuple[int, ...], domain: int) -> int:
+    return max(Counter(device // domain for device in group).values())
 
 
 def _kind(item: Executed) -> str | None:

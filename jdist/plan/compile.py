@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist.experiment.config import Config
 from jdist.experiment.prepare import Parts, state_maker
-from jdist.plan.hlo import Module, parse
+from jdist.plan.hlo import Module, bytes_accessed, parse
 from jdist.plan.step import PlannedStep
 from jdist.support.arrays import is_key
 
@@ -53,7 +53,7 @@ class CompiledStep:
     """A step that the compiler took."""
 
     memory: Memory  # of one device
-    bytes_moved: float  # between a device and its memory in one call; the compiler's count, times `_loops`
+    bytes_moved: float  # between a device and its memory in one call
     module: Module  # the program
     compile_s: float  # seconds to lower and compile it
 
@@ -86,7 +86,10 @@ def compile_step(planned: PlannedStep) -> CompiledStep | TooLarge:
         + stats.host_temp_size_in_bytes,
     )
     cost: Any = compiled.cost_analysis()
-    moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
+    if cost is None:  # as for GPUs that are not here
+        moved = float(bytes_accessed(module))
+    else:
+        moved = float(cost["bytes accessed"]) * _loops(planned, float(cost.get("flops", 0.0)))
     return CompiledStep(memory=memory, bytes_moved=moved, module=module, compile_s=compile_s)
 
 

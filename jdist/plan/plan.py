@@ -16,10 +16,13 @@ from jdist.experiment.validate import validate
 from jdist.plan import roofline
 from jdist.plan.collectives import collectives, host_copies
 from jdist.plan.compile import TooLarge, check_memory, compile_step
+from jdist.plan.hlo import overlap
 from jdist.plan.roofline import Chip, chip_of
 from jdist.plan.step import plan_step
 from jdist.plan.table import Plan as Plan
 from jdist.plan.target import Target, configure_platform, find_target_devices, parse_target, strategy_on
+from jdist.strategies.gpu_topology import GPUS
+from jdist.strategies.topology import parse_topology
 
 MOST_ROWS = 2**31 - 1  # what fits no 32-bit index fits no device either, and XLA ends the process on larger sizes
 
@@ -30,14 +33,15 @@ def plan_config(config: str | os.PathLike[str], *overrides: str, topology: str) 
     Args:
         config: the YAML file, as for `jdist run`.
         *overrides: values that replace those of the file, "train.global_batch=4096".
-        topology: a TPU as CHIP:SHAPE ("v5e:2x4", "v5p:16x16x16"), "cpu:8", "gpu" or "gpu:4".
+        topology: a TPU as CHIP:SHAPE ("v5e:2x4", "v5p:16x16x16"), GPUs as CHIP:GPUS or CHIP:HOSTSxGPUS ("h100:8",
+            "h100:4x8"), "cpu:8", "gpu" or "gpu:4".
 
     Returns:
         The plan; `jdist.plan.show` of it is what the command prints.
 
     Raises:
         ConfigError: the config is not right, or JAX has started in this process with other devices already.
-        DeviceError: the topology is not known, or libtpu is missing.
+        DeviceError: the topology is not known, or its compiler (libtpu, JAX's CUDA plugin) is missing.
 
     Example:
         >>> import jdist
@@ -75,6 +79,7 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         global_batch=config.train.global_batch,
         summary="\n".join([arithmetic(config, parts), *_more_than_the_data(config, parts)]),
         capacity=_capacity(target, devices, chip),
+        capacity_note=_preallocated() if target.gpus_per_host else "",
         state_bytes=0 if parts.strategy.name == "central_storage" else planned.state_bytes,
         rows=max(1, config.train.global_batch // (parts.strategy.num_replicas * config.train.accumulate)),
         flops=planned.flops,
@@ -85,8 +90,9 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         available = plan.capacity if compiled.available is None else compiled.available
         return dataclasses.replace(plan, refusal=compiled, capacity=available)
     mesh = parts.strategy.mesh
-    exchanged = () if mesh is None else collectives(compiled.module, mesh.shape)
+    exchanged = () if mesh is None else collectives(compiled.module, mesh.shape, domain=target.gpus_per_host)
     copies = host_copies(compiled.module)
+    in_flight, overlapped = overlap(compiled.module)
     plan = dataclasses.replace(
         plan,
         memory=compiled.memory,
@@ -96,6 +102,8 @@ def make_plan(config: Config, document: Document, target: Target, *, check: bool
         ),
         host_transfers=-(-copies.count // steps),
         host_bytes=copies.bytes // steps,
+        in_flight_bytes=in_flight // steps,
+        overlapped_bytes=overlapped // steps,
         checks=check_memory(config, parts, planned, compiled.memory) if check and target.is_here else (),
         compile_s=compiled.compile_s,
     )
@@ -145,7 +153,29 @@ def _capacity(target: Target, devices: Any, chip: Chip | None) -> int | None:
     """Finds the memory of one device: of its allocator, its maker, or its share of this machine's."""
     if target.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    if target.gpus_per_host:
+        return int(GPUS[parse_topology(target.name).chip].memory_bytes * _memory_fraction())
     stats = devices[0].memory_stats() if target.is_here else None
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return None if chip is None else chip.hbm_bytes
+
+
+def _memory_fraction() -> float:
+    """Reads the share of a GPU's memory that JAX takes when it starts: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
+
+    Raises:
+        ConfigError: the variable is no share.
+    """
+    value = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    try:
+        fraction = float(value)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {value!r}; it must be a number above 0, and at most 1.")
+    return fraction
+
+
+def _preallocated() -> str:
+    return f"the {_memory_fraction():.0%} of a GPU that JAX takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION)"

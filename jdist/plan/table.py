@@ -26,7 +26,8 @@ class Plan:
         num_devices: number of devices.
         global_batch: rows of a step over all replicas.
         summary: strategy, batch and length in words.
-        capacity: bytes of a device's memory; None if it is not known.
+        capacity: bytes of a device's memory that a step can have; None if it is not known.
+        capacity_note: what part of the memory that is, in words; "" if all of it.
         state_bytes: of the state, if each device holds it whole; 0 where the hosts do.
         rows: of a microbatch, or of the batch, of one device.
         memory: of one device; None if the compiler refused the step.
@@ -36,6 +37,8 @@ class Plan:
         collectives: what the devices exchange in one step.
         host_transfers: copies between a device and its host.
         host_bytes: of these copies, on one device.
+        in_flight_bytes: payload of the asynchronous collectives of one step, on one device.
+        overlapped_bytes: of these, what is in flight beside matrix products, by the compiler's schedule.
         steps_per_call: optimiser steps of one call; `memory` is of a call, all else of a step.
         estimates: a model of the step's time; empty if the chip has no public figures here.
         not_in_model: omissions of that model, in words.
@@ -51,6 +54,7 @@ class Plan:
     global_batch: int
     summary: str
     capacity: int | None
+    capacity_note: str = ""
     state_bytes: int = 0
     rows: int = 0
     memory: Memory | None = None
@@ -60,6 +64,8 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     host_transfers: int = 0
     host_bytes: int = 0
+    in_flight_bytes: int = 0
+    overlapped_bytes: int = 0
     steps_per_call: int = 1
     estimates: tuple[roofline.Estimate, ...] = ()
     not_in_model: tuple[str, ...] = ()
@@ -197,7 +203,8 @@ def _memory(plan: Plan) -> _Section:
         ("host", size(m.host), f"{size(plan.host_bytes)} copied between device and host in a step"),
         ("total", size(m.total), note),
     ]
-    return _Section(title=title, rows=rows, notes=[] if plan.fits is not False else _remedies(plan))
+    notes = [f"{size(plan.capacity)} are {plan.capacity_note}"] if plan.capacity_note and plan.capacity else []
+    return _Section(title=title, rows=rows, notes=notes + (_remedies(plan) if plan.fits is False else []))
 
 
 def _remedies(plan: Plan) -> list[str]:
@@ -222,7 +229,7 @@ def _work(plan: Plan) -> _Section:
         title="work of a device in one step",
         rows=[
             ("FLOPs", f"{plan.flops:,.4g}", "matrix products and convolutions"),
-            ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory, by the compiler's count; loops scaled"),
+            ("bytes", f"{plan.bytes_moved:,.4g}", "to and from its memory"),
         ],
     )
 
@@ -233,10 +240,20 @@ def _collectives(plan: Plan) -> _Section:
     rows = []
     for c in plan.collectives:
         groups = [f"{c.groups:,} of {c.group_size:,}"] if c.group_size else []
+        if c.per_domain is not None:
+            hosts = -(-c.group_size // c.per_domain)
+            groups.append("within a host" if hosts == 1 else f"between {hosts:,} hosts")
         doubt = [] if c.certain else ["at least: a loop's trips could not be read"]
         rows.append((c.kind, f"{c.count:,}", f"{c.bytes:,}", c.axes, " ".join(groups + doubt)))
     header = ("kind", "count", "bytes", "mesh axis", "groups")
-    return _Section(title="collectives in one step", header=header, rows=rows)
+    notes = []
+    if plan.in_flight_bytes:
+        share = plan.overlapped_bytes / plan.in_flight_bytes
+        notes = [
+            f"asynchronous: {plan.in_flight_bytes:,} bytes, of which {plan.overlapped_bytes:,} ({share:.0%}) are in flight "
+            "beside matrix products, in the order that the compiler has scheduled"
+        ]
+    return _Section(title="collectives in one step", header=header, rows=rows, notes=notes)
 
 
 def _model(plan: Plan) -> _Section:

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 
 from jdist.core.strategy import Device
-from jdist.errors import DeviceError
+from jdist.errors import DeviceError, StrategyError
+from jdist.strategies import cuda
+from jdist.strategies.topology import topology_devices
 
 
 def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
@@ -19,6 +21,7 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     Raises:
         DeviceError: a device is not there, named twice, of mixed platforms, or the list is empty.
     """
+    cuda.pass_over_plugin()
     if devices is None:
         try:
             return tuple(jax.local_devices())
@@ -48,6 +51,20 @@ def find_devices(devices: Iterable[Any] | None) -> tuple[Device, ...]:
     if len(platforms) > 1:
         raise DeviceError(f"`devices` mixes the platforms {', '.join(platforms)}; one mesh holds devices of one kind.")
     return named
+
+
+def devices_or_topology(devices: Iterable[Any] | None, topology: str | None) -> tuple[Device, ...]:
+    """Finds the devices that a strategy's arguments name: those here, or those of a topology that need not be here.
+
+    Raises:
+        DeviceError: as `find_devices` and `topology_devices`.
+        StrategyError: both are given.
+    """
+    if topology is None:
+        return find_devices(devices)
+    if devices is not None:
+        raise StrategyError("`devices` and `topology` both say where the step runs; leave one of them out.")
+    return topology_devices(topology)
 
 
 def find_device(device: Any) -> Device:

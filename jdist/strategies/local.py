@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -52,6 +54,7 @@ def strategy_over(
     transform: Transform,
     reduction: Reduction,
     operations: Operations = LOCAL,
+    topology: str | None = None,
 ) -> Strategy:
     """Makes a strategy with one replica a device, on a mesh of one axis in the order of `devices`.
 
@@ -75,6 +78,7 @@ def strategy_over(
         transform=transform,
         reduction=reduction,
         operations=operations,
+        topology=topology,
     )
 
 
@@ -82,6 +86,18 @@ def check_axis(axis: str) -> None:
     """Raises StrategyError for what is no name of a mesh axis."""
     if not isinstance(axis, str) or not axis.isidentifier():
         raise StrategyError(f'`axis` is {axis!r}; it must be a name such as "replica" or "batch".')
+
+
+def check_transform(transform: str, topology: str | None) -> None:
+    """Refuses what is no transform, and for devices that are not here the one that cannot be compiled for them.
+
+    Raises:
+        StrategyError: it shows the value, and what is allowed.
+    """
+    # JAX runs pmap's batches through a small program of their own, for which it wants real devices.
+    allowed = [t for t in get_args(Transform) if topology is None or t != "pmap"]
+    if transform not in allowed:
+        raise StrategyError(f"`transform` is {transform!r}; allowed are {', '.join(map(repr, allowed))}.")
 
 
 def check_reduction(reduction: Reduction, transform: Transform) -> None:

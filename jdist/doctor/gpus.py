@@ -48,7 +48,17 @@ def gpus(
                 "or add the folder of libcuda.so.1 to LD_LIBRARY_PATH.",
             )
         )
-    return [*findings, *_visible(environ, root)]
+    return [*findings, *_visible(environ, root), _flags(environ)]
+
+
+def _flags(environ: Mapping[str, str]) -> Finding:
+    """Shows the flag of XLA that changes how gradients are sent; docs/performance.md has what it changes."""
+    name = "--xla_gpu_all_reduce_combine_threshold_bytes"
+    value = re.search(rf"{name}=(\S+)", environ.get("XLA_FLAGS", ""))
+    if value:
+        return passed("xla flags", f"gradients are joined up to {value[1]} bytes for an all-reduce ({name})")
+    text = f"gradients are joined up to XLA's 30 MB for an all-reduce; {name}=25000000 or all_reduce: bucketed sends them earlier"
+    return passed("xla flags", text)
 
 
 def nccl(environ: Mapping[str, str], *, hosts: int, root: Path = Path("/")) -> list[Finding]:

@@ -52,7 +52,13 @@ def wrong(findings):
 def test_a_machine_in_order_says_so(root, plugin):
     findings = look(root)
     assert wrong(findings) == []
-    assert [each.text for each in findings] == ["NVIDIA's driver 580.65.06", "4 GPUs"]
+    assert [each.text for each in findings[:-1]] == ["NVIDIA's driver 580.65.06", "4 GPUs"]
+
+
+def test_the_flag_that_changes_how_gradients_are_sent_is_shown(root, plugin):
+    assert "sends them earlier" in look(root)[-1].text
+    flag = "--xla_gpu_all_reduce_combine_threshold_bytes=25000000"
+    assert "up to 25000000 bytes" in look(root, {"XLA_FLAGS": f"--xla_x=1 {flag}"})[-1].text
 
 
 def test_neither_gpu_nor_plugin_is_not_worth_a_line(tmp_path, plugin):
@@ -131,7 +137,7 @@ def test_a_variable_names_a_gpu_that_is_not_here(root, plugin, value, first):
 def test_a_variable_that_names_what_is_here(root, plugin, value):
     findings = look(root, {"CUDA_VISIBLE_DEVICES": value})
     assert wrong(findings) == []
-    assert f"of 4 GPUs, by CUDA_VISIBLE_DEVICES={value}" in findings[-1].text
+    assert f"of 4 GPUs, by CUDA_VISIBLE_DEVICES={value}" in findings[-2].text
 
 
 @pytest.mark.parametrize(("name", "value"), [("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "LOC")])
